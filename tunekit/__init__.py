@@ -1,0 +1,1 @@
+"""tunekit: fine-tune and align open-weight language models. Recipe → Plan → Run."""

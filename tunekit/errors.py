@@ -1,0 +1,43 @@
+"""The errors a user can meet: each says where, what is wrong, and what to do about it.
+
+Everything that tunekit raises on purpose is a `TunekitError`; the command line prints it without a traceback and
+exits with 2. Any other exception is a defect of tunekit and keeps its traceback.
+"""
+
+
+class TunekitError(Exception):
+    """A problem that the user can mend.
+
+    Args:
+        problem: Where and what, in one line or a list of lines.
+        hint: What to do about it, in the imperative.
+    """
+
+    def __init__(self, problem: str, *, hint: str | None = None) -> None:
+        self.problem = problem
+        self.hint = hint
+        super().__init__(problem if hint is None else f"{problem}; {hint}")
+
+
+class RecipeError(TunekitError):
+    """The recipe, or an override of it, cannot be read or is not valid."""
+
+
+class PlanError(TunekitError):
+    """What the recipe asks for does not fit the machine, or cannot be run correctly."""
+
+
+class ModelError(TunekitError):
+    """The model or its tokenizer cannot be found or loaded."""
+
+
+class DataError(TunekitError):
+    """A dataset cannot be found, read, or trained on."""
+
+
+class DependencyError(TunekitError):
+    """A package that the asked feature needs is not installed."""
+
+
+class RunError(TunekitError):
+    """A run cannot be started, found or read, or it failed."""

@@ -1,0 +1,302 @@
+"""What a user can ask for: every section, every field, every default, and the sentence that explains it.
+
+A recipe holds intent in machine-free units; how it is carried out on a machine is the plan's. The string under a
+field is its only description: `tunekit explain`, the JSON schema for editors and the reference page show that string.
+A default lives here and nowhere else.
+
+Values are strict: a number in quotes is not a number, and 2.5 is not a count. Unknown keys are errors.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+EXPANDS_ENV = {"expands_env": True}
+"""Marks the string fields in which `${NAME}` stands for an environment variable. Elsewhere it is refused."""
+
+Optim = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adafactor",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "ademamix",
+    "ademamix_8bit",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_32bit",
+    "rmsprop_bnb_8bit",
+]
+
+LrSchedulerType = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
+
+
+class Section(BaseModel):
+    """A part of a recipe: closed, frozen, strictly typed, described by the strings under its fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """The model to start from. `model: NAME` is short for `model: {path: NAME}`."""
+
+    path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
+    """`pico` (ships with tunekit), a local folder, or a model's name on the Hugging Face hub."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type in which the frozen weights are kept and the products are computed. `auto`: bfloat16 where the device
+    computes it natively, else float32. Trained weights and their optimizer states are always float32."""
+
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention implementation by its transformers name. `auto`: the fastest that is correct on the device."""
+
+    chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
+    """Jinja file to use instead of the tokenizer's own chat template. It is saved with the trained model."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for code that you have read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class DataSource(Section):
+    """Rows to train or evaluate on. A string alone is short for `{path: STRING}`."""
+
+    path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
+    """A file (.jsonl, .json, .csv, .parquet, .txt) relative to the working directory, `example:NAME` for a file that
+    ships with tunekit, or a dataset's name on the Hugging Face hub."""
+
+    name: str | None = None
+    """Configuration of a hub dataset."""
+
+    split: str | None = None
+    """Split of a hub dataset, slices allowed (`train[:5%]`). Left out: `train` for training, and for evaluation
+    the only one of `validation`, `test`, `eval` that exists."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class DataSection(Section):
+    """The rows, and how they become tokens."""
+
+    train: DataSource
+    """Rows to train on."""
+
+    eval: DataSource | None = None
+    """Rows to evaluate on before, during and after training."""
+
+    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    """Shape of the rows: `messages` (a list of {role, content}), `prompt_completion` (columns prompt and
+    completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
+
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that count in the loss. `assistant`: assistant turns, or completions; `all`: every token. Plain text
+    always counts wholly."""
+
+    max_length: Annotated[int, Field(ge=8)] = 1024
+    """Longest sequence, in tokens. What is longer is cut at the end, and the run says how much was."""
+
+    packing: bool = False
+    """Put several documents into one sequence of `max_length` tokens. They do not see each other."""
+
+
+class SFTMethod(Section):
+    """Supervised fine-tuning: imitate the answers in the data (TRL's SFTTrainer)."""
+
+    type: Literal["sft"] = "sft"
+    """Supervised fine-tuning."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's SFTConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+
+class FullAdapter(Section):
+    """Train every weight of the model."""
+
+    type: Literal["full"] = "full"
+    """Train every weight."""
+
+
+class LoraAdapter(Section):
+    """Train low-rank updates beside frozen weights (LoRA, arXiv 2106.09685)."""
+
+    type: Literal["lora"] = "lora"
+    """Low-rank adaptation."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """Rank of the update matrices; their size grows with it."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale: the update is multiplied by alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before the update matrices. Above 0 it costs activation memory."""
+
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules that get an adapter: `all-linear` (every linear layer but the head) or a list of name endings such as
+    [q_proj, v_proj]."""
+
+    use_rslora: bool = False
+    """Rank-stabilised scaling (arXiv 2312.03732)."""
+
+    use_dora: bool = False
+    """Weight-decomposed adaptation (arXiv 2402.09353)."""
+
+    modules_to_save: list[str] | None = None
+    """Modules trained wholly and saved with the adapter, such as [embed_tokens, lm_head]."""
+
+
+class QloraAdapter(LoraAdapter):
+    """LoRA over a base model quantised to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."""
+
+    type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
+    """Low-rank adaptation over a 4-bit base."""
+
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit data type of the base weights."""
+
+    double_quant: bool = True
+    """Quantise the quantisation constants too: saves about 0.05 bytes a weight."""
+
+
+DEFAULT_LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+"""Peak learning rate by `adapter.type` where the recipe gives none."""
+
+
+class TrainSection(Section):
+    """The optimisation: how long, how fast, in which steps."""
+
+    num_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training rows; 1 if neither this nor `max_steps` is given."""
+
+    max_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps, instead of `num_epochs`."""
+
+    global_batch_size: Annotated[int, Field(ge=1)] = 16
+    """Sequences per optimizer step, over all devices and micro-batches."""
+
+    micro_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Sequences per forward pass on one device. Left out, the plan takes the most that fits."""
+
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate. Left out: 2e-5 for full fine-tuning, 2e-4 for lora and qlora."""
+
+    lr_scheduler_type: LrSchedulerType = "cosine"
+    """Learning-rate schedule by its transformers name."""
+
+    warmup_steps: Annotated[float, Field(ge=0)] = 0.03
+    """Steps of linear warm-up; below 1, a share of all steps."""
+
+    optim: Optim = "adamw_torch_fused"
+    """Optimizer by its transformers name."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
+    """Recompute activations in the backward pass to save memory. `auto`: only where they would not fit."""
+
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of adapter initialisation, row order and dropout."""
+
+    logging_steps: Annotated[int, Field(ge=1)] = 1
+    """Steps between two logged losses."""
+
+    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps between two evaluations. Left out: four evaluations a run. With `data.eval`, the run always evaluates
+    before the first and after the last step."""
+
+    save_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps between two checkpoints. Left out: four checkpoints a run. The last two are kept."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "TrainSection":
+        if self.num_epochs is not None and self.max_steps is not None:
+            raise ValueError("num_epochs and max_steps are both given; keep one of them")
+        return self
+
+
+class OutputSection(Section):
+    """What is written, and where."""
+
+    dir: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Run folder, new or empty. Left out: `runs/<name>-<time>`."""
+
+    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = None
+    """Name of the run, used for its folder. Left out: the name of the recipe file."""
+
+    sample_prompts: list[str] | None = None
+    """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
+    the training rows. An empty list: none."""
+
+
+def _type_alone(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
+
+
+Method = Annotated[SFTMethod, BeforeValidator(_type_alone)]
+"""The methods, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
+
+Adapter = Annotated[
+    FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)
+]
+"""What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
+
+
+class Recipe(Section):
+    """What the user wants, with no machine in it."""
+
+    model: ModelSection
+    """The model to start from."""
+
+    data: DataSection
+    """The rows, and how they become tokens."""
+
+    method: Method = SFTMethod()
+    """The training method."""
+
+    adapter: Adapter = LoraAdapter()
+    """What is trained: all weights (`full`), or low-rank updates (`lora`, `qlora`)."""
+
+    train: TrainSection = TrainSection()
+    """The optimisation."""
+
+    output: OutputSection = OutputSection()
+    """What is written, and where."""
