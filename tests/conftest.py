@@ -1,0 +1,29 @@
+"""What all tests share: the number of processes and threads, and what is skipped on this machine."""
+
+import os
+import sys
+
+import pytest
+
+# Workers that each start a thread a core get in each other's way, so under xdist each takes one. It is set before
+# torch is imported, and the processes that tests start inherit it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """What `-n auto` means: the cores that this process may use, but at most 8, as each worker loads torch."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(cores, 8)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs hardware or a network that is not there."""
+    if item.get_closest_marker("network") and os.environ.get("TUNEKIT_TEST_NETWORK") != "1":
+        pytest.skip("needs the hub: TUNEKIT_TEST_NETWORK=1 runs it")
+    needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+    if needed:
+        import torch
+
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} accelerator{'s' if needed > 1 else ''}")
