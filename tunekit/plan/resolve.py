@@ -1,0 +1,319 @@
+"""From a recipe and facts to a plan: one pure function, built of small decisions that each give their reason."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tunekit.errors import PlanError
+from tunekit.plan.facts import DataFacts, Device, Hardware, ModelFacts
+from tunekit.plan.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
+from tunekit.plan.plan import Plan, Reason, Schedule, count, gib
+from tunekit.recipe.schema import (
+    DEFAULT_LEARNING_RATE,
+    FullAdapter,
+    LoraAdapter,
+    QloraAdapter,
+    Recipe,
+)
+
+MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
+"""Share of the free memory that a plan may use; the rest is for fragmentation and for other programs."""
+
+ENOUGH_TOKENS = 2048
+"""Tokens in a micro-batch from which a device is kept busy: more is not worth recomputing activations."""
+
+RUNS_PER_RECIPE = 4
+"""Evaluations and checkpoints in a run whose recipe does not say how often."""
+
+
+def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts) -> Plan:
+    """How to run `recipe` on `hardware`.
+
+    Raises:
+        PlanError: The recipe asks for what this machine cannot do, or does not fit it.
+    """
+    device = hardware.accelerators[0] if hardware.accelerators else hardware.cpu
+    reasons = [_device_reason(hardware, device), _model_reason(model)]
+    dtype, why = _dtype(recipe, device)
+    full = isinstance(recipe.adapter, FullAdapter)
+    autocast = dtype != "float32"
+    kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
+    reasons.append(Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why))
+    attention = _attention(recipe, hardware, device, dtype)
+    reasons.append(attention)
+    _check_lengths(recipe, model)
+    trainable = num_trainable_params(model, recipe.adapter)
+    reasons.append(_adapter_reason(recipe, model, trainable))
+    fit = _fit(recipe, device, model, dtype)
+    reasons += fit.reasons(recipe, data)
+    learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
+    given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
+    reasons.append(
+        Reason(
+            topic="optimizer",
+            choice=f"{recipe.train.optim}, learning rate {learning_rate:g}",
+            why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
+        )
+    )
+    schedule = _schedule(recipe, data)
+    reasons.append(_steps_reason(recipe, data, schedule))
+    return Plan(
+        recipe=recipe,
+        strategy="single",
+        device=device,
+        dtype=dtype,
+        autocast=autocast,
+        attn_implementation=attention.choice,
+        gradient_checkpointing=fit.gradient_checkpointing,
+        micro_batch_size=fit.micro_batch_size,
+        gradient_accumulation_steps=recipe.train.global_batch_size // fit.micro_batch_size,
+        learning_rate=learning_rate,
+        num_params=model.num_params,
+        num_trainable_params=trainable,
+        data=data,
+        schedule=schedule,
+        memory=fit.memory,
+        memory_limit_bytes=fit.limit_bytes,
+        reasons=tuple(reasons),
+    )
+
+
+def _device_reason(hardware: Hardware, device: Device) -> Reason:
+    if device.kind == "cpu":
+        why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
+        return Reason(topic="device", choice=device.name, why=why)
+    others = len(hardware.accelerators) - 1
+    why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free; one process, no launcher"
+    if others:
+        why += f"; the other {others} are left idle: this version trains on one device"
+    return Reason(topic="device", choice=device.name, why=why)
+
+
+def _model_reason(model: ModelFacts) -> Reason:
+    shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
+    return Reason(
+        topic="model",
+        choice=model.path,
+        why=f"{model.architecture}, {count(model.num_params)} parameters: {shape}",
+    )
+
+
+def _dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
+    """Type of the products, and why."""
+    asked = recipe.model.dtype
+    if asked == "float16" and device.kind == "cpu":
+        raise PlanError(
+            "model.dtype: float16 does not run on a CPU: torch would silently compute in float32",
+            hint="use bfloat16 or float32",
+        )
+    if asked != "auto":
+        return asked, "as in the recipe"
+    if device.kind == "cpu":
+        return "float32", "exact, and no slower for small models on a CPU"
+    if device.native_bfloat16:
+        return "bfloat16", f"{device.name} computes it natively"
+    return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
+
+
+def _attention(recipe: Recipe, hardware: Hardware, device: Device, dtype: Dtype) -> Reason:
+    """Attention implementation, and why."""
+    asked = recipe.model.attn_implementation
+    flash_runs = device.kind == "cuda" and (device.compute_capability or (0, 0)) >= (8, 0) and dtype != "float32"
+    if asked.startswith("flash_attention") and not flash_runs:
+        raise PlanError(
+            f"model.attn_implementation: {asked} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
+            f"products; this is {device.name} with {dtype}",
+            hint="use sdpa",
+        )
+    if asked.startswith("flash_attention") and not hardware.flash_attn:
+        raise PlanError(f"model.attn_implementation: {asked} is not installed", hint="install flash-attn, or use sdpa")
+    if asked != "auto":
+        return Reason(topic="attention", choice=asked, why="as in the recipe")
+    if flash_runs and hardware.flash_attn:
+        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
+
+
+def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
+    limit = model.max_position_embeddings
+    if limit is not None and recipe.data.max_length > limit:
+        raise PlanError(
+            f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}",
+            hint=f"set it to {limit} or less",
+        )
+
+
+def _adapter_reason(recipe: Recipe, model: ModelFacts, trainable: int) -> Reason:
+    adapter = recipe.adapter
+    share = f"{count(trainable)} parameters trained, {trainable / model.num_params:.2%} of the model"
+    if isinstance(adapter, FullAdapter):
+        return Reason(topic="adapter", choice="full", why=f"{count(trainable)} parameters trained, all of them")
+    matched = model.adapter_linears(adapter.target_modules)
+    missing = [
+        target
+        for target in (adapter.target_modules if isinstance(adapter.target_modules, list) else [])
+        if not model.adapter_linears([target])
+    ]
+    if missing or not matched:
+        endings = sorted({name.rpartition(".")[2] for name in model.linears})
+        raise PlanError(
+            f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}",
+            hint=f"it has {', '.join(endings)}",
+        )
+    unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
+    if unknown:
+        raise PlanError(
+            f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}",
+            hint="a head tied to the embedding has no weights of its own; name the module that holds them",
+        )
+    targets = adapter.target_modules if adapter.target_modules == "all-linear" else ", ".join(adapter.target_modules)
+    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+    return Reason(topic="adapter", choice=choice, why=share)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A way to cut the batch that fits the device."""
+
+    micro_batch_size: int
+    gradient_checkpointing: bool
+    memory: MemoryEstimate
+    limit_bytes: int
+    why_batch: str
+    why_checkpointing: str
+
+    def reasons(self, recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+        batch = recipe.train.global_batch_size
+        steps = batch // self.micro_batch_size
+        yield Reason(
+            topic="batch",
+            choice=f"{batch} = {self.micro_batch_size} x {steps} accumulated x 1 device",
+            why=self.why_batch,
+        )
+        choice = "on" if self.gradient_checkpointing else "off"
+        yield Reason(topic="checkpointing", choice=choice, why=self.why_checkpointing)
+
+
+def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype) -> _Fit:
+    """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy."""
+    batch, asked = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    if asked is not None and batch % asked:
+        raise PlanError(
+            f"train.micro_batch_size: {asked} does not divide train.global_batch_size {batch}",
+            hint=f"use one of {', '.join(str(size) for size in _divisors(batch))}",
+        )
+    limit = int(MEMORY_SHARE[device.kind] * device.memory_free_bytes)
+    sizes = [asked] if asked is not None else _divisors(batch)
+    forced = recipe.train.gradient_checkpointing
+    why_size = "as in the recipe" if asked is not None else "the most that fits"
+    if asked is None and sizes[0] == batch:
+        why_size = "the whole batch fits at once"
+    enough = min(batch, math.ceil(ENOUGH_TOKENS / recipe.data.max_length))
+    for checkpointing in [False, True] if forced == "auto" else [forced]:
+        for size in sizes:
+            if not checkpointing and forced == "auto" and size < enough and asked is None:
+                break
+            memory = _memory(recipe, device, model, dtype, size, checkpointing)
+            if memory.total_bytes <= limit:
+                if size != batch and asked is None:
+                    why_size = f"the most that fits {gib(limit)}"
+                why_checkpointing = (
+                    "as in the recipe"
+                    if forced != "auto"
+                    else "activations would not fit without"
+                    if checkpointing
+                    else "activations fit without recomputing them"
+                )
+                return _Fit(size, checkpointing, memory, limit, why_size, why_checkpointing)
+    least = _memory(recipe, device, model, dtype, sizes[-1], forced != False)  # noqa: E712
+    raise PlanError(
+        f"this does not fit {device.name}: the least it needs is {gib(least.total_bytes)}, {gib(limit)} may be used "
+        f"({gib(least.total_bytes - limit)} too much)",
+        hint=_what_would_fit(recipe, device, model, dtype, limit),
+    )
+
+
+def _memory(
+    recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, size: int, checkpointing: bool
+) -> MemoryEstimate:
+    return estimate(
+        model,
+        recipe.adapter,
+        device=device.kind,
+        dtype=dtype,
+        optim=recipe.train.optim,
+        num_tokens=size * recipe.data.max_length,
+        padded=not recipe.data.packing and size > 1,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def _what_would_fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, limit: int) -> str:
+    """The smallest single change with which one sequence fits, in words."""
+    free = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": True})}
+    )
+    for change, changed in _changes(free):
+        memory = _memory(changed, device, model, dtype, 1, True)
+        if memory.total_bytes <= limit:
+            return f"{change} would fit with {gib(memory.total_bytes)}"
+    return "no single change of the recipe would fit; take a smaller model or a device with more memory"
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Single changes that save memory, the one that changes the least of the result first."""
+    yield "leaving train.micro_batch_size and train.gradient_checkpointing to the plan", recipe
+    optim = "adamw_8bit"
+    yield (
+        f"train.optim={optim}",
+        recipe.model_copy(update={"train": recipe.train.model_copy(update={"optim": optim})}),
+    )
+    length = recipe.data.max_length // 2
+    while length >= 256:
+        data = recipe.data.model_copy(update={"max_length": length})
+        yield f"data.max_length={length}", recipe.model_copy(update={"data": data})
+        length //= 2
+    if isinstance(recipe.adapter, FullAdapter):
+        yield "adapter.type=lora", recipe.model_copy(update={"adapter": LoraAdapter()})
+    if not isinstance(recipe.adapter, QloraAdapter):
+        yield "adapter.type=qlora", recipe.model_copy(update={"adapter": QloraAdapter()})
+
+
+def _schedule(recipe: Recipe, data: DataFacts) -> Schedule | None:
+    """When things happen; not known before packing unless the recipe gives `max_steps`."""
+    train = recipe.train
+    unknown = recipe.data.packing and not data.tokenized
+    if unknown and train.max_steps is None:
+        return None
+    per_epoch = math.ceil(data.num_train / train.global_batch_size)
+    steps = train.max_steps or math.ceil((train.num_epochs or 1) * per_epoch)
+    warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
+    often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
+    return Schedule(
+        num_steps=steps,
+        steps_per_epoch=per_epoch,
+        warmup_steps=int(warmup),
+        eval_steps=None if data.num_eval is None else train.eval_steps or often,
+        save_steps=train.save_steps or often,
+    )
+
+
+def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
+    sequences = "packed sequences" if recipe.data.packing and data.tokenized else "rows"
+    if schedule is None:
+        why = f"{data.num_train:,} rows are to be packed first"
+        return Reason(topic="steps", choice="known after tokenising", why=why)
+    if recipe.train.max_steps is not None:
+        why = f"as in the recipe; {data.num_train:,} {sequences}"
+    else:
+        per_epoch, batch = schedule.steps_per_epoch, recipe.train.global_batch_size
+        epochs = recipe.train.num_epochs or 1
+        why = f"{epochs:g} x {per_epoch}, {data.num_train:,} {sequences} / {batch} a step"
+    if schedule.eval_steps is not None:
+        why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
+    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+
+
+def _divisors(number: int) -> list[int]:
+    """Divisors of a number, the largest first."""
+    return [size for size in range(number, 0, -1) if number % size == 0]

@@ -1,0 +1,280 @@
+"""Look at the machine and at a model's files, and write down facts. Nothing is decided here, and no torch is needed.
+
+A model is known from its config.json and from the headers of its safetensors files: a few kilobytes that name every
+tensor with its shape, so that counts are exact before any weight is read.
+"""
+
+import json
+import os
+import platform
+import struct
+import subprocess
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tunekit.errors import ModelError
+from tunekit.plan.facts import Device, Hardware, ModelFacts
+from tunekit.recipe.schema import ModelSection
+
+PICO = Path(__file__).parent / "model" / "pico"
+"""Folder of the chat model that ships with tunekit."""
+
+HUB_SECONDS = 10
+"""How long a look at the hub may take before it counts as out of reach."""
+
+
+def probe_hardware() -> Hardware:
+    """What this machine has to compute with. CUDA devices count only where torch is built for them."""
+    memory = psutil.virtual_memory()
+    cpu = Device(
+        kind="cpu",
+        name=f"CPU ({_processor()})",
+        memory_total_bytes=memory.total,
+        memory_free_bytes=memory.available,
+        native_bfloat16=False,
+    )
+    accelerators = () if version("torch").endswith("+cpu") else _cuda_devices()
+    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
+    return Hardware(cpu=cpu, accelerators=accelerators, num_cores=cores, flash_attn=find_spec("flash_attn") is not None)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cuda_devices() -> tuple[Device, ...]:
+    """CUDA devices that this process may use, as the driver's own tool reports them."""
+    query = "index,uuid,name,memory.total,memory.free,compute_cap"
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found: dict[str, Device] = {}
+    for line in answer.stdout.strip().splitlines():
+        index, uuid, name, total, free, capability = (cell.strip() for cell in line.split(","))
+        major, minor = (int(number) for number in capability.split("."))
+        device = Device(
+            kind="cuda",
+            name=name,
+            memory_total_bytes=int(total) * 2**20,
+            memory_free_bytes=int(free) * 2**20,
+            native_bfloat16=major >= 8,
+            compute_capability=(major, minor),
+        )
+        found[index] = found[uuid] = device
+    if visible is None:
+        return tuple(device for key, device in found.items() if key.isdigit())
+    return tuple(found[key.strip()] for key in visible.split(",") if key.strip() in found)
+
+
+def model_folder(model: ModelSection) -> str:
+    """What transformers is told to load: a folder, or a hub name."""
+    return str(PICO) if model.path == "pico" else model.path
+
+
+def probe_model(model: ModelSection) -> ModelFacts:
+    """Facts of a model from its files.
+
+    Raises:
+        ModelError: It is not there, not complete, not a causal language model, or not stored as safetensors.
+    """
+    folder = Path(model_folder(model))
+    if folder.is_dir():
+        return _read_folder(folder, model.path)
+    if folder.exists():
+        raise ModelError(f"model.path: {model.path!r} is a file", hint="name the folder that holds config.json")
+    if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or (os.sep != "/" and os.sep in model.path):
+        raise ModelError(f"model.path: no folder {model.path!r}", hint=_near(folder))
+    return _read_folder(_fetch_headers(model), model.path, stored=_hub_tensors(model))
+
+
+def _near(folder: Path) -> str:
+    """What may have been meant by a folder that is not there."""
+    from difflib import get_close_matches
+
+    if not folder.parent.is_dir():
+        return f"the folder {str(folder.parent)!r} is not there either"
+    names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
+    close = get_close_matches(folder.name, names, n=1)
+    return f"did you mean {str(folder.parent / close[0])!r}?" if close else "check the path"
+
+
+def _fetch_headers(model: ModelSection) -> Path:
+    """Fetch a hub model's small files, and return their folder."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["config.json", "tokenizer_config.json", "chat_template*", "generation_config.json"]
+    with _hub_errors(model):
+        return Path(
+            snapshot_download(model.path, revision=model.revision, allow_patterns=patterns, etag_timeout=HUB_SECONDS)
+        )
+
+
+def _hub_tensors(model: ModelSection) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of a hub model's tensors, from the headers of its files alone."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    with _hub_errors(model):
+        try:
+            metadata = get_safetensors_metadata(model.path, revision=model.revision)
+        except NotASafetensorsRepoError as error:
+            raise ModelError(
+                f"model.path: {model.path!r} has no safetensors weights",
+                hint="pickled weights can run code when they are opened and are not loaded; convert them first",
+            ) from error
+    return {
+        name: (tuple(tensor.shape), _dtype_name(tensor.dtype))
+        for file in metadata.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
+
+
+class _hub_errors:
+    """Turns the hub's many errors into one line."""
+
+    def __init__(self, model: ModelSection) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, ModelError):
+            return
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        name = self.model.path
+        if isinstance(error, GatedRepoError):
+            raise ModelError(
+                f"model.path: {name!r} asks for its licence to be accepted on the hub",
+                hint="accept it there, then log in with `hf auth login`",
+            ) from error
+        if isinstance(error, RepositoryNotFoundError):
+            raise ModelError(
+                f"model.path: there is no {name!r}, neither as a folder here nor on the hub",
+                hint="check the spelling; a private model needs `hf auth login`",
+            ) from error
+        if isinstance(error, (LocalEntryNotFoundError, OSError)):
+            raise ModelError(
+                f"model.path: {name!r} is not a folder here, and the hub cannot be reached",
+                hint="name a local folder, or connect to the network",
+            ) from error
+
+
+def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...], str]] | None = None) -> ModelFacts:
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ModelError(f"model.path: {path!r} has no config.json", hint="name a folder saved by save_pretrained")
+    try:
+        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"model.path: {path!r} has a broken config.json: {error}", hint="save it again") from error
+    architectures = config.get("architectures") or []
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(f"model.path: {path!r} is an adapter, not a model", hint="merge it into its base model first")
+    if not any("CausalLM" in name or "LMHead" in name for name in architectures):
+        found = ", ".join(architectures) or "none"
+        raise ModelError(
+            f"model.path: {path!r} is not a causal language model (architectures: {found})",
+            hint="use a model with an ...ForCausalLM architecture",
+        )
+    tensors = stored if stored is not None else _folder_tensors(folder, path)
+    types = [dtype for _, dtype in tensors.values()]
+    text = config.get("text_config", config)
+    hidden, heads = (
+        _number(text, path, "hidden_size", "n_embd", "d_model"),
+        _number(text, path, "num_attention_heads", "n_head", "n_heads"),
+    )
+    return ModelFacts(
+        path=path,
+        architecture=architectures[0],
+        tensors={name: shape for name, (shape, _) in tensors.items()},
+        dtype=max(set(types), key=types.count),
+        hidden_size=hidden,
+        intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
+        num_layers=_number(text, path, "num_hidden_layers", "n_layer", "n_layers"),
+        num_heads=heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        vocab_size=_number(text, path, "vocab_size"),
+        max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
+        has_chat_template=_has_chat_template(folder),
+    )
+
+
+def _number(config: dict[str, Any], path: str, *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ModelError(f"model.path: the config.json of {path!r} has no {names[0]}", hint="the folder may be incomplete")
+
+
+def _folder_tensors(folder: Path, path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor in a folder's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        if pickled:
+            raise ModelError(
+                f"model.path: {path!r} has no safetensors weights, only {pickled[0]}",
+                hint="pickled weights can run code when they are opened and are not loaded; convert them first",
+            )
+        raise ModelError(f"model.path: {path!r} lacks {', '.join(missing)}", hint="the folder is incomplete")
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in names:
+        tensors |= _read_header(folder / name, path)
+    return tensors
+
+
+def _read_header(file: Path, path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names, shapes and types from the header of a safetensors file: 8 bytes of length, then JSON."""
+    broken = ModelError(f"model.path: {path!r}: {file.name} is damaged", hint="copy or download it again")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise broken
+        (length,) = struct.unpack("<Q", prefix)
+        if length > size - 8:
+            raise broken
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise broken from error
+    header.pop("__metadata__", None)
+    if not header or max(entry["data_offsets"][1] for entry in header.values()) != size - 8 - length:
+        raise broken
+    return {name: (tuple(entry["shape"]), _dtype_name(entry["dtype"])) for name, entry in header.items()}
+
+
+def _dtype_name(stored: str) -> str:
+    return {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}.get(stored, stored.lower())
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in json.loads(config.read_text(encoding="utf-8"))
