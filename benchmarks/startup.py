@@ -79,9 +79,7 @@ def circumstances() -> dict[str, object]:
 
 def main() -> None:
     """Measure, print the table, and with `--save` keep the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10, help="counted runs of each command (10)")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()

@@ -1,0 +1,250 @@
+"""What is installed, what the machine has, and what follows for each feature: the facts of `tunekit doctor`.
+
+The bounds come from tunekit's own package metadata and the versions from that of the others, so nothing heavy is
+imported. Nothing is printed here.
+"""
+
+import platform
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tunekit.plan.facts import Device, Hardware
+from tunekit.probe import probe_hardware
+
+STACK = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "trl",
+    "datasets",
+    "bitsandbytes",
+    "huggingface-hub",
+    "matplotlib",
+    "nvidia-ml-py",
+    "flash-attn",
+    "triton",
+    "liger-kernel",
+    "deepspeed",
+    "torchao",
+    "vllm",
+    "gradio",
+)
+"""The packages that decide how training goes, whether tunekit asks for them or only works beside them."""
+
+FLASH_ATTENTION_2_CAPABILITY = (8, 0)
+"""Oldest CUDA compute capability that the flash-attn package runs on."""
+
+FOUR_BIT_CAPABILITY = (6, 0)
+"""Oldest CUDA compute capability with bitsandbytes' NF4 and FP4."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution of the stack, and the versions of it that tunekit is made for."""
+
+    name: str
+    version: str | None
+    """Installed version; None when it is not installed."""
+    bounds: str = ""
+    """Versions that tunekit's metadata allows; empty where it names none."""
+    extra: str | None = None
+    """Extra of tunekit that brings the package; None for a core dependency, or one that tunekit does not ask for."""
+
+    @property
+    def state(self) -> Literal["ok", "absent", "missing", "outside"]:
+        """`missing` and `outside` want mending; `absent` is a package that one can do without."""
+        if self.version is None:
+            return "missing" if self.bounds and self.extra is None else "absent"
+        return "ok" if SpecifierSet(self.bounds).contains(self.version, prereleases=True) else "outside"
+
+    @property
+    def hint(self) -> str | None:
+        """The command that mends it; None when it is fine, or not needed."""
+        if self.state == "ok" or not self.bounds:
+            return None
+        if self.extra is not None:
+            return f"pip install 'tunekit[{self.extra}]'"
+        return f"pip install '{self.name}{self.bounds}'"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that tunekit can do if the machine and the packages allow it."""
+
+    name: str
+    available: bool
+    detail: str
+    """What it rests on, or what it lacks."""
+    hint: str | None = None
+    """How to get it; None when it is available, or this machine cannot have it."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that `tunekit doctor` shows."""
+
+    tunekit: str
+    """Version of tunekit."""
+    python: str
+    system: str
+    hardware: Hardware | None
+    """The devices; None when torch is missing, for its build decides which of them count."""
+    packages: tuple[Package, ...]
+    features: tuple[Feature, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every core dependency is there, and every package inside its bounds."""
+        return all(package.state in ("ok", "absent") for package in self.packages)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the installation and the machine."""
+    try:
+        own = metadata.metadata("tunekit")
+        version, requires, extras = own["Version"], own.get_all("Requires-Dist"), own.get_all("Provides-Extra")
+    except metadata.PackageNotFoundError:
+        version, requires, extras = "source tree, not installed", None, None
+    packages = compare(requires or [], extras or [], installed(STACK))
+    torch_is_here = any(package.name == "torch" and package.version for package in packages)
+    hardware = probe_hardware() if torch_is_here else None
+    return Diagnosis(
+        tunekit=version,
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        system=platform.platform(),
+        hardware=hardware,
+        packages=packages,
+        features=features(packages, hardware, has_driver=shutil.which("nvidia-smi") is not None),
+    )
+
+
+def installed(names: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of each distribution, or None."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def compare(requires: Iterable[str], extras: Iterable[str], versions: Mapping[str, str | None]) -> tuple[Package, ...]:
+    """Put what is installed beside what is asked for.
+
+    Args:
+        requires: tunekit's requirements, as its metadata has them (`Requires-Dist`).
+        extras: The names of its extras.
+        versions: Installed version by distribution, None where there is none.
+    """
+    found = {name: Package(name, version) for name, version in versions.items()}
+    for need in map(Requirement, requires):
+        name = need.name.lower()
+        if name not in found or found[name].bounds:
+            continue
+        core = need.marker is None or need.marker.evaluate({"extra": ""})
+        extra = None if core else _extra_of(need, extras)
+        if core or extra is not None:
+            found[name] = Package(name, versions[name], str(need.specifier), extra)
+    return tuple(found.values())
+
+
+def _extra_of(need: Requirement, extras: Iterable[str]) -> str | None:
+    """The first extra for which the requirement holds on this machine."""
+    marker = need.marker
+    return next((extra for extra in extras if marker and marker.evaluate({"extra": extra})), None)
+
+
+def features(packages: Iterable[Package], hardware: Hardware | None, *, has_driver: bool) -> tuple[Feature, ...]:
+    """What works here, what does not, and how to change that.
+
+    Args:
+        packages: The stack.
+        hardware: The devices, or None when they could not be looked at.
+        has_driver: Whether an NVIDIA driver is installed.
+    """
+    by_name = {package.name: package for package in packages}
+    found = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"])]
+    if hardware is None:
+        return tuple(found)
+    found = [_gpu(by_name["torch"], hardware, has_driver), _bfloat16(hardware), *found]
+    found.append(_flash_attention(by_name["flash-attn"], hardware))
+    if hardware.accelerators:
+        found.append(_gpu_memory(by_name["nvidia-ml-py"]))
+    return tuple(found)
+
+
+def _gpu(torch: Package, hardware: Hardware, has_driver: bool) -> Feature:
+    name = "training on a GPU"
+    if hardware.accelerators:
+        return Feature(name, True, f"{len(hardware.accelerators)} × {hardware.accelerators[0].name}")
+    if not has_driver:
+        return Feature(name, False, "no GPU; training runs on the CPU")
+    if torch.version is not None and torch.version.endswith("+cpu"):
+        detail = f"an NVIDIA driver is installed, but torch {torch.version} is built for the CPU"
+        return Feature(name, False, detail, "install a CUDA build of torch: https://pytorch.org/get-started")
+    detail = "an NVIDIA driver is installed, but no GPU is visible"
+    return Feature(name, False, detail, "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES")
+
+
+def _bfloat16(hardware: Hardware) -> Feature:
+    device = _main_device(hardware)
+    if device.native_bfloat16:
+        return Feature("bfloat16 at full speed", True, device.name)
+    return Feature("bfloat16 at full speed", False, f"{device.name} has no fast bfloat16; float32 is used")
+
+
+def _plots(matplotlib: Package) -> Feature:
+    if matplotlib.version is not None:
+        return Feature("plots as figures and PNG", True, f"matplotlib {matplotlib.version}")
+    return Feature("plots as figures and PNG", False, "needs matplotlib", matplotlib.hint)
+
+
+def _four_bit(bitsandbytes: Package, hardware: Hardware | None) -> Feature:
+    name = "4-bit base model (adapter: qlora)"
+    if bitsandbytes.version is None:
+        return Feature(name, False, "needs bitsandbytes", bitsandbytes.hint)
+    if hardware is None or not hardware.accelerators:
+        return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the CPU: right, but slow")
+    old = [gpu.name for gpu in hardware.accelerators if not _is_at_least(gpu, FOUR_BIT_CAPABILITY)]
+    if old:
+        return Feature(name, False, f"{old[0]} is older than compute capability {_dotted(FOUR_BIT_CAPABILITY)}")
+    return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the GPU")
+
+
+def _flash_attention(flash_attn: Package, hardware: Hardware) -> Feature:
+    name = "attn_implementation: flash_attention_2"
+    able = [gpu for gpu in hardware.accelerators if _is_at_least(gpu, FLASH_ATTENTION_2_CAPABILITY)]
+    if not able or len(able) < len(hardware.accelerators):
+        needed = f"needs a GPU of compute capability {_dotted(FLASH_ATTENTION_2_CAPABILITY)} or newer"
+        return Feature(name, False, f"{needed}; sdpa is used")
+    if flash_attn.version is None:
+        hint = "pip install flash-attn --no-build-isolation"
+        return Feature(name, False, "needs flash-attn; sdpa is used", hint)
+    return Feature(name, True, f"flash-attn {flash_attn.version}")
+
+
+def _gpu_memory(nvidia_ml_py: Package) -> Feature:
+    name = "GPU memory as the driver sees it"
+    if nvidia_ml_py.version is None:
+        return Feature(name, False, "needs nvidia-ml-py", nvidia_ml_py.hint)
+    return Feature(name, True, f"nvidia-ml-py {nvidia_ml_py.version}")
+
+
+def _main_device(hardware: Hardware) -> Device:
+    return hardware.accelerators[0] if hardware.accelerators else hardware.cpu
+
+
+def _is_at_least(device: Device, capability: tuple[int, int]) -> bool:
+    return device.compute_capability is not None and device.compute_capability >= capability
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
