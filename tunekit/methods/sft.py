@@ -1,0 +1,106 @@
+"""Supervised fine-tuning through TRL's SFTTrainer, on rows that tunekit has tokenised, masked and packed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunekit.plan.plan import Plan, Schedule
+from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.nn import Module
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+
+def build(
+    method: SFTMethod,
+    train: TrainSection,
+    data: DataSection,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    model: "Module",
+    tokenizer: "PreTrainedTokenizerBase",
+    train_dataset: "Dataset",
+    eval_dataset: "Dataset | None",
+    checkpoints: Path,
+    callbacks: "list[TrainerCallback]",
+) -> "SFTTrainer":
+    """A trainer over token ids and labels.
+
+    Args:
+        method: What else goes to SFTConfig.
+        train: The optimisation.
+        data: Whether sequences are packed, and how long they are.
+        plan: Precision, micro-batch and memory choices.
+        schedule: Steps.
+        model: The model with its adapter.
+        tokenizer: For padding, and saved with each checkpoint.
+        train_dataset: Columns `input_ids` and `labels` (-100 off the loss), with `seq_lengths` where packed.
+        eval_dataset: The same for evaluation.
+        checkpoints: Folder of the checkpoints.
+        callbacks: What watches the training.
+    """
+    from transformers import PrinterCallback
+    from trl import SFTTrainer
+
+    trainer = SFTTrainer(
+        model=model,
+        args=_config(method, train, data, plan, schedule, checkpoints, evaluate=eval_dataset is not None),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _config(
+    method: SFTMethod,
+    train: TrainSection,
+    data: DataSection,
+    plan: Plan,
+    schedule: Schedule,
+    checkpoints: Path,
+    *,
+    evaluate: bool,
+) -> "SFTConfig":
+    from trl import SFTConfig
+
+    return SFTConfig(
+        output_dir=str(checkpoints),
+        per_device_train_batch_size=plan.micro_batch_size,
+        per_device_eval_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        max_steps=schedule.num_steps,
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        warmup_steps=schedule.warmup_steps,
+        optim=train.optim,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        seed=train.seed,
+        use_cpu=plan.device.kind == "cpu",
+        bf16=plan.autocast and plan.dtype == "bfloat16",
+        fp16=plan.autocast and plan.dtype == "float16",
+        gradient_checkpointing=plan.gradient_checkpointing,
+        dataloader_pin_memory=plan.device.kind != "cpu",
+        max_length=data.max_length,
+        packing=data.packing,
+        # The rows are tokenised, truncated and packed already.
+        dataset_kwargs={"skip_prepare_dataset": True},
+        logging_steps=train.logging_steps,
+        # A NaN must be seen, not shown as 0.
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if evaluate else "no",
+        eval_steps=schedule.eval_steps,
+        eval_on_start=evaluate,
+        save_strategy="steps",
+        save_steps=schedule.save_steps,
+        save_total_limit=2,
+        report_to="none",
+        disable_tqdm=True,
+        **method.trainer_args,
+    )

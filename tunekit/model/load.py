@@ -1,0 +1,125 @@
+"""Load a tokenizer and a causal language model as the plan says, from a local folder or the hub.
+
+Only safetensors weights are read, since opening pickled ones can run code.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunekit.errors import ModelError
+from tunekit.plan.memory import Dtype
+from tunekit.probe import model_folder
+from tunekit.recipe.schema import ModelSection, QloraAdapter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer, with the recipe's chat template where it names one.
+
+    Raises:
+        ModelError: The tokenizer or the template cannot be read, or the tokenizer has neither padding nor end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
+            hint="the folder may be incomplete",
+        ) from error
+    if section.chat_template is not None:
+        tokenizer.chat_template = _read_template(section.chat_template)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"model.path: the tokenizer of {section.path!r} has neither a padding nor an end-of-sequence token",
+                hint="set pad_token in its tokenizer_config.json",
+            )
+        # Padding is masked by position, never by token, so the end token can serve.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template: {path!r} cannot be read: {_first_line(error)}", hint="name a Jinja file"
+        ) from error
+
+
+def load_model(
+    section: ModelSection,
+    *,
+    dtype: Dtype,
+    attn_implementation: str,
+    device: str,
+    quantization: QloraAdapter | None = None,
+) -> "PreTrainedModel":
+    """The model on its device.
+
+    Args:
+        section: Which model.
+        dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
+        attn_implementation: Attention implementation by its transformers name.
+        device: Where the weights go: `cpu` or `cuda`.
+        quantization: How to quantise the linear layers to 4 bits, or None.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    torch_dtype = getattr(torch, dtype)
+    config = None
+    if quantization is not None:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_compute_dtype=torch_dtype,
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder(section),
+            revision=section.revision,
+            dtype=torch_dtype,
+            attn_implementation=attn_implementation,
+            quantization_config=config,
+            trust_remote_code=section.trust_remote_code,
+            use_safetensors=True,
+            device_map={"": device},
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
+            hint="see the log for the whole message",
+        ) from error
+    if quantization is not None:
+        keep_quantised_layout(model)
+    model.config.use_cache = False
+    return model
+
+
+def keep_quantised_layout(model: "PreTrainedModel") -> None:
+    """Stop bitsandbytes from repacking 4-bit weights on a CPU when the model first runs in evaluation mode.
+
+    The repacked layout is meant for inference: its backward pass gives wrong gradients (cosine 0.72 with the right
+    ones on bitsandbytes 0.50.2), and weights merged from it are wrong, both without a message.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
