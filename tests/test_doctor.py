@@ -42,8 +42,7 @@ def stack(**versions: str | None) -> tuple[Package, ...]:
     """The whole stack, absent but for `versions`; underscores stand for hyphens."""
     given = {name.replace("_", "-"): version for name, version in versions.items()}
     requires = ["torch>=2.11,<2.14", "bitsandbytes>=0.50,<1", 'matplotlib>=3.9,<4; extra == "notebook"']
-    requires.append('nvidia-ml-py>=12,<14; extra == "gpu"')
-    return compare(requires, ["gpu", "notebook"], dict.fromkeys(STACK) | given)
+    return compare(requires, ["notebook"], dict.fromkeys(STACK) | given)
 
 
 def feature(name: str, packages: tuple[Package, ...], hardware: Hardware | None, driver: bool = False) -> Feature:
@@ -69,7 +68,8 @@ def test_core_package_must_be_inside_its_bounds(version: str | None, state: str,
 
 
 def test_package_of_an_extra_can_be_absent_and_names_the_extra() -> None:
-    (plots,) = compare(['matplotlib>=3.9; extra == "notebook"'], ["gpu", "notebook"], {"matplotlib": None})
+    requires = ['matplotlib>=3.9; extra == "all"', 'matplotlib>=3.9; extra == "notebook"']
+    (plots,) = compare(requires, ["all", "notebook"], {"matplotlib": None})
     assert (plots.state, plots.hint) == ("absent", "pip install 'tunekit[notebook]'")
 
 
@@ -129,11 +129,6 @@ def test_gpu_that_is_hidden_from_us_is_noticed() -> None:
     assert feature("training on a GPU", stack(torch="2.13.0"), LAPTOP).hint is None
 
 
-def test_gpu_memory_is_a_question_only_where_there_is_a_gpu() -> None:
-    assert not [row for row in features(stack(), LAPTOP, has_driver=False) if "memory" in row.name]
-    assert feature("memory", stack(), server((9, 0))).hint == "pip install 'tunekit[gpu]'"
-
-
 def test_features_without_torch_leave_the_devices_out() -> None:
     names = [row.name for row in features(stack(), None, has_driver=False)]
     assert names == ["4-bit base model (adapter: qlora)", "plots as figures and PNG"]
@@ -161,6 +156,12 @@ def test_diagnosis_of_this_machine_is_whole() -> None:
     by_name = {package.name: package for package in found.packages}
     assert by_name["torch"].version == metadata.version("torch")
     assert found.hardware is not None and found.hardware.num_cores >= 1
+
+
+def test_our_own_metadata_has_the_extra_that_brings_plots() -> None:
+    by_name = {package.name: package for package in diagnose().packages}
+    assert (by_name["matplotlib"].extra, by_name["torch"].extra) == ("notebook", None)
+    assert all(by_name[name].bounds for name in ("torch", "transformers", "trl", "peft", "matplotlib"))
 
 
 def test_diagnosis_imports_no_torch() -> None:

@@ -38,6 +38,9 @@ STACK = (
 )
 """The packages that decide how training goes, whether tunekit asks for them or only works beside them."""
 
+BUNDLES = {"all", "dev", "test"}
+"""Extras of tunekit that bring the packages of other extras."""
+
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability that the flash-attn package runs on."""
 
@@ -157,9 +160,10 @@ def compare(requires: Iterable[str], extras: Iterable[str], versions: Mapping[st
 
 
 def _extra_of(need: Requirement, extras: Iterable[str]) -> str | None:
-    """The first extra for which the requirement holds on this machine."""
+    """The extra that brings the package on this machine, or None."""
     marker = need.marker
-    return next((extra for extra in extras if marker and marker.evaluate({"extra": extra})), None)
+    holds = [extra for extra in extras if marker is not None and marker.evaluate({"extra": extra})]
+    return next((extra for extra in holds if extra not in BUNDLES), None)
 
 
 def features(packages: Iterable[Package], hardware: Hardware | None, *, has_driver: bool) -> tuple[Feature, ...]:
@@ -176,8 +180,6 @@ def features(packages: Iterable[Package], hardware: Hardware | None, *, has_driv
         return tuple(found)
     found = [_gpu(by_name["torch"], hardware, has_driver), _bfloat16(hardware), *found]
     found.append(_flash_attention(by_name["flash-attn"], hardware))
-    if hardware.accelerators:
-        found.append(_gpu_memory(by_name["nvidia-ml-py"]))
     return tuple(found)
 
 
@@ -229,13 +231,6 @@ def _flash_attention(flash_attn: Package, hardware: Hardware) -> Feature:
         hint = "pip install flash-attn --no-build-isolation"
         return Feature(name, False, "needs flash-attn; sdpa is used", hint)
     return Feature(name, True, f"flash-attn {flash_attn.version}")
-
-
-def _gpu_memory(nvidia_ml_py: Package) -> Feature:
-    name = "GPU memory as the driver sees it"
-    if nvidia_ml_py.version is None:
-        return Feature(name, False, "needs nvidia-ml-py", nvidia_ml_py.hint)
-    return Feature(name, True, f"nvidia-ml-py {nvidia_ml_py.version}")
 
 
 def _main_device(hardware: Hardware) -> Device:
