@@ -14,7 +14,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from tunekit.plan.facts import Device, Hardware
+from tunekit.planner.facts import Device, Hardware
 from tunekit.probe import probe_hardware
 
 STACK = (

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from tunekit.errors import ModelError
-from tunekit.plan.facts import Device, Hardware, ModelFacts
+from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.recipe.schema import ModelSection
 
 PICO = Path(__file__).parent / "model" / "pico"

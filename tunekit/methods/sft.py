@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunekit.plan.plan import Plan, Schedule
+from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""Models and their tokenizers, and the adapters on them. The folder `pico` is the chat model that ships with tunekit."""
+"""Models, their tokenizers, and the adapters on them. The folder `pico` is the chat model that ships with tunekit."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.errors import ModelError
-from tunekit.plan.memory import Dtype
+from tunekit.planner.memory import Dtype
 from tunekit.probe import model_folder
 from tunekit.recipe.schema import ModelSection, QloraAdapter
 
@@ -104,7 +104,6 @@ def load_model(
         ) from error
     if quantization is not None:
         keep_quantised_layout(model)
-    model.config.use_cache = False
     return model
 
 

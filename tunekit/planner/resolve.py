@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
-from tunekit.plan.facts import DataFacts, Device, Hardware, ModelFacts
-from tunekit.plan.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
-from tunekit.plan.plan import Plan, Reason, Schedule, count, gib
+from tunekit.planner.facts import DataFacts, Device, Hardware, ModelFacts
+from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
+from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     FullAdapter,
@@ -45,7 +45,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     trainable = num_trainable_params(model, recipe.adapter)
     reasons.append(_adapter_reason(recipe, model, trainable))
     fit = _fit(recipe, device, model, dtype)
-    reasons += fit.reasons(recipe, data)
+    reasons += fit.reasons(recipe.train.global_batch_size)
     learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
     given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
     reasons.append(
@@ -56,6 +56,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
         )
     )
     schedule = _schedule(recipe, data)
+    reasons.append(_data_reason(recipe, data))
     reasons.append(_steps_reason(recipe, data, schedule))
     return Plan(
         recipe=recipe,
@@ -182,8 +183,7 @@ class _Fit:
     why_batch: str
     why_checkpointing: str
 
-    def reasons(self, recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
-        batch = recipe.train.global_batch_size
+    def reasons(self, batch: int) -> Iterator[Reason]:
         steps = batch // self.micro_batch_size
         yield Reason(
             topic="batch",
@@ -298,17 +298,29 @@ def _schedule(recipe: Recipe, data: DataFacts) -> Schedule | None:
     )
 
 
+def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
+    if not data.tokenized:
+        why = f"cut to {recipe.data.max_length} tokens each when the run starts"
+        return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
+    share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
+    why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
+    for number, what in ((data.num_truncated, f"cut to {recipe.data.max_length}"), (data.num_dropped, "left out")):
+        if number:
+            why += f"; {number:,} {what}"
+    packed = "packed sequences" if recipe.data.packing else "rows"
+    return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+
+
 def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
-    sequences = "packed sequences" if recipe.data.packing and data.tokenized else "rows"
     if schedule is None:
         why = f"{data.num_train:,} rows are to be packed first"
         return Reason(topic="steps", choice="known after tokenising", why=why)
     if recipe.train.max_steps is not None:
-        why = f"as in the recipe; {data.num_train:,} {sequences}"
+        why = f"as in the recipe; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
     else:
-        per_epoch, batch = schedule.steps_per_epoch, recipe.train.global_batch_size
+        batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1
-        why = f"{epochs:g} x {per_epoch}, {data.num_train:,} {sequences} / {batch} a step"
+        why = f"{epochs:g} x {data.num_train:,} / {batch} a step"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

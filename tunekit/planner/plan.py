@@ -6,8 +6,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
-from tunekit.plan.facts import DataFacts, Device, Facts
-from tunekit.plan.memory import Dtype, MemoryEstimate
+from tunekit.planner.facts import DataFacts, Device, Facts
+from tunekit.planner.memory import Dtype, MemoryEstimate
 from tunekit.recipe.schema import Recipe
 
 

@@ -9,7 +9,7 @@ compute type, T tokens of a micro-batch.
 
 from typing import Literal
 
-from tunekit.plan.facts import Facts, ModelFacts
+from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -1,0 +1,70 @@
+"""The verbs: the single path that the command line, notebooks and every other door go through."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunekit.data.load import LoadedData, load_data
+from tunekit.planner.facts import DataFacts
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.probe import probe_hardware, probe_model
+from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.run.events import Event
+from tunekit.run.prepare import Prepared, prepare, record
+from tunekit.run.run import Run
+
+Source = str | Path | Mapping[str, Any] | Recipe
+"""A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
+
+
+def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
+    """How a recipe would run here. Reads the rows and the model's headers; loads neither weights nor torch.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `train.max_steps=10`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or nothing that it allows fits.
+    """
+    return _plan(load_recipe(source, overrides))[0]
+
+
+def train(
+    source: Source | Plan, overrides: Sequence[str] = (), *, on_event: Callable[[Event], None] | None = None
+) -> Run:
+    """Train, in this process, and return the finished run.
+
+    Args:
+        source: The recipe, or a plan of it.
+        overrides: Changes to the recipe.
+        on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
+    """
+    from tunekit.run.worker import work
+
+    recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+    outline, data = _plan(recipe)
+    prepared = prepare(recipe, data)
+    final = resolve(record(recipe, data), probe_hardware(), probe_model(recipe.model), prepared.facts)
+    run = Run.create(final)
+    prepared.save(run.path / "data")
+    if on_event is not None:
+        on_event({"event": "plan", "run": run, "plan": final, "outline": outline})
+    work(run, on_event)
+    return run
+
+
+def _plan(recipe: Recipe) -> tuple[Plan, LoadedData]:
+    """A plan from rows that are counted but not yet tokenised, and those rows."""
+    model = probe_model(recipe.model)
+    data = load_data(recipe.data)
+    facts = DataFacts(num_train=len(data.train), num_eval=None if data.eval is None else len(data.eval))
+    return resolve(recipe, probe_hardware(), model, facts), data
+
+
+__all__ = ["Prepared", "Source", "plan", "train"]

@@ -1,1 +1,0 @@
-"""HOW to run a recipe on a machine: facts in, a plan with reasons out. Pure functions; imports no torch."""

@@ -1,0 +1,78 @@
+"""Watches a trainer from inside and turns what it sees into events and status."""
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from tunekit.errors import RunError
+from tunekit.run.events import EventLog
+from tunekit.run.run import Run
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Writes logged metrics, evaluations and checkpoints as events, with tokens per second of the steps alone.
+
+    Args:
+        run: The run whose status follows the steps.
+        log: Where events go.
+    """
+
+    def __init__(self, run: Run, log: EventLog) -> None:
+        self.run = run
+        self.log = log
+        self.seconds = 0.0
+        """Time spent in optimizer steps, without evaluations and checkpoints."""
+        self.num_tokens = 0.0
+        """Tokens trained on so far, padding not counted."""
+        self._logged_seconds = 0.0
+        self._step_began = 0.0
+
+    def on_step_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Start the clock of a step."""
+        self._step_began = time.perf_counter()
+
+    def on_step_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Stop the clock of a step and tell the status."""
+        self.seconds += time.perf_counter() - self._step_began
+        self.run.update_status(step=state.global_step)
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        """Write what the trainer logged; a loss that is not a number ends the run."""
+        if "eval_loss" in logs:
+            self.log.write("eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")})
+        elif "loss" in logs:
+            self._write_step(state.global_step, logs)
+
+    def _write_step(self, step: int, logs: dict[str, float]) -> None:
+        seconds = self.seconds - self._logged_seconds
+        tokens = logs.get("num_tokens", 0.0) - self.num_tokens
+        self._logged_seconds, self.num_tokens = self.seconds, logs.get("num_tokens", 0.0)
+        self.log.write("log", step=step, tokens_per_second=tokens / seconds if seconds else None, **logs)
+        if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
+            raise RunError(
+                f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
+                hint="lower train.learning_rate, or look at the rows of this step",
+            )
+
+    def on_save(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Say where a checkpoint was written."""
+        path = self.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
+        self.log.write("checkpoint", step=state.global_step, path=str(path))

@@ -1,0 +1,57 @@
+"""The model card of a trained model: base, data, recipe, results."""
+
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.schema import FullAdapter
+from tunekit.run.run import Run
+
+
+def write_card(run: Run, result: dict[str, Any]) -> None:
+    """Write README.md beside the weights.
+
+    Args:
+        run: A run whose model is saved.
+        result: The fields of its `result` event.
+    """
+    recipe, plan = run.recipe, run.plan
+    full = isinstance(recipe.adapter, FullAdapter)
+    base = recipe.model.path
+    data = ModelCardData(
+        library_name="transformers" if full else "peft",
+        tags=["tunekit", recipe.method.type, recipe.adapter.type],
+        pipeline_tag="text-generation",
+        base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
+    )
+    rows = [
+        ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"),
+        ("Method", recipe.method.type),
+        ("Training data", f"{recipe.data.train.path} ({plan.data.num_train:,} sequences)"),
+        ("Tokens seen", f"{result['num_tokens']:,}"),
+        ("Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])),
+        ("Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
+    card += f"\nLosses are mean negative log-likelihoods in nats per trained token.\n{_samples(run)}"
+    card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
+    ModelCard(card, ignore_metadata_errors=False).save(run.model_path / "README.md")
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    return "none" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def _samples(run: Run) -> str:
+    """Answers before and after, as a Markdown section."""
+    samples = run.samples()
+    if not samples:
+        return ""
+    lines = ["", "## Samples", "", "| prompt | before | after |", "|---|---|---|"]
+    for sample in samples:
+        cells = [sample["prompt"], sample.get("before", ""), sample.get("after", "")]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

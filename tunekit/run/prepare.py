@@ -1,0 +1,106 @@
+"""Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunekit.data.load import LoadedData, Rows
+from tunekit.data.pack import pack
+from tunekit.data.tokenize import tokenize
+from tunekit.model.load import load_tokenizer
+from tunekit.planner.facts import DataFacts
+from tunekit.recipe.schema import DataSource, Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+NUM_SAMPLE_PROMPTS = 3
+"""Prompts taken from the rows where the recipe names none."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tokenised rows and what was counted in them."""
+
+    train: "Dataset"
+    eval: "Dataset | None"
+    facts: DataFacts
+
+    def save(self, folder: Path) -> None:
+        """Write the tokens where the processes of the run read them."""
+        self.train.save_to_disk(str(folder / "train"))
+        if self.eval is not None:
+            self.eval.save_to_disk(str(folder / "eval"))
+
+
+def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
+    """Tokenise, mask and pack the rows.
+
+    Raises:
+        DataError: No token would be trained on, or the rows do not fit the chat template.
+    """
+    tokenizer = load_tokenizer(recipe.model)
+    section = recipe.data
+    train = tokenize(data.train, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
+    report = train.report
+    held_out = None
+    if data.eval is not None:
+        held_out = tokenize(data.eval, tokenizer, max_length=section.max_length, loss_on=section.loss_on).dataset
+    packed = train.dataset
+    if section.packing:
+        packed = pack(packed, section.max_length)
+        held_out = None if held_out is None else pack(held_out, section.max_length)
+    facts = DataFacts(
+        num_train=len(packed),
+        num_eval=None if held_out is None else len(held_out),
+        tokenized=True,
+        num_train_tokens=report.num_tokens,
+        num_trainable_tokens=report.num_trainable_tokens,
+        longest_tokens=report.longest_tokens,
+        num_truncated=report.num_truncated,
+        num_dropped=report.num_dropped,
+    )
+    return Prepared(packed, held_out, facts)
+
+
+def record(recipe: Recipe, data: LoadedData) -> Recipe:
+    """The recipe as the run folder keeps it: paths absolute, the recognised format and the sample prompts named."""
+    section = recipe.data.model_copy(
+        update={
+            "train": _absolute_source(recipe.data.train),
+            "eval": _absolute_source(recipe.data.eval) if recipe.data.eval else None,
+            "format": data.train.format,
+        }
+    )
+    model = recipe.model.model_copy(
+        update={"path": _absolute(recipe.model.path), "chat_template": _absolute(recipe.model.chat_template)}
+    )
+    prompts = recipe.output.sample_prompts
+    if prompts is None:
+        prompts = _prompts(data.eval if data.eval is not None else data.train)
+    output = recipe.output.model_copy(update={"sample_prompts": prompts})
+    return recipe.model_copy(update={"model": model, "data": section, "output": output})
+
+
+def _absolute_source(source: DataSource) -> DataSource:
+    return source.model_copy(update={"path": _absolute(source.path)})
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+
+def _prompts(rows: Rows) -> list[str]:
+    """The first different prompts of the rows: first user turns, or prompts that are plain text."""
+    prompts: dict[str, None] = {}
+    for row in rows.rows:
+        prompt = None
+        if rows.format == "messages":
+            prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
+        elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
+            prompt = row["prompt"]
+        if prompt:
+            prompts.setdefault(prompt)
+        if len(prompts) == NUM_SAMPLE_PROMPTS:
+            break
+    return list(prompts)

@@ -1,0 +1,248 @@
+"""A run folder: what was asked, how it was to be done, what happened, and what came out.
+
+    recipe.yaml    the complete recipe, defaults filled in and paths absolute
+    plan.yaml      the plan with its reasons
+    status.json    phase, step, process, and why it ended
+    events.jsonl   everything that happened (see `tunekit.run.events`)
+    log.txt        what the libraries said
+    data/          the token ids and labels that are trained on
+    checkpoints/   the last two
+    model/         the result with tokenizer, chat template and model card
+
+A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
+"""
+
+import html
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.planner.plan import Plan
+from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.run.events import FINAL_PHASES, Event, read_events
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+RUNS = Path("runs")
+"""Where runs are kept, in the working directory."""
+
+
+class Run:
+    """A run, by its folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        RunError: It is not the folder of a run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "status.json").is_file():
+            raise RunError(f"{self.path} is not the folder of a run", hint="`tunekit runs` lists the runs")
+
+    @classmethod
+    def create(cls, plan: Plan) -> "Run":
+        """A new folder with the recipe and the plan in it.
+
+        Raises:
+            RunError: `output.dir` exists and is not empty, or cannot be made.
+        """
+        path = _new_folder(plan.recipe)
+        (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        num_steps = plan.schedule.num_steps if plan.schedule else None
+        _write_status(path, {"phase": "starting", "step": 0, "num_steps": num_steps, "started": time.time()})
+        run = cls(path)
+        run.update_status(pid=os.getpid(), process_started=psutil.Process().create_time(), exit_reason=None)
+        return run
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was asked for."""
+        return load_recipe(self.path / "recipe.yaml")
+
+    @property
+    def plan(self) -> Plan:
+        """How it was to be done."""
+        return Plan.from_yaml((self.path / "plan.yaml").read_text(encoding="utf-8"), self.recipe)
+
+    @property
+    def model_path(self) -> Path:
+        """Folder of the trained model or adapter."""
+        return self.path / "model"
+
+    def status(self) -> dict[str, Any]:
+        """Phase, step, process and why the run ended, as last written."""
+        status: dict[str, Any] = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        return status
+
+    def update_status(self, **changes: Any) -> None:
+        """Change the status; readers see the old or the new one, never half of one."""
+        _write_status(self.path, {**self.status(), **changes})
+
+    @property
+    def state(self) -> str:
+        """The phase; `died` where the process is gone and had not said that it was done."""
+        status = self.status()
+        if status["phase"] in FINAL_PHASES:
+            return str(status["phase"])
+        return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
+
+    def events(self) -> list[Event]:
+        """Everything that happened so far."""
+        return read_events(self.path / "events.jsonl")[0]
+
+    def result(self) -> dict[str, Any]:
+        """The summary of a finished run; empty before."""
+        return next((event for event in reversed(self.events()) if event["event"] == "result"), {})
+
+    def samples(self) -> list[dict[str, str]]:
+        """Prompts with the answers before and after training."""
+        answers: dict[str, dict[str, str]] = {}
+        for event in self.events():
+            if event["event"] == "sample":
+                answers.setdefault(event["prompt"], {})[event["when"]] = event["answer"]
+        return [{"prompt": prompt, **both} for prompt, both in answers.items()]
+
+    def metrics(self) -> "pandas.DataFrame":
+        """What was logged, one row per step; evaluation columns are empty where there was none."""
+        import pandas
+
+        rows: dict[int, Event] = {}
+        for event in self.events():
+            if event["event"] in ("log", "eval"):
+                fields = {key: value for key, value in event.items() if key not in ("event", "time")}
+                rows.setdefault(event["step"], {}).update(fields)
+        frame = pandas.DataFrame([rows[step] for step in sorted(rows)])
+        if frame.empty:
+            return pandas.DataFrame({"loss": []}, index=pandas.Index([], name="step"))
+        return frame.set_index("step").apply(pandas.to_numeric, errors="coerce")
+
+    def plot(self) -> "Figure":
+        """Training and evaluation loss over the steps.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise DependencyError(
+                "plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'"
+            ) from error
+
+        metrics = self.metrics()
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        for column, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+            if column in metrics:
+                axes.plot(metrics[column].dropna(), style, label=label)
+        axes.set(title=self.name, xlabel="step", ylabel="loss (nats per token)")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        return figure
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def __str__(self) -> str:
+        status = self.status()
+        return f"{self.name}: {self.state}, step {status['step']} of {status['num_steps']}, in {self.path}"
+
+    def _repr_html_(self) -> str:
+        result = self.result()
+        rows = [("state", self.state), ("folder", str(self.path))]
+        rows += [
+            (label, f"{result[key]:.4f}")
+            for key, label in (("first_loss", "first loss"), ("last_loss", "last loss"), ("eval_loss", "eval loss"))
+            if result.get(key) is not None
+        ]
+        cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
+        samples = "".join(
+            f"<tr><td>{html.escape(sample['prompt'])}</td><td>{html.escape(sample.get('before', ''))}</td>"
+            f"<td>{html.escape(sample.get('after', ''))}</td></tr>"
+            for sample in self.samples()
+        )
+        table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
+        return f"<table>{cells}</table>{table}"
+
+
+def list_runs(root: Path = RUNS) -> list[Run]:
+    """The runs in a folder, the newest first."""
+    if not root.is_dir():
+        return []
+    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file()]
+    return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
+
+
+def find_run(name: str) -> Run:
+    """A run by its folder or its name in `runs/`; the newest whose name starts so, where that is all that is given.
+
+    Raises:
+        RunError: There is none.
+    """
+    for path in (Path(name), RUNS / name):
+        if (path / "status.json").is_file():
+            return Run(path)
+    matching = [run for run in list_runs() if run.name.startswith(name)]
+    if not matching:
+        raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
+    return matching[0]
+
+
+def _new_folder(recipe: Recipe) -> Path:
+    if recipe.output.dir is not None:
+        path = Path(recipe.output.dir)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+        _make(path, exist_ok=True)
+        return path
+    stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for attempt in range(1, 1000):
+        path = RUNS / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            _make(path, exist_ok=False)
+        except FileExistsError:
+            continue
+        return path
+    raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
+
+
+def _make(path: Path, *, exist_ok: bool) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path} cannot be made: {error.strerror}", hint="set output.dir to another place") from error
+
+
+def _write_status(path: Path, status: dict[str, Any]) -> None:
+    draft = path / f".status-{os.getpid()}.json"
+    draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
+    draft.replace(path / "status.json")
+
+
+def _is_alive(pid: int, started: float) -> bool:
+    """Whether the process with this number is still the one that started then."""
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1
+    except psutil.NoSuchProcess:
+        return False

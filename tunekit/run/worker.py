@@ -1,0 +1,248 @@
+"""What a process does in a run: read the folder, load, train, save. It decides nothing: the plan did.
+
+The libraries' own words go to the run's log; what matters goes to the events.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import RunError, TunekitError
+from tunekit.planner.plan import Plan, Schedule
+from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
+from tunekit.run.card import write_card
+from tunekit.run.events import EventLog, Listener
+from tunekit.run.run import Run
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+    from trl import SFTTrainer
+
+SAMPLE_TOKENS = 64
+"""Longest answer to a sample prompt, in tokens."""
+
+
+def work(run: Run, listener: Listener | None = None) -> None:
+    """Train as the run folder says, in this process. The status says how it ended, whatever happens.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong.
+    """
+    log = EventLog(run.path / "events.jsonl", listener)
+    try:
+        with _library_words_to(run.path / "log.txt"):
+            _train(run, log)
+    except KeyboardInterrupt:
+        _end(run, log, "interrupted", "interrupted by the user")
+        raise
+    except TunekitError as error:
+        _end(run, log, "failed", str(error))
+        raise
+    except BaseException as error:
+        with (run.path / "log.txt").open("a", encoding="utf-8") as stream:
+            traceback.print_exc(file=stream)
+        _end(run, log, "failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _end(run: Run, log: EventLog, phase: str, reason: str) -> None:
+    run.update_status(phase=phase, exit_reason=reason)
+    log.write("error", message=reason)
+    log.write("phase", phase=phase)
+
+
+def _train(run: Run, log: EventLog) -> None:
+    recipe, plan = run.recipe, run.plan
+    schedule = plan.schedule
+    if schedule is None:
+        raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    began = time.time()
+    _enter(run, log, "loading")
+    trainer, watch, tokenizer = _build(run, log, recipe, plan, schedule)
+    prompts = recipe.output.sample_prompts or []
+    chat = recipe.data.format == "messages"
+    _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
+    _enter(run, log, "training")
+    trainer.train()
+    if schedule.eval_steps is not None and schedule.num_steps % schedule.eval_steps:
+        trainer.evaluate()
+    _enter(run, log, "saving")
+    trainer.model.save_pretrained(run.model_path, **_saving(recipe))
+    tokenizer.save_pretrained(run.model_path)
+    _sample(log, "after", trainer, tokenizer, prompts, chat=chat)
+    result = _summary(run, plan, watch.num_tokens, watch.seconds, time.time() - began)
+    log.write("result", **result)
+    write_card(run, result)
+    run.update_status(phase="finished", exit_reason="trained to the end")
+    log.write("phase", phase="finished")
+
+
+def _enter(run: Run, log: EventLog, phase: str) -> None:
+    run.update_status(phase=phase)
+    log.write("phase", phase=phase)
+
+
+def _build(
+    run: Run, log: EventLog, recipe: Recipe, plan: Plan, schedule: Schedule
+) -> "tuple[SFTTrainer, Any, PreTrainedTokenizerBase]":
+    """Load what the folder names, and build the trainer around it."""
+    _use_planned_device(plan)
+    from tunekit.methods import sft
+    from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
+    from tunekit.model.load import load_model, load_tokenizer
+    from tunekit.run.callback import Watch
+
+    tokenizer = load_tokenizer(recipe.model)
+    full = isinstance(recipe.adapter, FullAdapter)
+    model = load_model(
+        recipe.model,
+        dtype="float32" if full else plan.dtype,
+        attn_implementation=plan.attn_implementation,
+        device=plan.device.kind,
+        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
+    )
+    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+    watch = Watch(run, log)
+    trainer = sft.build(
+        recipe.method,
+        recipe.train,
+        recipe.data,
+        plan,
+        schedule,
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=_load_tokens(run.path / "data" / "train"),
+        eval_dataset=_load_tokens(run.path / "data" / "eval") if recipe.data.eval else None,
+        checkpoints=run.path / "checkpoints",
+        callbacks=[watch],
+    )
+    keep_trained_in_float32(trainer.model)
+    _check_device(trainer, plan)
+    if num_trained(trainer.model) != plan.num_trainable_params:
+        log.write(
+            "warning",
+            message=f"{num_trained(trainer.model):,} parameters are trained, "
+            f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
+        )
+    return trainer, watch, tokenizer
+
+
+def _use_planned_device(plan: Plan) -> None:
+    """Show this process one accelerator only, since a trainer takes all that it sees."""
+    if plan.device.kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
+def _check_device(trainer: "SFTTrainer", plan: Plan) -> None:
+    used = trainer.accelerator.device.type
+    if used != plan.device.kind:
+        raise RunError(
+            f"planned for {plan.device.kind}, but the trainer runs on {used}",
+            hint="`tunekit doctor` says what torch can see",
+        )
+
+
+def _load_tokens(path: Path) -> "Dataset":
+    from datasets import load_from_disk
+
+    return load_from_disk(str(path))
+
+
+def _saving(recipe: Recipe) -> dict[str, Any]:
+    """Keyword arguments of save_pretrained: an adapter carries no copy of embeddings that it did not train."""
+    return {} if isinstance(recipe.adapter, FullAdapter) else {"save_embedding_layers": False}
+
+
+def _sample(
+    log: EventLog,
+    when: str,
+    trainer: "SFTTrainer",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[str],
+    *,
+    chat: bool,
+) -> None:
+    """Answer the prompts greedily."""
+    import torch
+
+    model = trainer.model
+    was_training = model.training
+    model.eval()
+    for prompt in prompts:
+        text = prompt
+        if chat:
+            turn = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                max_new_tokens=SAMPLE_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        log.write("sample", when=when, prompt=prompt, answer=answer.strip())
+    model.train(was_training)
+
+
+def _summary(run: Run, plan: Plan, num_tokens: float, step_seconds: float, seconds: float) -> dict[str, Any]:
+    """What a user wants to know at the end."""
+    events = run.events()
+    losses = [event["loss"] for event in events if event["event"] == "log"]
+    evals = [event["eval_loss"] for event in events if event["event"] == "eval"]
+    return {
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "first_eval_loss": evals[0] if evals else None,
+        "eval_loss": evals[-1] if evals else None,
+        "num_tokens": int(num_tokens),
+        "tokens_per_second": num_tokens / step_seconds if step_seconds else None,
+        "step_seconds": step_seconds,
+        "seconds": seconds,
+        "peak_memory_bytes": _peak_memory(plan),
+        "planned_memory_bytes": plan.memory.total_bytes,
+        "model": str(run.model_path),
+    }
+
+
+def _peak_memory(plan: Plan) -> int:
+    """Most memory used so far: resident memory of this process on a CPU, reserved by torch on an accelerator."""
+    if plan.device.kind == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved()
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def _library_words_to(path: Path) -> Iterator[None]:
+    """Send what the libraries print, warn and log to a file instead of the terminal."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    with path.open("a", encoding="utf-8") as stream, warnings.catch_warnings():
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+        root.handlers, root.level = [handler], logging.INFO
+        warnings.simplefilter("default")
+        logging.captureWarnings(True)
+        try:
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                yield
+        finally:
+            logging.captureWarnings(False)
+            root.handlers, root.level = handlers, level
