@@ -1,0 +1,329 @@
+"""Local files as numbered records: JSON lines, JSON lists, CSV, Parquet and plain text.
+
+Every reader gives each record the line where it starts in the file, as an editor counts lines, so that a bad row
+can be found. Records are read one at a time and checked here for syntax only; `formats` judges what they say.
+A record that cannot be read is a `Fault` among the records, so that one pass reports all of them; what makes
+the rest of a file unreadable (another encoding, a binary file) stops at once with a `DataError`.
+"""
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tunekit.data.formats import listed
+from tunekit.errors import DataError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A record that cannot be read, and why."""
+
+    what: str
+    column: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file: the line (or row) where it starts, counted from 1, and what stands there."""
+
+    number: int
+    value: object
+
+
+@dataclass(frozen=True)
+class Table:
+    """A source opened for reading.
+
+    Attributes:
+        columns: Names of the columns, or None where each record brings its own.
+        read: From the names of the wanted columns to the records; columns that cost nothing to read may come too.
+        unit: What `Record.number` counts.
+    """
+
+    columns: tuple[str, ...] | None
+    read: Callable[[Sequence[str]], Iterator[Record]]
+    unit: Literal["line", "row"] = "line"
+
+
+def open_jsonl(path: Path, name: str) -> Table:
+    """JSON lines: one object per line; blank lines are allowed."""
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        for number, line in _lines(path, name):
+            if not line.strip():
+                continue
+            value = _parse(line)
+            if isinstance(value, Fault) and line.strip() in ("[", "{"):
+                raise DataError(
+                    f"{name}:{number}: one JSON value spreads over several lines, "
+                    "but a .jsonl file holds one object per line",
+                    hint="put each object on one line, or make it a JSON list in a .json file",
+                )
+            yield Record(number, value)
+
+    return Table(columns=None, read=read)
+
+
+def open_json(path: Path, name: str) -> Table:
+    """A JSON list of objects, or JSON lines under the wrong suffix."""
+    text = "".join(line for _, line in _lines(path, name))
+    start = _skip_space(text, 0)
+    if text[start : start + 1] == "{":
+        first_line = text[start:].split("\n", 1)[0]
+        if isinstance(_parse(first_line), dict):
+            return open_jsonl(path, name)
+        _refuse_single_object(text, name)
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        yield from _list_items(text, start)
+
+    return Table(columns=None, read=read)
+
+
+def open_csv(path: Path, name: str) -> Table:
+    """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
+    header = next(_csv_records(path, name), None)
+    if header is None:
+        raise DataError(f"{name}: the file is empty")
+    names = header.value
+    if isinstance(names, Fault):
+        raise DataError(f"{name}:{header.number}: {names.what}")
+    assert isinstance(names, list)
+    doubled = sorted({column for column in names if column and names.count(column) > 1})
+    if doubled:
+        raise DataError(f"{name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them")
+    for mark, meaning in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and mark in names[0]:
+            raise DataError(
+                f"{name}:{header.number}: the columns are separated by {meaning}",
+                hint="save the file with commas",
+            )
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        records = _csv_records(path, name)
+        next(records)
+        for record in records:
+            cells = record.value
+            if isinstance(cells, list) and len(cells) != len(names):
+                advice = "; a cell that holds a comma must stand in quotes" if len(cells) > len(names) else ""
+                what = f"{_count(len(cells), 'cell')}, but the header has {len(names)}{advice}"
+                yield Record(record.number, Fault(what))
+            elif isinstance(cells, list):
+                yield Record(record.number, dict(zip(names, cells, strict=True)))
+            else:
+                yield record
+
+    return Table(columns=tuple(names), read=read)
+
+
+def open_parquet(path: Path, name: str) -> Table:
+    """A Parquet file; only the wanted columns are read."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        columns = tuple(pq.ParquetFile(path).schema_arrow.names)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{name}: not a Parquet file ({_first_line(error)})") from error
+
+    def read(wanted: Sequence[str]) -> Iterator[Record]:
+        number = 0
+        try:
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=1000, columns=list(wanted)):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Record(number, value)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{name} row {number + 1}: the Parquet file is damaged ({_first_line(error)})") from error
+
+    return Table(columns=columns, read=read, unit="row")
+
+
+def open_text(path: Path, name: str) -> Table:
+    """Plain text: documents parted by two or more blank lines; a single blank line only ends a paragraph.
+
+    A text without such a gap is one document. To train on every line by itself, or on documents that hold gaps,
+    write JSON lines with a column `text`.
+    """
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        held: list[str] = []
+        start = num_blank = 0
+        for number, line in _lines(path, name):
+            if not line.strip():
+                num_blank += 1
+                continue
+            if held and num_blank >= 2:
+                yield Record(start, {"text": "".join(held).rstrip()})
+                held = []
+            if not held:
+                start, num_blank = number, 0
+            held.append("\n" * num_blank + line)
+            num_blank = 0
+        if held:
+            yield Record(start, {"text": "".join(held).rstrip()})
+
+    return Table(columns=("text",), read=read)
+
+
+OPENERS: dict[str, Callable[[Path, str], Table]] = {
+    ".jsonl": open_jsonl,
+    ".json": open_json,
+    ".csv": open_csv,
+    ".parquet": open_parquet,
+    ".txt": open_text,
+}
+"""How a file is read, by its suffix."""
+
+_BINARY_STARTS = {
+    b"\x1f\x8b": ("compressed with gzip", "decompress it first"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "decompress it first"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
+    b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
+    b"ARROW1": ("an Arrow file", "save it as Parquet"),
+    b"SQLite format 3": ("a SQLite database", "export it as CSV or JSON lines"),
+    codecs.BOM_UTF16_LE: ("encoded as UTF-16", "save it as UTF-8"),
+    codecs.BOM_UTF16_BE: ("encoded as UTF-16", "save it as UTF-8"),
+}
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")  # what JSON counts as white space
+
+
+def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers; a byte-order mark and carriage returns are taken off.
+
+    Lines end at line feeds only: `str.splitlines` would also split at characters that may stand in a JSON string.
+    """
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1:
+                for start, (kind, advice) in _BINARY_STARTS.items():
+                    if raw.startswith(start):
+                        raise DataError(f"{name}: the file is {kind}, not UTF-8 text", hint=advice)
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if b"\0" in raw:
+                raise DataError(
+                    f"{name}:{number}:{raw.index(0) + 1}: a NUL byte, which no text holds",
+                    hint="is this a binary file, or text in another encoding than UTF-8?",
+                )
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
+                    hint="save the file as UTF-8",
+                ) from error
+            yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
+
+
+def _parse(text: str) -> object:
+    """One JSON value, or a Fault."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        return Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno)
+    except RecursionError:
+        return Fault("JSON nested too deeply")
+    except ValueError as error:  # a number of more than 4300 digits
+        return Fault(f"broken JSON: {_lowered(_first_line(error))}")
+
+
+def _list_items(text: str, start: int) -> Iterator[Record]:
+    """The items of a JSON list, each with the line where it begins; a syntax error ends it with a Fault."""
+    if not text[start:]:
+        return
+    if text[start] != "[":
+        line = text.count("\n", 0, start) + 1
+        yield Record(line, Fault("a .json file must hold a list of objects: [{...}, {...}]"))
+        return
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, start + 1)
+    counted, line = 0, 1
+    closed = text[position : position + 1] == "]"
+    while not closed:
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            yield Record(error.lineno, Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno))
+            return
+        except (RecursionError, ValueError) as error:
+            yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}"))
+            return
+        yield Record(line, value)
+        position = _skip_space(text, position)
+        closed = text[position : position + 1] == "]"
+        if not closed and text[position : position + 1] != ",":
+            line += text.count("\n", counted, position)
+            what = (
+                "broken JSON: the list is not closed" if position >= len(text) else "broken JSON: expecting ',' or ']'"
+            )
+            yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position)))
+            return
+        position = _skip_space(text, position + 1)
+    if text[position + 1 :].strip():
+        line += text.count("\n", counted, position)
+        yield Record(line, Fault("broken JSON: text after the end of the list"))
+
+
+def _refuse_single_object(text: str, name: str) -> None:
+    """A .json file that holds one object: say so, and which of its keys the rows may be under."""
+    value = _parse(text)
+    if not isinstance(value, dict):
+        return
+    lists = [key for key, held in value.items() if isinstance(held, list)]
+    hint = f"save the list under its key '{lists[0]}' as a file of its own" if lists else "write [{...}, {...}]"
+    raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
+
+
+def _csv_records(path: Path, name: str) -> Iterator[Record]:
+    """The rows of a CSV file as lists of cells, each with the line where it starts; blank lines are left out."""
+    reader = csv.reader((line for _, line in _lines(path, name)), strict=True)
+    while True:
+        start = reader.line_num + 1
+        try:
+            with _long_cells():
+                cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            unclosed = "unexpected end of data" in str(error)
+            what = "a quote that opens in this row is never closed" if unclosed else f"broken CSV: {error}"
+            yield Record(start, Fault(what))
+            continue
+        if cells:
+            yield Record(start, cells)
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    # The csv module's limit of 128 KiB a cell is one setting for the whole process: put it back after each row.
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]

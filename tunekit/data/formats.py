@@ -1,0 +1,237 @@
+"""The shapes a training row can have, and what makes a row of each shape good.
+
+A row is told apart by its columns: `messages` is a conversation, `prompt` with `completion` is a question and its
+answer, `text` is plain text. A row is checked completely before anything is tokenised, because what a tokenizer
+would do with a missing answer or a misspelt role is worse than an error: it trains on it.
+
+Nothing here knows files: a complaint about a row says what is wrong, and the caller says where.
+"""
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal
+
+Format = Literal["messages", "prompt_completion", "text"]
+"""Shape of the rows of a source."""
+
+Row = dict[str, Any]
+"""One valid row: the columns of its format and no others."""
+
+COLUMNS: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""The columns that make a row of each format."""
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Who can speak in a conversation."""
+
+_ROLES_ELSEWHERE = {
+    "human": "user",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "chatbot": "assistant",
+    "developer": "system",
+    "function": "tool",
+    "observation": "tool",
+}
+
+_FOREIGN_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
+    (
+        frozenset({"conversations"}),
+        "ShareGPT's column conversations is not understood yet: rename it to messages and write each entry as "
+        "{role, content}, with the roles system, user, assistant and tool",
+    ),
+    (
+        frozenset({"instruction", "output"}),
+        "Alpaca's columns are not understood yet: join instruction and input into a column prompt, and rename "
+        "output to completion",
+    ),
+    (
+        frozenset({"chosen", "rejected"}),
+        "these are preference pairs; to imitate the better answers, rename chosen to completion, or to messages if "
+        "it holds whole conversations",
+    ),
+    (frozenset({"question", "answer"}), "rename question to prompt and answer to completion"),
+    (frozenset({"input", "output"}), "rename input to prompt and output to completion"),
+    (frozenset({"conversation"}), "rename conversation to messages"),
+)
+
+
+class BadRow(Exception):
+    """A row, or a set of columns, that cannot be trained on. The text says what is wrong, not where."""
+
+
+def recognise(columns: Iterable[str]) -> Format:
+    """Tell the format from the names of the columns.
+
+    Raises:
+        BadRow: No format fits, or several do.
+    """
+    names = tuple(columns)
+    fitting: list[Format] = [format for format, needed in COLUMNS.items() if set(needed) <= set(names)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        readings = " or ".join(f"{format} ({listed(COLUMNS[format])})" for format in fitting)
+        choices = " or ".join(f"data.format={format}" for format in fitting)
+        raise BadRow(f"the columns can be read as {readings}; choose one with {choices}")
+    raise BadRow(f"no known format has the columns {listed(names)}; {_suggestion(names)}")
+
+
+def check_columns(columns: Sequence[str], format: Format) -> None:
+    """Check that a table has the columns of a format.
+
+    Raises:
+        BadRow: A column is missing.
+    """
+    missing = [name for name in COLUMNS[format] if name not in columns]
+    if missing:
+        noun = "column" if len(missing) == 1 else "columns"
+        raise BadRow(f"no {noun} {listed(missing)}; {_suggestion(columns, missing)}")
+
+
+def check_row(value: object, format: Format) -> Row:
+    """Check one row and keep the columns of its format.
+
+    Args:
+        value: The row as it was read.
+        format: The format that the source has.
+
+    Raises:
+        BadRow: The row is not one of this format.
+    """
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object, got {described(value)}")
+    check_columns(list(value), format)
+    if format == "messages":
+        return {"messages": _conversation(value["messages"], "messages")}
+    if format == "text":
+        return {"text": _text(value["text"], "text")}
+    return _prompt_completion(value["prompt"], value["completion"])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence: `a, b`. A name that would be misread without quotes, such as ' text', gets them."""
+    return ", ".join(name if name and name == name.strip() else repr(name) for name in names) or "(none)"
+
+
+def described(value: object) -> str:
+    """A value named by its JSON type, so that the message reads the same for JSON, CSV and Parquet."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    return f"a {type(value).__name__}"
+
+
+def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) -> str:
+    """What to do about columns that fit no format: the nearest known shape, a misspelling, or the list of formats."""
+    for foreign, advice in _FOREIGN_SHAPES:
+        if foreign <= set(columns):
+            return advice
+    wanted = [name for needed in COLUMNS.values() for name in needed] if missing is None else list(missing)
+    for name in wanted:
+        near = get_close_matches(name, [column for column in columns if column not in wanted], n=1, cutoff=0.7)
+        if near:
+            return f"rename {listed(near)!s} to {name}"
+    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+        if name in columns and other not in columns:
+            return f"beside {name}, a column {other} is needed"
+    if missing is not None:
+        return f"the columns are {listed(columns)}"
+    formats = "; ".join(f"{format}: {listed(needed)}" for format, needed in COLUMNS.items())
+    return f"rename them to those of a format ({formats})"
+
+
+def _text(value: object, where: str) -> str:
+    """A string that holds something."""
+    if not isinstance(value, str):
+        raise BadRow(f"{where} must be a string, got {described(value)}")
+    if not value.strip():
+        raise BadRow(f"{where} is empty")
+    if value in ("nan", "NaN"):
+        raise BadRow(f"{where} is '{value}', which is how pandas writes a missing value")
+    return _encodable(value, where)
+
+
+def _encodable(value: str, where: str) -> str:
+    # JSON can spell half of a surrogate pair (\ud83d); no tokenizer can encode one.
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(value[error.start])[1:-1]
+        raise BadRow(f"{where} holds {half}, one half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _prompt_completion(prompt: object, completion: object) -> Row:
+    """Both plain text, or both lists of messages: the two shapes that TRL knows."""
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise BadRow(
+            "prompt and completion must both be strings or both be lists of messages, "
+            f"got {described(prompt)} and {described(completion)}"
+        )
+    if not isinstance(prompt, list):
+        return {"prompt": _text(prompt, "prompt"), "completion": _text(completion, "completion")}
+    messages = [_message(entry, f"prompt[{i}]") for i, entry in enumerate(prompt)]
+    if not messages:
+        raise BadRow("prompt is empty")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow("prompt ends with an assistant turn; move that turn to completion")
+    return {"prompt": messages, "completion": _conversation(completion, "completion")}
+
+
+def _conversation(value: object, where: str) -> list[Row]:
+    """A list of messages in which the assistant says something."""
+    if isinstance(value, str):
+        raise BadRow(
+            f"{where} must be a list of {{role, content}}, got a string; "
+            "conversations belong in .jsonl or .parquet, where a column can hold a list"
+        )
+    if not isinstance(value, list):
+        raise BadRow(f"{where} must be a list of {{role, content}}, got {described(value)}")
+    if not value:
+        raise BadRow(f"{where} is empty")
+    messages = [_message(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+        said = any(message["role"] == "assistant" for message in messages)
+        raise BadRow(f"{where} has no assistant turn" if not said else f"{where}: every assistant turn is empty")
+    return messages
+
+
+def _message(entry: object, where: str) -> Row:
+    """One turn. Further keys (name, tool_calls) stay: they are the chat template's to read."""
+    if not isinstance(entry, dict):
+        raise BadRow(f"{where} must be an object {{role, content}}, got {described(entry)}")
+    if "role" not in entry and {"from", "value"} <= set(entry):
+        raise BadRow(f"{where} has from and value (ShareGPT); rename them to role and content")
+    for key in ("role", "content"):
+        if key not in entry:
+            near = get_close_matches(key, [name for name in entry if isinstance(name, str)], n=1, cutoff=0.7)
+            raise BadRow(f"{where} has no {key}" + (f"; did you mean '{near[0]}'?" if near else ""))
+    role, content = entry["role"], entry["content"]
+    if not isinstance(role, str):
+        raise BadRow(f"{where}.role must be a string, got {described(role)}")
+    if role not in ROLES:
+        near = get_close_matches(role.lower(), ROLES, n=1, cutoff=0.6)
+        meant = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
+        advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
+        raise BadRow(f"{where}.role: unknown role '{role}'; {advice}")
+    if isinstance(content, list):
+        raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
+    if not isinstance(content, str):
+        raise BadRow(f"{where}.content must be a string, got {described(content)}")
+    _encodable(content, f"{where}.content")
+    # Parquet gives every message the keys of all messages, as nulls.
+    return {key: held for key, held in entry.items() if held is not None}
