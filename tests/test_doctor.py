@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from tunekit.doctor import STACK, Diagnosis, Feature, Package, compare, diagnose, features, installed
-from tunekit.plan.facts import Device, Hardware
+from tunekit.planner.facts import Device, Hardware
 
 GIB = 2**30
 LAPTOP = Hardware(

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("pydantic", "pyyaml", "rich", "typer")
+LIGHT = ("packaging", "psutil", "pydantic", "pyyaml", "rich", "typer")
 """All that `tunekit recipes` needs."""
 
 
@@ -76,9 +76,7 @@ def closure(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
             continue
         found[name] = metadata.distribution(name)
         requirements = [Requirement(line) for line in found[name].requires or []]
-        queue += [
-            need.name for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})
-        ]
+        queue += [need.name for need in requirements if need.marker is None or need.marker.evaluate({"extra": ""})]
     return found
 
 
@@ -106,9 +104,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_installed_wheel_lists_its_recipes_without_torch(bare: Path, tmp_path: Path) -> None:
     missing = subprocess.run([bare / "python", "-c", "import torch"], capture_output=True, check=False)
     assert missing.returncode != 0
-    done = subprocess.run(
-        [bare / "tunekit", "recipes"], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
+    done = subprocess.run([bare / "tunekit", "recipes"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     names = {path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in recipes()}
     assert names <= set(done.stdout.split())
