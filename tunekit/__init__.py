@@ -1,1 +1,60 @@
-"""tunekit: fine-tune and align open-weight language models. Recipe → Plan → Run."""
+"""tunekit: fine-tune and align open-weight language models. Recipe → Plan → Run.
+
+    import tunekit
+
+    plan = tunekit.plan("sft/quickstart")
+    run = tunekit.train(plan, on_event=tunekit.Progress())
+    run.metrics()
+
+The names load when they are first used, so that importing tunekit costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunekit.api import plan, train
+    from tunekit.display import Progress
+    from tunekit.errors import TunekitError
+    from tunekit.planner.plan import Plan
+    from tunekit.recipe.load import load_recipe
+    from tunekit.recipe.schema import Recipe
+    from tunekit.run.run import Run, find_run, list_runs
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Plan",
+    "Progress",
+    "Recipe",
+    "Run",
+    "TunekitError",
+    "find_run",
+    "list_runs",
+    "load_recipe",
+    "plan",
+    "train",
+]
+
+_HOMES = {
+    "Plan": "tunekit.planner.plan",
+    "Progress": "tunekit.display",
+    "Recipe": "tunekit.recipe.schema",
+    "Run": "tunekit.run.run",
+    "TunekitError": "tunekit.errors",
+    "find_run": "tunekit.run.run",
+    "list_runs": "tunekit.run.run",
+    "load_recipe": "tunekit.recipe.load",
+    "plan": "tunekit.api",
+    "train": "tunekit.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tunekit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

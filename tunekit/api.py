@@ -12,7 +12,7 @@ from tunekit.probe import probe_hardware, probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
-from tunekit.run.prepare import Prepared, prepare, record
+from tunekit.run.prepare import prepare, record
 from tunekit.run.run import Run
 
 Source = str | Path | Mapping[str, Any] | Recipe
@@ -32,6 +32,16 @@ def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
     return _plan(load_recipe(source, overrides))[0]
 
 
+def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
+    """Check a recipe, its model, its data and whether they fit this machine; return what is worth knowing.
+
+    Raises:
+        TunekitError: There is a fault.
+    """
+    _, data = _plan(load_recipe(source, overrides))
+    return data.notes
+
+
 def train(
     source: Source | Plan, overrides: Sequence[str] = (), *, on_event: Callable[[Event], None] | None = None
 ) -> Run:
@@ -48,13 +58,13 @@ def train(
     from tunekit.run.worker import work
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
-    outline, data = _plan(recipe)
+    _, data = _plan(recipe)
     prepared = prepare(recipe, data)
     final = resolve(record(recipe, data), probe_hardware(), probe_model(recipe.model), prepared.facts)
     run = Run.create(final)
     prepared.save(run.path / "data")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "outline": outline})
+        on_event({"event": "plan", "run": run, "plan": final})
     work(run, on_event)
     return run
 
@@ -65,6 +75,3 @@ def _plan(recipe: Recipe) -> tuple[Plan, LoadedData]:
     data = load_data(recipe.data)
     facts = DataFacts(num_train=len(data.train), num_eval=None if data.eval is None else len(data.eval))
     return resolve(recipe, probe_hardware(), model, facts), data
-
-
-__all__ = ["Prepared", "Source", "plan", "train"]

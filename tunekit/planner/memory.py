@@ -109,20 +109,20 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
 
 
 def activation_bytes_per_layer(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, padded: bool
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, padded_to: int | None
 ) -> int:
     """Bytes that autograd keeps per token for one decoder layer without checkpointing.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. A padding mask makes
-    SDPA keep k and v repeated for every head.
+    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where sequences are
+    padded to a length of `padded_to`, SDPA keeps k and v repeated for every head, and a mask row of that length.
     """
     h, i, n = model.hidden_size, model.intermediate_size, model.num_heads
     q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
     e = BYTES[dtype]
     attention = 2 * e * q + 2 * e * kv + 4 * n
     mlp = 4 * e * i
-    padding = e * (2 * q - kv) if padded else 0
+    padding = 0 if padded_to is None else e * (2 * (q - kv) + padded_to)
     if isinstance(adapter, FullAdapter):
         # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
         norms = 24 * h if e == 4 else 26 * h
@@ -151,7 +151,7 @@ def estimate(
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,
-    padded: bool,
+    padded_to: int | None,
     gradient_checkpointing: bool,
 ) -> MemoryEstimate:
     """Memory of one training step on one device.
@@ -163,11 +163,11 @@ def estimate(
         dtype: Type of the products, and of frozen weights.
         optim: Optimizer.
         num_tokens: Tokens of a micro-batch with its padding.
-        padded: Whether micro-batches hold padding.
+        padded_to: Length to which sequences are padded, None where none is.
         gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
     """
     trained = num_trainable_params(model, adapter)
-    layer = activation_bytes_per_layer(model, adapter, dtype, padded=padded) * num_tokens
+    layer = activation_bytes_per_layer(model, adapter, dtype, padded_to=padded_to) * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype)
     full = isinstance(adapter, FullAdapter)
     residual = 4 if full else BYTES[dtype]

@@ -44,6 +44,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     _check_lengths(recipe, model)
     trainable = num_trainable_params(model, recipe.adapter)
     reasons.append(_adapter_reason(recipe, model, trainable))
+    _check_optim(recipe, device)
     fit = _fit(recipe, device, model, dtype)
     reasons += fit.reasons(recipe.train.global_batch_size)
     learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
@@ -86,7 +87,7 @@ def _device_reason(hardware: Hardware, device: Device) -> Reason:
     others = len(hardware.accelerators) - 1
     why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free; one process, no launcher"
     if others:
-        why += f"; the other {others} are left idle: this version trains on one device"
+        why += f"; {others} more {'is' if others == 1 else 'are'} left idle: this version trains on one device"
     return Reason(topic="device", choice=device.name, why=why)
 
 
@@ -141,6 +142,17 @@ def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
         raise PlanError(
             f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}",
             hint=f"set it to {limit} or less",
+        )
+
+
+def _check_optim(recipe: Recipe, device: Device) -> None:
+    optim = recipe.train.optim
+    if optim.startswith("paged_") and device.kind == "cpu":
+        twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
+        raise PlanError(
+            f"train.optim: {optim} moves its states between an accelerator and main memory; "
+            f"{device.name} has one memory",
+            hint=f"use {twins.get(optim, optim.removeprefix('paged_'))}",
         )
 
 
@@ -243,7 +255,7 @@ def _memory(
         dtype=dtype,
         optim=recipe.train.optim,
         num_tokens=size * recipe.data.max_length,
-        padded=not recipe.data.packing and size > 1,
+        padded_to=recipe.data.max_length if size > 1 and not recipe.data.packing else None,
         gradient_checkpointing=checkpointing,
     )
 

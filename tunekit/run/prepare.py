@@ -72,9 +72,8 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
             "format": data.train.format,
         }
     )
-    model = recipe.model.model_copy(
-        update={"path": _absolute(recipe.model.path), "chat_template": _absolute(recipe.model.chat_template)}
-    )
+    model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
+    model = recipe.model.model_copy(update={"path": model_path, "chat_template": _absolute(recipe.model.chat_template)})
     prompts = recipe.output.sample_prompts
     if prompts is None:
         prompts = _prompts(data.eval if data.eval is not None else data.train)

@@ -1,0 +1,185 @@
+"""What is decided for which machine, and the words in which it is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.planner.shapes import GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
+from tunekit.errors import PlanError
+from tunekit.planner.facts import DataFacts
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.recipe.schema import Recipe
+
+GOLDEN = Path(__file__).parent / "golden"
+ROWS = DataFacts(num_train=1000, num_eval=100)
+
+
+def recipe(**sections) -> Recipe:
+    data = {"train": "chats.jsonl", "eval": "held_out.jsonl", **sections.pop("data", {})}
+    return Recipe.model_validate({"model": "some-model", "data": data, **sections})
+
+
+CASES = {
+    "lora-1b-on-a-laptop": (recipe(data={"max_length": 512}), LAPTOP, LLAMA_1B),
+    "lora-8b-on-24-gib": (recipe(), RTX_4090, LLAMA_8B),
+    "qlora-8b-on-16-gib-without-bfloat16": (
+        recipe(adapter="qlora", model={"path": "m", "dtype": "float16"}),
+        T4,
+        LLAMA_8B,
+    ),
+    "full-1b-on-80-gib": (recipe(adapter="full", train={"num_epochs": 2.5, "global_batch_size": 64}), H100, LLAMA_1B),
+    "full-8b-adafactor-on-80-gib": (recipe(adapter="full", train={"optim": "adafactor"}), H100, LLAMA_8B),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_is_the_golden_one(name):
+    plan = resolve(*CASES[name], ROWS)
+    golden = GOLDEN / f"{name}.yaml"
+    assert plan.to_yaml() == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_survives_yaml(name):
+    plan = resolve(*CASES[name], ROWS)
+    assert Plan.from_yaml(plan.to_yaml(), plan.recipe) == plan
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batch_arithmetic_gives_the_global_batch(name):
+    plan = resolve(*CASES[name], ROWS)
+    assert plan.micro_batch_size * plan.gradient_accumulation_steps == plan.recipe.train.global_batch_size
+    assert plan.memory.total_bytes <= plan.memory_limit_bytes
+
+
+def test_more_memory_never_gives_a_smaller_micro_batch():
+    sizes = []
+    for gib in (20, 24, 32, 48, 80):
+        plan = resolve(recipe(), with_gpu("GPU", gib, (9, 0)), LLAMA_8B, ROWS)
+        sizes.append((not plan.gradient_checkpointing, plan.micro_batch_size))
+    assert sizes == sorted(sizes)
+
+
+def test_forced_micro_batch_and_checkpointing_are_kept():
+    plan = resolve(recipe(train={"micro_batch_size": 2, "gradient_checkpointing": True}), H100, LLAMA_1B, ROWS)
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps, plan.gradient_checkpointing) == (2, 8, True)
+
+
+def test_steps_follow_rows_epochs_and_batch():
+    plan = resolve(recipe(train={"num_epochs": 3, "global_batch_size": 16}), LAPTOP, LLAMA_1B, ROWS)
+    assert plan.schedule.steps_per_epoch == 63  # 1000 rows in batches of 16, the last one of 8
+    assert plan.schedule.num_steps == 189
+    assert plan.schedule.warmup_steps == 6  # 3 % of 189, rounded up
+    assert plan.schedule.eval_steps == 48
+
+
+def test_max_steps_overrule_the_rows():
+    plan = resolve(recipe(train={"max_steps": 7, "warmup_steps": 2}), LAPTOP, LLAMA_1B, ROWS)
+    assert (plan.schedule.num_steps, plan.schedule.warmup_steps) == (7, 2)
+
+
+def test_packed_rows_have_no_schedule_before_they_are_tokenized():
+    packed = recipe(data={"packing": True})
+    assert resolve(packed, LAPTOP, LLAMA_1B, ROWS).schedule is None
+    counted = DataFacts(
+        num_train=40,
+        num_eval=4,
+        tokenized=True,
+        num_train_tokens=40_000,
+        num_trainable_tokens=9_000,
+        longest_tokens=900,
+    )
+    assert resolve(packed, LAPTOP, LLAMA_1B, counted).schedule.num_steps == 3
+
+
+def test_learning_rate_follows_the_adapter_where_none_is_given():
+    rates = [resolve(recipe(adapter=kind), H100, LLAMA_1B, ROWS).learning_rate for kind in ("full", "lora", "qlora")]
+    assert rates == [2e-5, 2e-4, 2e-4]
+
+
+def test_flash_attention_is_taken_where_it_is_installed_and_runs():
+    equipped = H100.model_copy(update={"flash_attn": True})
+    assert resolve(recipe(), equipped, LLAMA_1B, ROWS).attn_implementation == "flash_attention_2"
+    assert (
+        resolve(recipe(model={"path": "m", "dtype": "float32"}), equipped, LLAMA_1B, ROWS).attn_implementation == "sdpa"
+    )
+    assert resolve(recipe(), H100, LLAMA_1B, ROWS).attn_implementation == "sdpa"
+
+
+def test_idle_accelerators_are_mentioned():
+    two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
+    assert "1 more is left idle" in resolve(recipe(), two, LLAMA_1B, ROWS).explain()
+
+
+REFUSED = {
+    "float16-on-cpu": (
+        recipe(model={"path": "m", "dtype": "float16"}),
+        LAPTOP,
+        "model.dtype: float16 does not run on a CPU: torch would silently compute in float32; use bfloat16 or float32",
+    ),
+    "flash-on-cpu": (
+        recipe(model={"path": "m", "attn_implementation": "flash_attention_2"}),
+        LAPTOP,
+        "model.attn_implementation: flash_attention_2 needs a CUDA device of compute capability 8.0 or newer and "
+        "16-bit products; this is CPU (test) with float32; use sdpa",
+    ),
+    "flash-absent": (
+        recipe(model={"path": "m", "attn_implementation": "flash_attention_3"}),
+        H100,
+        "model.attn_implementation: flash_attention_3 is not installed; install flash-attn, or use sdpa",
+    ),
+    "too-long": (
+        recipe(data={"max_length": 200_000}),
+        H100,
+        "data.max_length: 200000 is more than the 131072 positions of llama-3.2-1b; set it to 131072 or less",
+    ),
+    "batch-not-divided": (
+        recipe(train={"micro_batch_size": 3}),
+        H100,
+        "train.micro_batch_size: 3 does not divide train.global_batch_size 16; use one of 16, 8, 4, 2, 1",
+    ),
+    "unknown-target": (
+        recipe(adapter={"type": "lora", "target_modules": ["q_proj", "query"]}),
+        H100,
+        "adapter.target_modules: llama-3.2-1b has no linear layer named query; "
+        "it has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
+    ),
+    "tied-head-saved": (
+        recipe(adapter={"type": "lora", "modules_to_save": ["lm_head"]}),
+        H100,
+        "adapter.modules_to_save: llama-3.2-1b stores no weights of lm_head; "
+        "a head tied to the embedding has no weights of its own; name the module that holds them",
+    ),
+    "paged-on-cpu": (
+        recipe(train={"optim": "paged_adamw_8bit"}),
+        LAPTOP,
+        "train.optim: paged_adamw_8bit moves its states between an accelerator and main memory; "
+        "CPU (test) has one memory; use adamw_8bit",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusal_says_what_and_what_to_do(name):
+    asked, hardware, message = REFUSED[name]
+    with pytest.raises(PlanError) as caught:
+        resolve(asked, hardware, LLAMA_1B, ROWS)
+    assert str(caught.value) == message
+
+
+def test_what_does_not_fit_is_refused_with_the_change_that_would():
+    with pytest.raises(PlanError, match=r"does not fit RTX 4090.*adapter\.type=lora would fit with"):
+        resolve(recipe(adapter="full"), RTX_4090, LLAMA_8B, ROWS)
+    with pytest.raises(PlanError, match=r"does not fit T4.*adapter\.type=qlora would fit with"):
+        resolve(recipe(model={"path": "m", "dtype": "float16"}), T4, LLAMA_8B, ROWS)
+    with pytest.raises(PlanError, match="leaving train.micro_batch_size and"):
+        forced = recipe(train={"micro_batch_size": 16, "gradient_checkpointing": False})
+        resolve(forced, RTX_4090, LLAMA_8B, ROWS)
+    with pytest.raises(PlanError, match="no single change of the recipe would fit"):
+        resolve(recipe(), with_gpu("tiny", 4, (9, 0)), LLAMA_8B, ROWS)
+
+
+def test_the_suggested_change_does_fit():
+    plan = resolve(recipe(adapter="lora"), RTX_4090, LLAMA_8B, ROWS)
+    assert plan.memory.total_bytes < 24 * GIB

@@ -1,0 +1,196 @@
+"""The command line: arguments to verbs, and what comes back to the terminal. The only module that prints and exits.
+
+Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 130 interrupted.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunekit.errors import TunekitError
+
+app = typer.Typer(
+    name="tunekit",
+    help="Fine-tune and align open-weight language models: a short recipe, a plan with reasons, a run you can trust.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
+runs_app = typer.Typer(help="List the runs of this folder, or show one.", invoke_without_command=True)
+
+TRAIN, RECIPES, RUNS, MACHINE = "Train", "Recipes", "Runs", "Machine"
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="[KEY=VALUE]..."),
+]
+
+
+def main() -> None:
+    """Entry point of the `tunekit` command."""
+    try:
+        app()
+    except TunekitError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback()
+def _tunekit() -> None:
+    pass
+
+
+@app.command(rich_help_panel=TRAIN)
+def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Train: plan, run, and say what came out."""
+    from tunekit import api
+    from tunekit.display import Progress, make_console
+
+    source, notes = _load(recipe, overrides)
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    progress = Progress(console)
+    console.print("[dim]reading the data and the model's files[/dim]")
+    try:
+        api.train(source, on_event=progress)
+    except KeyboardInterrupt:
+        progress({"event": "phase", "phase": "interrupted"})
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except TunekitError:
+        progress({"event": "phase", "phase": "failed"})
+        raise
+
+
+@app.command(rich_help_panel=TRAIN)
+def plan(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
+) -> None:
+    """Say how a recipe would run here, and why, without starting it."""
+    from tunekit import api
+    from tunekit.display import make_console, plan_table
+
+    source, notes = _load(recipe, overrides)
+    resolved = api.plan(source)
+    if as_json:
+        print(json.dumps(resolved.to_dict(), indent=2, ensure_ascii=False))
+        return
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(plan_table(resolved))
+
+
+@app.command(rich_help_panel=TRAIN)
+def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Check a recipe, its model and its data, without training."""
+    from tunekit import api
+
+    source, notes = _load(recipe, overrides)
+    for note in [*notes, *api.check(source)]:
+        print(f"note: {note}")
+    print(f"{recipe}: ok")
+
+
+@app.command(rich_help_panel=RECIPES)
+def explain(
+    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="[KEY]")] = None,
+) -> None:
+    """Document a field or a section of recipes, or all of them."""
+    from tunekit.recipe.explain import explain as describe
+
+    print(describe(key))
+
+
+@app.command(rich_help_panel=RECIPES)
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from tunekit.recipe.explain import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@recipes_app.callback()
+def _recipes(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from rich.table import Table
+
+        from tunekit.display import make_console
+        from tunekit.recipe.library import list_recipes
+
+        table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+        for shipped in list_recipes():
+            table.add_row(shipped.name, shipped.description)
+        make_console().print(table)
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
+    dest: Annotated[Path | None, typer.Argument(help="File or folder to copy it to.")] = None,
+) -> None:
+    """Copy a shipped recipe to edit."""
+    from tunekit.recipe import library
+
+    print(library.copy_recipe(name, dest))
+
+
+@runs_app.callback()
+def _runs(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from tunekit.display import make_console, runs_table
+        from tunekit.run.run import list_runs
+
+        runs = list_runs()
+        if not runs:
+            print("no runs here; `tunekit train sft/quickstart` makes one")
+            return
+        make_console().print(runs_table(runs))
+
+
+@runs_app.command("show")
+def show_run(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    plot: Annotated[Path | None, typer.Option(help="Write the loss curve as a PNG file.")] = None,
+) -> None:
+    """Show a run with its loss curve."""
+    from tunekit.display import make_console, run_report
+    from tunekit.run.run import find_run
+
+    found = find_run(run)
+    if plot is not None:
+        found.plot().savefig(plot, dpi=150)
+        print(plot)
+        return
+    console = make_console()
+    console.print(*run_report(found, console.width), sep="\n")
+
+
+@app.command(rich_help_panel=MACHINE)
+def doctor() -> None:
+    """Say what is installed, what the machine has, and what is missing for which feature."""
+    from tunekit.display import diagnosis_table, make_console
+    from tunekit.doctor import diagnose
+
+    make_console().print(diagnosis_table(diagnose()))
+
+
+app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
+app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:  # noqa: F821
+    from tunekit.recipe.load import load_recipe_with_notes
+
+    return load_recipe_with_notes(recipe, overrides or [])

@@ -1,0 +1,229 @@
+"""What people see of plans and runs, in a terminal or a notebook, drawn by rich and plotext.
+
+Nothing here prints on its own: the command line and the notebook's user hand a `Progress` to `tunekit.train`, or
+print what these functions return.
+"""
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.doctor import Diagnosis
+from tunekit.planner.plan import Plan, gib
+from tunekit.run.events import Event
+from tunekit.run.run import Run
+
+PIPE_WIDTH = 140
+"""Columns of what is written to a pipe or a file, where no terminal tells its width."""
+
+PLAIN_LINES = 20
+"""Progress lines of a run whose output is not a terminal."""
+
+
+def make_console() -> Console:
+    """A console on standard output as it is now, whatever is redirected later."""
+    if sys.stdout.isatty():
+        return Console(file=sys.stdout, highlight=False)
+    console = Console(highlight=False)
+    return console if console.is_jupyter else Console(file=sys.stdout, highlight=False, width=PIPE_WIDTH)
+
+
+class Progress:
+    """Shows a run as it goes: the plan, a live bar (plain lines where there is no terminal), and a summary.
+
+    Args:
+        console: Where to draw.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or make_console()
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._num_steps = 0
+        self._run: Run | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Show one event of a run."""
+        kind = event["event"]
+        if kind == "plan":
+            self._run = event["run"]
+            self._num_steps = event["plan"].schedule.num_steps
+            self.console.print(plan_table(event["plan"]))
+            self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "phase":
+            self._on_phase(event["phase"])
+        elif kind == "log":
+            self._on_log(event)
+        elif kind == "eval":
+            self._on_eval(event)
+        elif kind == "warning":
+            self.console.print(Text(f"warning: {event['message']}", style="yellow"))
+        elif kind == "result" and self._run is not None:
+            self.console.print(summary(event, self._run))
+
+    def _on_phase(self, phase: str) -> None:
+        if phase == "training" and (self.console.is_terminal or self.console.is_jupyter):
+            self._bar = Bar(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=self._num_steps, numbers="")
+            self._bar.start()
+        elif self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if phase == "loading":
+            self.console.print(Text("loading the model", style="dim"))
+
+    def _on_log(self, event: Event) -> None:
+        numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"
+        if event["tokens_per_second"]:
+            numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
+        step = event["step"]
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=numbers)
+        elif step in (1, self._num_steps) or step % max(1, self._num_steps // PLAIN_LINES) == 0:
+            self.console.print(f"step {step}/{self._num_steps}  {numbers}")
+
+    def _on_eval(self, event: Event) -> None:
+        accuracy = event.get("eval_mean_token_accuracy")
+        tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
+        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """A plan: each choice with its reason, and memory by part."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="cyan", ratio=2)
+    table.add_column(style="dim", ratio=3)
+    for reason in plan.reasons:
+        table.add_row(reason.topic, reason.choice, reason.why)
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in plan.memory_parts().items())
+    total = f"{gib(plan.memory.total_bytes)} of {gib(plan.memory_limit_bytes)}"
+    table.add_row("memory", f"{total} (estimate)", parts)
+    return Group(table, "")
+
+
+def summary(result: Event, run: Run) -> RenderableType:
+    """What came out of a finished run: numbers, then answers before and after."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    if result["first_loss"] is not None:
+        table.add_row("loss", f"{result['first_loss']:.4f} → {result['last_loss']:.4f}")
+    if result["eval_loss"] is not None:
+        table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
+    if result["tokens_per_second"]:
+        steps = f"{result['num_tokens']:,} tokens in {result['step_seconds']:.0f} s of steps"
+        table.add_row(
+            "speed", f"{result['tokens_per_second']:,.0f} tokens/s ({steps}, {result['seconds']:.0f} s in all)"
+        )
+    planned = gib(result["planned_memory_bytes"])
+    table.add_row("peak memory", f"{gib(result['peak_memory_bytes'])} (planned {planned})")
+    table.add_row("model", result["model"])
+    return Group("", table, *samples_table(run))
+
+
+def samples_table(run: Run) -> list[RenderableType]:
+    """Answers before and after training; nothing where there are none."""
+    samples = run.samples()
+    if not samples:
+        return []
+    table = Table("prompt", "before", "after", title="answers", title_justify="left", expand=False)
+    for sample in samples:
+        table.add_row(*(Text(sample.get(part, "")) for part in ("prompt", "before", "after")))
+    return ["", table]
+
+
+def runs_table(runs: Sequence[Run]) -> RenderableType:
+    """Runs with their state, step and last loss."""
+    table = Table("run", "state", "step", "last loss", "started", box=None, padding=(0, 3, 0, 0))
+    for run in runs:
+        status = run.status()
+        losses = [event["loss"] for event in run.events() if event["event"] == "log"]
+        style = {"finished": "green", "failed": "red", "died": "red", "interrupted": "yellow"}.get(run.state, "cyan")
+        table.add_row(
+            Text(run.name),
+            Text(run.state, style=style),
+            f"{status['step']}/{status['num_steps']}",
+            f"{float(losses[-1]):.4f}" if losses else "",
+            f"{datetime.fromtimestamp(status['started']):%Y-%m-%d %H:%M:%S}",
+        )
+    return table
+
+
+def run_report(run: Run, width: int) -> list[RenderableType]:
+    """A run: how it stands, its loss curve, its summary."""
+    status = run.status()
+    head = Text.assemble((run.name, "bold"), f": {run.state}, step {status['step']} of {status['num_steps']}")
+    if status["exit_reason"] and run.state != "finished":
+        head.append(f"\n{status['exit_reason']}", style="red")
+    parts: list[RenderableType] = [head, ""]
+    curve = loss_curve(run, width)
+    if curve:
+        parts.append(Text.from_ansi(curve))
+    result = run.result()
+    parts.append(summary(result, run) if result else "")
+    return parts
+
+
+def loss_curve(run: Run, width: int) -> str:
+    """The loss over the steps as terminal text; empty while nothing was logged."""
+    import plotext
+
+    metrics = run.metrics()
+    if metrics.empty:
+        return ""
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(min(width, 100), 18)
+    for column, label in (("loss", "training loss"), ("eval_loss", "eval loss")):
+        if column in metrics:
+            series = metrics[column].dropna()
+            plotext.plot(series.index.tolist(), series.tolist(), label=label, marker="braille")
+    plotext.xlabel("step")
+    return str(plotext.build())
+
+
+def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
+    """Versions, devices, and what is missing for which feature."""
+    machine = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    machine.add_row("tunekit", diagnosis.tunekit)
+    machine.add_row("python", f"{diagnosis.python}, {diagnosis.system}")
+    hardware = diagnosis.hardware
+    for device in [hardware.cpu, *hardware.accelerators] if hardware else []:
+        free, total = gib(device.memory_free_bytes), gib(device.memory_total_bytes)
+        machine.add_row("device", f"{device.name}, {free} of {total} free")
+    packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))
+    for package in diagnosis.packages:
+        style = {"ok": "green", "absent": "dim"}.get(package.state, "red")
+        bounds = package.bounds or "any"
+        packages.add_row(package.name, Text(package.version or package.state, style=style), bounds, package.hint or "")
+    features = Table("feature", "", "", "how to get it", box=None, padding=(0, 3, 0, 0))
+    for feature in diagnosis.features:
+        mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
+        features.add_row(feature.name, mark, feature.detail, feature.hint or "")
+    return Group(machine, "", packages, "", features)
