@@ -58,7 +58,7 @@ def open_jsonl(path: Path, name: str) -> Table:
         for number, line in _lines(path, name):
             if not line.strip():
                 continue
-            value = _parse(line)
+            value = _parse(line.removesuffix("\n"))
             if isinstance(value, Fault) and line.strip() in ("[", "{"):
                 raise DataError(
                     f"{name}:{number}: one JSON value spreads over several lines, "
@@ -90,7 +90,7 @@ def open_csv(path: Path, name: str) -> Table:
     """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
     header = next(_csv_records(path, name), None)
     if header is None:
-        raise DataError(f"{name}: the file is empty")
+        raise DataError(f"{name}: there are no rows in it")
     names = header.value
     if isinstance(names, Fault):
         raise DataError(f"{name}:{header.number}: {names.what}")
@@ -260,7 +260,9 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         yield Record(line, value)
         position = _skip_space(text, position)
         closed = text[position : position + 1] == "]"
-        if not closed and text[position : position + 1] != ",":
+        if closed:
+            break
+        if text[position : position + 1] != ",":
             line += text.count("\n", counted, position)
             what = (
                 "broken JSON: the list is not closed" if position >= len(text) else "broken JSON: expecting ',' or ']'"
@@ -268,9 +270,9 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
             yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position)))
             return
         position = _skip_space(text, position + 1)
-    if text[position + 1 :].strip():
-        line += text.count("\n", counted, position)
-        yield Record(line, Fault("broken JSON: text after the end of the list"))
+    behind = _skip_space(text, position + 1)
+    if behind < len(text):
+        yield Record(line + text.count("\n", counted, behind), Fault("broken JSON: text after the end of the list"))
 
 
 def _refuse_single_object(text: str, name: str) -> None:

@@ -18,6 +18,8 @@ from tunekit.data.rows import Rows, RowStore, place
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection, DataSource
 
+__all__ = ["LoadedData", "Rows", "find_file", "load_data", "load_rows"]
+
 EXAMPLE_PREFIX = "example:"
 """Marks a file that ships with tunekit."""
 
@@ -135,7 +137,7 @@ def _check_file(path: Path, name: str, key: str) -> None:
         there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, there, n=1, cutoff=0.6)
         if not path.parent.is_dir():
-            raise DataError(f"{key}.path: no file '{name}'", hint=f"there is no folder {path.parent}")
+            raise DataError(f"{key}.path: no file '{name}'", hint=f"there is no folder '{path.parent}'")
         where = "the working directory" if path.parent == Path() else str(path.parent)
         raise DataError(
             f"{key}.path: no file '{name}' in {where}",
@@ -172,7 +174,7 @@ def _first_row(table: Table, source: str) -> _FirstRow | None:
         if isinstance(record.value, dict):
             return _FirstRow(tuple(record.value), number=record.number)
     if record is None:
-        raise DataError(f"{source}: the file holds no rows")
+        raise DataError(f"{source}: there are no rows in it")
     return None
 
 
@@ -203,7 +205,7 @@ def _read(table: Table, source: str, format: Format, *, recognised: bool) -> Row
     if faults:
         raise DataError("\n".join(faults))
     if not store:
-        raise DataError(f"{source}: a header but no rows" if table.columns else f"{source}: no rows")
+        raise DataError(f"{source}: there are no rows in it")
     note = _note(source, len(store), format, recognised=recognised, ignored=sorted(ignored))
     return Rows(format=format, rows=store, source=source, numbers=numbers, unit=table.unit, notes=(note,))
 

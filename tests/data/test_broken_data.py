@@ -1,0 +1,419 @@
+"""What a user sees for a broken data file: every message in full."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tunekit.data.load import load_data
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection, DataSource
+
+TURN = '{"role":"user","content":"hi"}'
+GOOD = '{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}'
+DEEP = '{"text":' + "[" * 100_000
+
+
+def messages(*entries: str) -> str:
+    return '{"messages":[' + ",".join(entries) + "]}"
+
+
+CASES = {
+    # Syntax
+    "broken_json": (
+        "chats.jsonl",
+        f'{GOOD}\n{{"messages": [}}\n',
+        "chats.jsonl:2:15: broken JSON: expecting value",
+    ),
+    "unfinished_json_line": (
+        "chats.jsonl",
+        f"{GOOD}\n{GOOD[:-2]}\n{GOOD}\n",
+        "chats.jsonl:2:80: broken JSON: expecting ',' delimiter",
+    ),
+    "json_nested_too_deeply": ("deep.jsonl", DEEP, "deep.jsonl:1: JSON nested too deeply"),
+    "number_too_long": (
+        "long.jsonl",
+        '{"text":' + "9" * 5000 + "}",
+        "long.jsonl:1: broken JSON: exceeds the limit (4300 digits) for integer string conversion: value has 5000 "
+        "digits; use sys.set_int_max_str_digits() to increase the limit",
+    ),
+    "list_in_a_jsonl_file": (
+        "chats.jsonl",
+        f"[\n{GOOD}\n]\n",
+        "chats.jsonl:1: one JSON value spreads over several lines, but a .jsonl file holds one object per line; "
+        "put each object on one line, or make it a JSON list in a .json file",
+    ),
+    "json_list_with_a_missing_comma": (
+        "chats.json",
+        f"[\n {GOOD}\n {GOOD}\n]",
+        "chats.json:3:2: broken JSON: expecting ',' or ']'",
+    ),
+    "json_list_not_closed": ("chats.json", f"[{GOOD}\n", "chats.json:2:1: broken JSON: the list is not closed"),
+    "json_list_with_text_behind_it": (
+        "chats.json",
+        f"[{GOOD}]\nend",
+        "chats.json:2: broken JSON: text after the end of the list",
+    ),
+    "json_with_one_object": (
+        "chats.json",
+        f'{{\n"version": 2,\n"data": [{GOOD}]}}',
+        "chats.json:1: the file holds one object, not a list of objects; "
+        "save the list under its key 'data' as a file of its own",
+    ),
+    "json_with_a_string": (
+        "chats.json",
+        '"hello"',
+        "chats.json:1: a .json file must hold a list of objects: [{...}, {...}]",
+    ),
+    "row_is_no_object": (
+        "chats.jsonl",
+        f'3\n{GOOD}\n["a"]\nnull\n"x"\n',
+        "chats.jsonl:1: a row must be an object, got the number 3\n"
+        "chats.jsonl:3: a row must be an object, got a list\n"
+        "chats.jsonl:4: a row must be an object, got null\n"
+        "chats.jsonl:5: a row must be an object, got a string",
+    ),
+    "many_bad_rows": (
+        "notes.jsonl",
+        '{"text":"a"}\n' + '{"text":1}\n' * 1207,
+        "\n".join(f"notes.jsonl:{line}: text must be a string, got the number 1" for line in range(2, 7))
+        + "\nnotes.jsonl: and 1,202 more bad rows",
+    ),
+    # Columns
+    "missing_column": (
+        "chats.jsonl",
+        f'{GOOD}\n{{"id":7}}\n',
+        "chats.jsonl:2: no column messages; the columns are id",
+    ),
+    "misspelt_column": (
+        "chats.jsonl",
+        GOOD.replace("messages", "mesages"),
+        "chats.jsonl:1: no known format has the columns mesages; rename mesages to messages",
+    ),
+    "unknown_columns": (
+        "chats.jsonl",
+        '{"a":1,"b":2}',
+        "chats.jsonl:1: no known format has the columns a, b; rename them to those of a format "
+        "(messages: messages; prompt_completion: prompt, completion; text: text)",
+    ),
+    "ambiguous_columns": (
+        "chats.jsonl",
+        GOOD[:-1] + ',"text":"hi ho"}',
+        "chats.jsonl:1: the columns can be read as messages (messages) or text (text); "
+        "choose one with data.format=messages or data.format=text",
+    ),
+    "sharegpt": (
+        "chats.jsonl",
+        '{"conversations":[{"from":"human","value":"hi"}]}',
+        "chats.jsonl:1: no known format has the columns conversations; ShareGPT's column conversations is not "
+        "understood yet: rename it to messages and write each entry as {role, content}, with the roles system, user, "
+        "assistant and tool",
+    ),
+    "sharegpt_entries": (
+        "chats.jsonl",
+        '{"messages":[{"from":"human","value":"hi"}]}',
+        "chats.jsonl:1: messages[0] has from and value (ShareGPT); rename them to role and content",
+    ),
+    "alpaca": (
+        "alpaca.json",
+        '[{"instruction":"add","input":"1 2","output":"3"}]',
+        "alpaca.json:1: no known format has the columns instruction, input, output; Alpaca's columns are not "
+        "understood yet: join instruction and input into a column prompt, and rename output to completion",
+    ),
+    "preferences": (
+        "pairs.jsonl",
+        '{"prompt":"a","chosen":"b","rejected":"c"}',
+        "pairs.jsonl:1: no known format has the columns prompt, chosen, rejected; these are preference pairs; to "
+        "imitate the better answers, rename chosen to completion, or to messages if it holds whole conversations",
+    ),
+    "prompt_alone": (
+        "qa.jsonl",
+        '{"prompt":"a"}',
+        "qa.jsonl:1: no known format has the columns prompt; beside prompt, a column completion is needed",
+    ),
+    # Messages
+    "messages_not_a_list": (
+        "chats.jsonl",
+        '{"messages":{"role":"user"}}',
+        "chats.jsonl:1: messages must be a list of {role, content}, got an object",
+    ),
+    "messages_as_a_string": (
+        "chats.jsonl",
+        '{"messages":"[]"}',
+        "chats.jsonl:1: messages must be a list of {role, content}, got a string; "
+        "conversations belong in .jsonl or .parquet, where a column can hold a list",
+    ),
+    "no_messages": ("chats.jsonl", messages(), "chats.jsonl:1: messages is empty"),
+    "message_no_object": (
+        "chats.jsonl",
+        messages(TURN, '"ho"'),
+        "chats.jsonl:1: messages[1] must be an object {role, content}, got a string",
+    ),
+    "message_without_role": ("chats.jsonl", messages('{"content":"hi"}'), "chats.jsonl:1: messages[0] has no role"),
+    "message_without_content": (
+        "chats.jsonl",
+        messages('{"role":"user","contents":"hi"}'),
+        "chats.jsonl:1: messages[0] has no content; did you mean 'contents'?",
+    ),
+    "misspelt_role": (
+        "chats.jsonl",
+        messages(TURN, '{"role":"asistant","content":"ho"}'),
+        "chats.jsonl:1: messages[1].role: unknown role 'asistant'; did you mean 'assistant'?",
+    ),
+    "foreign_role": (
+        "chats.jsonl",
+        messages('{"role":"human","content":"hi"}'),
+        "chats.jsonl:1: messages[0].role: unknown role 'human'; did you mean 'user'?",
+    ),
+    "unknown_role": (
+        "chats.jsonl",
+        messages('{"role":"x","content":"hi"}'),
+        "chats.jsonl:1: messages[0].role: unknown role 'x'; the roles are system, user, assistant, tool",
+    ),
+    "role_no_string": (
+        "chats.jsonl",
+        messages('{"role":true,"content":"hi"}'),
+        "chats.jsonl:1: messages[0].role must be a string, got the boolean true",
+    ),
+    "content_no_string": (
+        "chats.jsonl",
+        messages(TURN, '{"role":"assistant","content":null}'),
+        "chats.jsonl:1: messages[1].content must be a string, got null",
+    ),
+    "content_in_parts": (
+        "chats.jsonl",
+        messages('{"role":"user","content":[{"type":"text","text":"hi"}]}'),
+        "chats.jsonl:1: messages[0].content must be a string, got a list; content in parts is not understood yet",
+    ),
+    "no_assistant_turn": ("chats.jsonl", messages(TURN), "chats.jsonl:1: messages has no assistant turn"),
+    "empty_assistant_turn": (
+        "chats.jsonl",
+        messages(TURN, '{"role":"assistant","content":" "}'),
+        "chats.jsonl:1: messages: every assistant turn is empty",
+    ),
+    "half_a_surrogate_pair": (
+        "chats.jsonl",
+        messages('{"role":"user","content":"a\\ud83d"}'),
+        "chats.jsonl:1: messages[0].content holds \\ud83d, one half of a surrogate pair, which is no character",
+    ),
+    # Prompt and completion
+    "empty_completion": ("qa.jsonl", '{"prompt":"a","completion":" "}', "qa.jsonl:1: completion is empty"),
+    "empty_prompt": ("qa.jsonl", '{"prompt":"","completion":"b"}', "qa.jsonl:1: prompt is empty"),
+    "prompt_and_completion_of_two_kinds": (
+        "qa.jsonl",
+        f'{{"prompt":[{TURN}],"completion":"b"}}',
+        "qa.jsonl:1: prompt and completion must both be strings or both be lists of messages, got a list and a string",
+    ),
+    "prompt_that_ends_with_the_answer": (
+        "qa.jsonl",
+        '{"prompt":[{"role":"assistant","content":"a"}],"completion":[{"role":"assistant","content":"a"}]}',
+        "qa.jsonl:1: prompt ends with an assistant turn; move that turn to completion",
+    ),
+    # CSV
+    "csv_empty_and_missing_cells": (
+        "qa.csv",
+        'prompt,completion\n"a\nb",c\nx,\nnan,y\n',
+        "qa.csv:4: completion is empty\nqa.csv:5: prompt is 'nan', which is how pandas writes a missing value",
+    ),
+    "csv_number_of_cells": (
+        "qa.csv",
+        "prompt,completion\r\na,b,c\r\n\r\nd\r\n",
+        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes\n"
+        "qa.csv:4: 1 cell, but the header has 2",
+    ),
+    "csv_quote_not_closed": (
+        "qa.csv",
+        'prompt,completion\na,b\nc,"d\ne,f\n',
+        "qa.csv:3: a quote that opens in this row is never closed",
+    ),
+    "csv_text_behind_a_quote": (
+        "qa.csv",
+        'prompt,completion\n"a"b,c\n',
+        "qa.csv:2: broken CSV: ',' expected after '\"'",
+    ),
+    "csv_header_twice": (
+        "qa.csv",
+        "prompt,completion,prompt\na,b,c\n",
+        "qa.csv:1: the header names prompt twice; rename one of them",
+    ),
+    "csv_with_semicolons": (
+        "qa.csv",
+        "prompt;completion\na;b\n",
+        "qa.csv:1: the columns are separated by semicolons; save the file with commas",
+    ),
+    "csv_space_in_the_header": (
+        "qa.csv",
+        "prompt, completion\na,b\n",
+        "qa.csv:1: no known format has the columns prompt, ' completion'; rename ' completion' to completion",
+    ),
+    "csv_without_rows": ("qa.csv", "prompt,completion\n", "qa.csv: there are no rows in it"),
+    # Files
+    "blank_file": ("chats.jsonl", "\n \n", "chats.jsonl: there are no rows in it"),
+    "blank_csv": ("qa.csv", "\n\n", "qa.csv: there are no rows in it"),
+    "blank_text": ("tale.txt", "\n\n\n", "tale.txt: there are no rows in it"),
+    "empty_file": ("chats.jsonl", "", "data.train.path: 'chats.jsonl' is empty"),
+    "empty_json_list": ("chats.json", "[]", "chats.json: there are no rows in it"),
+    "not_utf8": (
+        "tale.txt",
+        b"one\ntwo caf\xe9s\n",
+        "tale.txt:2: not UTF-8 (byte 0xe9 at position 8); save the file as UTF-8",
+    ),
+    "utf16": (
+        "chats.jsonl",
+        GOOD.encode("utf-16"),
+        "chats.jsonl: the file is encoded as UTF-16, not UTF-8 text; save it as UTF-8",
+    ),
+    "nul_byte": (
+        "tale.txt",
+        b"one\ntw\0o\n",
+        "tale.txt:2:3: a NUL byte, which no text holds; is this a binary file, or text in another encoding than UTF-8?",
+    ),
+    "gzip": (
+        "chats.jsonl",
+        b"\x1f\x8b\x08\x00rest",
+        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; decompress it first",
+    ),
+    "parquet_named_csv": (
+        "qa.csv",
+        b"PAR1rest",
+        "qa.csv: the file is a Parquet file, not UTF-8 text; give it the suffix .parquet",
+    ),
+    "text_named_parquet": (
+        "qa.parquet",
+        b"hello, this is no Parquet file",
+        "qa.parquet: not a Parquet file (Parquet magic bytes not found in footer. Either the file is corrupted or "
+        "this is not a parquet file)",
+    ),
+    "unknown_suffix": (
+        "chats.tsv",
+        "a\tb",
+        "data.train.path: 'chats.tsv': the suffix '.tsv' is not known; known are .jsonl, .json, .csv, .parquet, .txt",
+    ),
+    "no_suffix": (
+        "chats",
+        GOOD,
+        "data.train.path: 'chats': the file has no suffix; known are .jsonl, .json, .csv, .parquet, .txt",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_file_is_told_in_full(name, tmp_path, monkeypatch):
+    file, content, message = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError) as caught:
+        load_data(DataSection(train=DataSource(path=file)))
+    assert str(caught.value) == message
+
+
+def refusal(**section) -> str:
+    with pytest.raises(DataError) as caught:
+        load_data(DataSection(**section))
+    return str(caught.value)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with one good file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(GOOD)
+    return tmp_path
+
+
+def test_a_misspelt_file_name_is_recognised(here):
+    assert refusal(train="chats.jsnl") == (
+        "data.train.path: no file 'chats.jsnl' in the working directory; did you mean 'chats.jsonl'?"
+    )
+    assert refusal(train="./chat.jsonl") == (
+        "data.train.path: no file './chat.jsonl' in the working directory; did you mean 'chats.jsonl'?"
+    )
+    assert refusal(train="org/chats.jsonl") == ("data.train.path: no file 'org/chats.jsonl'; there is no folder 'org'")
+
+
+def test_a_folder_is_no_file_and_what_it_holds_is_named(here):
+    assert refusal(train=".") == "data.train.path: '.' is a folder; name a file in it: chats.jsonl"
+
+
+def test_the_eval_source_is_named_by_its_own_key(here):
+    assert refusal(train="chats.jsonl", eval="other.csv") == (
+        "data.eval.path: no file 'other.csv' in the working directory"
+    )
+
+
+def test_train_and_eval_of_different_formats_are_refused(here):
+    (here / "notes.txt").write_text("hello")
+    assert refusal(train="chats.jsonl", eval="notes.txt") == (
+        "data.eval: 'notes.txt' holds rows of text, but 'chats.jsonl' holds rows of messages; "
+        "give both the same columns"
+    )
+
+
+def test_a_forced_format_names_the_missing_column(here):
+    assert refusal(train="chats.jsonl", format="text") == ("chats.jsonl:1: no column text; the columns are messages")
+    (here / "qa.csv").write_text("id,prompt\n1,a\n")
+    assert refusal(train="qa.csv", format="prompt_completion") == (
+        "qa.csv:1: no column completion; beside prompt, a column completion is needed"
+    )
+
+
+def test_what_only_a_hub_dataset_has_is_refused_for_a_file(here):
+    assert refusal(train=DataSource(path="chats.jsonl", split="train")) == (
+        "data.train.split: only a hub dataset has one, and 'chats.jsonl' is a file; leave it out"
+    )
+
+
+def test_an_unreadable_file_is_a_data_error(here):
+    (here / "chats.jsonl").chmod(0)
+    if os.access(here / "chats.jsonl", os.R_OK):
+        pytest.skip("this user may read every file")
+    assert refusal(train="chats.jsonl") == "data.train.path: cannot read 'chats.jsonl': Permission denied"
+
+
+def test_parquet_rows_are_named_by_their_number(here):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a", None], "completion": ["b", "c"]}), here / "qa.parquet")
+    assert refusal(train="qa.parquet") == "qa.parquet row 2: prompt must be a string, got null"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), here / "qa.parquet")
+    assert refusal(train="qa.parquet") == (
+        "qa.parquet: no known format has the columns prompt, answer; beside prompt, a column completion is needed"
+    )
+
+
+UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there
+ASK_THE_HUB = """
+from tunekit.data.load import load_data
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection, DataSource
+try:
+    load_data(DataSection(train=DataSource(path="no-such-owner/chats")))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_without_a_network_a_hub_name_gets_one_clear_line_at_once(offline, tmp_path):
+    environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path)}
+    environment["HF_HUB_OFFLINE"] = "1" if offline else "0"
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_THE_HUB], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    if offline:
+        assert done.stdout == (
+            "data.train: the hub dataset 'no-such-owner/chats' cannot be loaded: Couldn't reach "
+            "'no-such-owner/chats' on the Hub (OfflineModeIsEnabled)\n"
+        )
+    else:
+        assert done.stdout == (
+            "data.train.path: no file 'no-such-owner/chats', and the hub cannot be reached at http://127.0.0.1:9 to "
+            "look for a dataset of that name; check the name and the network; with HF_HUB_OFFLINE=1 a copy "
+            "downloaded earlier is used\n"
+        )
+    assert time.monotonic() - started < 15  # mostly the imports; the retries alone would take longer
