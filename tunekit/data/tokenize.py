@@ -279,7 +279,9 @@ class _Builder:
         import datasets
         import pyarrow as pa
 
-        return datasets.Dataset(pa.concat_tables(self._chunks))
+        # Left to itself, Dataset would pickle the whole table to name it, in several times its memory.
+        name = datasets.fingerprint.generate_random_fingerprint()
+        return datasets.Dataset(pa.concat_tables(self._chunks), fingerprint=name)
 
     def report(self, notes: tuple[str, ...]) -> TokenReport:
         """The account of all rows."""

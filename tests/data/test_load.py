@@ -1,0 +1,141 @@
+"""What good files become: rows, their places, and what is said about them."""
+
+import json
+import pickle
+
+import pytest
+
+from tunekit.data.hub import open_dataset
+from tunekit.data.load import load_data
+from tunekit.data.rows import RowStore
+from tunekit.recipe.schema import DataSection
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(path, **section):
+    return load_data(DataSection(train=str(path), **section))
+
+
+def test_json_lines_survive_a_byte_order_mark_crlf_and_blank_lines(here):
+    (here / "notes.jsonl").write_bytes(b'\xef\xbb\xbf{"text":"a\xc3\xa9"}\r\n\r\n{"text":"b","id":1}')
+    data = load("notes.jsonl")
+    assert list(data.train.rows) == [{"text": "aé"}, {"text": "b"}]
+    assert [data.train.place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:3"]
+    assert data.notes == ["notes.jsonl: 2 rows of text (recognised from the column text); ignored: id"]
+
+
+def test_a_line_separator_inside_a_json_string_ends_no_line(here):
+    (here / "notes.jsonl").write_text('{"text":"a\u2028b\x85c"}\n{"text":"d"}\n', encoding="utf-8")
+    assert [row["text"] for row in load("notes.jsonl").train.rows] == ["a\u2028b\x85c", "d"]
+
+
+def test_a_json_list_knows_the_line_of_every_object(here):
+    (here / "notes.json").write_text('[\n{"text":"a"},\n\n  {\n "text":\n "b"}, {"text":"c"}\n]\n')
+    rows = load("notes.json").train
+    assert [row["text"] for row in rows.rows] == ["a", "b", "c"]
+    assert [rows.place(i) for i in range(3)] == ["notes.json:2", "notes.json:4", "notes.json:6"]
+
+
+def test_json_lines_under_the_suffix_of_a_list_are_read(here):
+    (here / "notes.json").write_text('{"text":"a"}\n{"text":"b"}\n')
+    assert [row["text"] for row in load("notes.json").train.rows] == ["a", "b"]
+
+
+def test_csv_cells_hold_line_breaks_and_rows_keep_their_first_line(here):
+    (here / "qa.csv").write_bytes(b'id,prompt,completion\r\n1,"a\r\n""b"", c",d\r\n2,e,f\r\n')
+    rows = load("qa.csv").train
+    assert list(rows.rows) == [{"prompt": 'a\n"b", c', "completion": "d"}, {"prompt": "e", "completion": "f"}]
+    assert [rows.place(i) for i in range(2)] == ["qa.csv:2", "qa.csv:4"]
+
+
+def test_csv_cells_may_be_longer_than_the_csv_module_allows_by_default(here):
+    (here / "long.csv").write_text("text\n" + "a" * 200_000 + "\n")
+    assert len(load("long.csv").train.rows[0]["text"]) == 200_000
+
+
+def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    turns = [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho", "name": None}]
+    pq.write_table(pa.table({"messages": [turns], "score": [0.5]}), here / "chats.parquet")
+    data = load("chats.parquet")
+    assert data.train.rows[0] == {
+        "messages": [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho"}]
+    }
+    assert data.train.place(0) == "chats.parquet row 1"
+    assert data.notes == ["chats.parquet: 1 row of messages (recognised from the column messages); ignored: score"]
+
+
+def test_a_text_file_is_parted_at_two_blank_lines(here):
+    (here / "tales.txt").write_text("\n\nOne.\n\n  Still one.\n\n\n \nTwo.\n\n")
+    data = load("tales.txt")
+    assert [row["text"] for row in data.train.rows] == ["One.\n\n  Still one.", "Two."]
+    assert [data.train.place(i) for i in range(2)] == ["tales.txt:3", "tales.txt:9"]
+    assert data.notes == ["tales.txt: 2 documents of plain text (two blank lines begin a new one)"]
+
+
+def test_a_format_that_is_given_decides_between_columns_that_fit_two(here):
+    row = {"text": "hi ho", "prompt": "hi", "completion": "ho"}
+    (here / "both.jsonl").write_text(json.dumps(row))
+    assert load("both.jsonl", format="prompt_completion").train.rows[0] == {"prompt": "hi", "completion": "ho"}
+    assert load("both.jsonl", format="text").notes == ["both.jsonl: 1 row of text; ignored: completion, prompt"]
+
+
+def test_prompt_and_completion_may_be_lists_of_messages(here):
+    row = {
+        "prompt": [{"role": "user", "content": "hi"}],
+        "completion": [{"role": "assistant", "content": "ho"}],
+    }
+    (here / "qa.jsonl").write_text(json.dumps(row))
+    assert load("qa.jsonl").train.rows[0] == row
+
+
+def test_a_file_is_found_from_the_home_folder_and_keeps_its_name_in_messages(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    (here / "notes.jsonl").write_text('{"text":"a"}')
+    assert load("~/notes.jsonl").train.place(0) == "~/notes.jsonl:1"
+
+
+def test_rows_of_a_hub_dataset_are_read_like_those_of_a_file():
+    import datasets
+
+    table = open_dataset(datasets.Dataset.from_dict({"text": ["a", "b"], "id": [1, 2]}))
+    assert table.columns == ("text", "id")
+    assert [(record.number, record.value) for record in table.read(["text"])] == [
+        (1, {"text": "a"}),
+        (2, {"text": "b"}),
+    ]
+
+
+def test_a_row_store_is_a_sequence_that_gives_back_what_it_was_given():
+    given = [{"text": "é\u2028"}, {"messages": [{"role": "user", "content": ""}]}, {"text": "x"}]
+    store = RowStore()
+    for row in given:
+        store.append(row)
+    assert list(store) == given
+    assert store[-1] == given[2]
+    assert store[0:2] == given[:2]
+    assert list(pickle.loads(pickle.dumps(store))) == given
+    with pytest.raises(IndexError):
+        store[3]
+    with pytest.raises(IndexError):
+        store[-4]
+
+
+@pytest.mark.network
+def test_a_hub_dataset_is_loaded_by_name_and_its_eval_split_is_found():
+    source = {"path": "cornell-movie-review-data/rotten_tomatoes"}
+    data = load_data(
+        DataSection.model_validate(
+            {"train": {**source, "split": "train[:20]"}, "eval": {**source, "split": "test[:5]"}}
+        )
+    )
+    assert (len(data.train), data.train.format) == (20, "text")
+    assert data.eval is not None
+    assert len(data.eval) == 5
