@@ -211,6 +211,29 @@ CASES = {
         '{"prompt":[{"role":"assistant","content":"a"}],"completion":[{"role":"assistant","content":"a"}]}',
         "qa.jsonl:1: prompt ends with an assistant turn; move that turn to completion",
     ),
+    "prompts_of_two_kinds": (
+        "qa.jsonl",
+        f'{{"prompt":"a","completion":"b"}}\n{{"prompt":[{TURN}],"completion":[{{"role":"assistant","content":"b"}}]}}',
+        "qa.jsonl:2: prompt and completion are lists of messages, but in the first row they are strings",
+    ),
+    # Hostile
+    "names_and_numbers_of_any_length": (
+        "wild.jsonl",
+        '{"text":' + "1" * 1000 + '}\n{"' + "n" * 1000 + '":1,"\\u001b[31m":2,"\\ud83d":3}',
+        "wild.jsonl:1: text must be a string, got the number " + "1" * 37 + "...\n"
+        "wild.jsonl:2: no column text; the columns are " + "n" * 37 + "..., '\\x1b[31m', '\\ud83d'",
+    ),
+    "many_columns": (
+        "wide.csv",
+        ",".join(f"c{i}" for i in range(500)) + "\n",
+        "wide.csv:1: no known format has the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
+        "rename them to those of a format (messages: messages; prompt_completion: prompt, completion; text: text)",
+    ),
+    "half_a_surrogate_pair_beside_the_content": (
+        "chats.jsonl",
+        messages(TURN, '{"role":"assistant","content":"ho","name":"\\ud83d"}'),
+        "chats.jsonl:1: messages[1].name holds something that is neither text, a number nor made of them",
+    ),
     # CSV
     "csv_empty_and_missing_cells": (
         "qa.csv",

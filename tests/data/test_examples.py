@@ -34,6 +34,11 @@ def test_an_example_is_read_without_complaint(name, format, num_rows):
     assert (rows.format, len(rows)) == (format, num_rows)
 
 
+def test_an_example_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_data(DataSection(train="example:tales.txt")).train.place(0) == "example:tales.txt:1"
+
+
 def test_no_question_of_the_evaluation_is_trained_on():
     data = load_data(DataSection(train=str(EXAMPLES / "pirate.jsonl"), eval=str(EXAMPLES / "pirate_eval.jsonl")))
     assert data.eval is not None

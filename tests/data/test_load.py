@@ -69,7 +69,10 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
         "messages": [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho"}]
     }
     assert data.train.place(0) == "chats.parquet row 1"
-    assert data.notes == ["chats.parquet: 1 row of messages (recognised from the column messages); ignored: score"]
+    assert data.notes == [
+        "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; "
+        "the chat template also gets name of the messages"
+    ]
 
 
 def test_a_text_file_is_parted_at_two_blank_lines(here):

@@ -1,8 +1,10 @@
 """Which tokens count in the loss. What is expected is written out by hand: [brackets] hold the text that counts."""
 
 import re
+from pathlib import Path
 
 import pytest
+import trl.chat_template_utils
 
 from tests.data.tokenizers import (
     CHATML,
@@ -118,6 +120,57 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_the_rows_that_it_
     )
 
 
+TRL_TEMPLATES = Path(trl.chat_template_utils.__file__).with_name("chat_templates")
+
+
+def family(name: str, *special: str):
+    """A tokenizer with the chat template of a family of models, and special tokens of it."""
+    tokenizer = byte_tokenizer((TRL_TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def test_a_well_known_template_that_rewrites_earlier_turns_is_trained_through_trl_s_version_of_it():
+    tokenizer = family("qwen3")
+    made = tokenize(
+        rows("messages", chat("u hi", "a ho", "u x", "a y")), tokenizer, max_length=999, loss_on="assistant"
+    )
+    assert learned(tokenizer, rows("messages", chat("u hi", "a ho", "u x", "a y"))) == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nho<|im_end|>\n⟧"
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\ny<|im_end|>\n⟧"
+    ]
+    assert made.report.notes == (
+        "the model's chat template does not mark the assistant's turns; TRL's version of it for training does and is "
+        "used here, and the model keeps its own",
+    )
+    assert "generation %}" not in tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "ends"),
+    [
+        ("llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+        ("qwen2_5", (), "<|im_end|>"),
+        ("gemma", ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
+        (
+            "cohere2",
+            ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"),
+            "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        ),
+        ("phi3", ("<|end|>",), "<|end|>"),
+        ("deepseekv3", ("<｜end▁of▁sentence｜>",), "<｜end▁of▁sentence｜>"),
+    ],
+)
+def test_the_templates_of_well_known_models_teach_both_answers_and_their_ends(name, special, ends):
+    data = rows("messages", chat("u QUESTION", "a ho", "u ANOTHER", "a no more"))
+    [shown] = learned(family(name, *special), data, max_length=5000)
+    counted = "".join(re.findall("⟦(.*?)⟧", shown, flags=re.DOTALL))
+    assert f"ho{ends}" in counted
+    assert f"no more{ends}" in counted
+    assert "QUESTION" not in counted
+    assert "ANOTHER" not in counted
+
+
 def test_markers_that_leave_out_the_end_token_are_refused():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(END_LEFT_OUT), rows("messages", chat("u hi", "a ho", "u x")))
@@ -142,7 +195,7 @@ def test_markers_that_mark_nothing_leave_nothing_to_train():
     with pytest.raises(DataError) as caught:
         learned(byte_tokenizer(template), rows("messages", chat("u hi", "a ho")))
     assert str(caught.value) == (
-        "data.jsonl: zero trainable tokens in 1 rows: the chat template marks nothing as the assistant's; put "
+        "data.jsonl: zero trainable tokens in 1 row: the chat template marks nothing as the assistant's; put "
         "{% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all"
     )
 
@@ -216,7 +269,7 @@ def test_a_token_across_the_boundary_counts_and_is_reported():
     data = rows("prompt_completion", PAIR, {"prompt": "2+2=", "completion": "5"})
     assert learned(tokenizer, data) == ["2+2⟦=4<|im_end|>⟧", "2+2=⟦5<|im_end|>⟧"]
     assert tokenize(data, tokenizer, max_length=99, loss_on="assistant").report.notes[1] == (
-        "data.jsonl: in 1 rows the end of the prompt and the start of the completion fall into one token, which counts "
+        "data.jsonl: in 1 row the end of the prompt and the start of the completion fall into one token, which counts "
         "in the loss; end prompts on a line break or a full stop"
     )
 

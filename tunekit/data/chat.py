@@ -6,8 +6,9 @@ the token that ends its turn: a model that never saw the end of a turn does not 
 Two ways lead to those characters. A template can mark them itself (`{% generation %} ... {% endgeneration %}`).
 Otherwise they are found by rendering the conversation twice per assistant turn: once up to the point where the
 assistant is asked to speak, once with its turn; the difference is what it said. That is right only if the template
-writes what came before the same way whatever follows. Some templates do not (they strip earlier reasoning, for
-example), and such a row is refused: guessing would put the loss on the wrong words.
+writes what came before the same way whatever follows. Many do not: Qwen3 and DeepSeek strip earlier reasoning,
+Phi-3 closes the whole conversation. For the well-known ones TRL has a version with markers, which is used instead;
+with any other, a row whose turns cannot be told apart is refused: guessing would put the loss on the wrong words.
 """
 
 import re
@@ -37,9 +38,6 @@ class Rendered:
 class ChatRenderer:
     """Renders conversations through the chat template of one tokenizer.
 
-    Attributes:
-        marked: Whether the template marks the assistant's words itself.
-
     Raises:
         DataError: The tokenizer has no chat template.
     """
@@ -54,15 +52,40 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._template: str = tokenizer.get_chat_template()
         self._added_tokens: tuple[str, ...] = tuple(tokenizer.get_added_vocab())
-        self.marked = _MARKER.search(self._template) is not None
+        self._marked = _MARKER.search(self._template) is not None
+
+    def prepare(self, messages: Sequence[Row], place: str) -> list[str]:
+        """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
+
+        Returns:
+            What the user should know about it, a sentence each.
+
+        Raises:
+            DataError: The template refuses the row, or leaves the end of an assistant turn out of the loss.
+        """
+        notes = []
+        self.text(messages, place)
+        if not self._marked and not self._can_be_told_apart():
+            version = _training_version(self._tokenizer)
+            if version is not None:
+                self._template, self._marked = version, True
+                notes.append(
+                    "the model's chat template does not mark the assistant's turns; TRL's version of it for training "
+                    "does and is used here, and the model keeps its own"
+                )
+        unended = self._check_end_of_turn(messages, place)
+        return notes if unended is None else [*notes, unended]
 
     def text(self, messages: Sequence[Row], place: str, *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text, as the tokenizer's own `apply_chat_template` writes it."""
+        """The conversation as text, as `apply_chat_template` writes it."""
         from jinja2 import TemplateError
 
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError) as error:
             raise _refusal(error, place) from error
@@ -79,19 +102,21 @@ class ChatRenderer:
         Raises:
             DataError: The template refuses the row, or its turns cannot be told apart in the text.
         """
-        if self.marked:
+        if self._marked:
             return self._by_markers(messages, place, num_prompt)
         return self._by_difference(messages, place, num_prompt)
 
-    def check_end_of_turn(self, messages: Sequence[Row], place: str) -> str | None:
-        """Check on one conversation that the token that ends an assistant turn is in the loss.
+    def _can_be_told_apart(self) -> bool:
+        """Whether rendering twice finds the turns of a longer conversation, each with a token that ends it."""
+        turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+        try:
+            rendered = self._by_difference([{"role": r, "content": c} for r, c in turns], "a conversation", 0)
+        except DataError:
+            return False
+        return all(rendered.text[:end].rstrip().endswith(self._added_tokens) for _, end in rendered.spans)
 
-        Returns:
-            A note if the template ends a turn with no special token at all.
-
-        Raises:
-            DataError: There is such a token, and the template's markers leave it out.
-        """
+    def _check_end_of_turn(self, messages: Sequence[Row], place: str) -> str | None:
+        """Whether the token that ends an assistant turn is in the loss: an error, a note or nothing."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         rendered = self.render(messages[: last + 1], place)
         end = rendered.spans[-1][1] if rendered.spans else 0
@@ -186,6 +211,16 @@ def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> i
         if one != other:
             return i
     return min(len(first), len(second))
+
+
+def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """TRL's version of a well-known chat template, with markers; None for any other template."""
+    from trl import get_training_chat_template
+
+    try:
+        return cast(str | None, get_training_chat_template(tokenizer))
+    except ValueError:
+        return None
 
 
 def _refusal(error: Exception, place: str) -> DataError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tunekit.data.formats import listed
+from tunekit.data.formats import counted, listed
 from tunekit.errors import DataError
 
 
@@ -112,7 +112,7 @@ def open_csv(path: Path, name: str) -> Table:
             cells = record.value
             if isinstance(cells, list) and len(cells) != len(names):
                 advice = "; a cell that holds a comma must stand in quotes" if len(cells) > len(names) else ""
-                what = f"{_count(len(cells), 'cell')}, but the header has {len(names)}{advice}"
+                what = f"{counted(len(cells), 'cell')}, but the header has {len(names)}{advice}"
                 yield Record(record.number, Fault(what))
             elif isinstance(cells, list):
                 yield Record(record.number, dict(zip(names, cells, strict=True)))
@@ -317,10 +317,6 @@ def _long_cells() -> Iterator[None]:
 def _skip_space(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     return match.end() if match else position
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _first_line(error: BaseException) -> str:

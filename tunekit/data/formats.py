@@ -7,6 +7,7 @@ would do with a missing answer or a misspelt role is worse than an error: it tra
 Nothing here knows files: a complaint about a row says what is wrong, and the caller says where.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -58,6 +59,11 @@ _FOREIGN_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"input", "output"}), "rename input to prompt and output to completion"),
     (frozenset({"conversation"}), "rename conversation to messages"),
 )
+
+
+# What was read may be anything, so what of it goes into a message is kept short and printable.
+_NAMES_SHOWN = 12
+_NAME_LENGTH = 40
 
 
 class BadRow(Exception):
@@ -115,7 +121,20 @@ def check_row(value: object, format: Format) -> Row:
 
 def listed(names: Iterable[str]) -> str:
     """Names in a sentence: `a, b`. A name that would be misread without quotes, such as ' text', gets them."""
-    return ", ".join(name if name and name == name.strip() else repr(name) for name in names) or "(none)"
+    shown = [_name(name) for name in names]
+    if len(shown) > _NAMES_SHOWN:
+        shown[_NAMES_SHOWN:] = [f"and {len(shown) - _NAMES_SHOWN} more"]
+    return ", ".join(shown) or "(none)"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 row`, `1,200 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _name(name: str) -> str:
+    short = name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 3] + "..."
+    return short if short and short == short.strip() and short.isprintable() else repr(short)
 
 
 def described(value: object) -> str:
@@ -125,7 +144,7 @@ def described(value: object) -> str:
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()}"
     if isinstance(value, int | float):
-        return f"the number {value}"
+        return f"the number {_name(str(value))}"
     if isinstance(value, str):
         return "a string"
     if isinstance(value, list | tuple):
@@ -144,7 +163,7 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
     for name in wanted:
         near = get_close_matches(name, [column for column in columns if column not in wanted], n=1, cutoff=0.7)
         if near:
-            return f"rename {listed(near)!s} to {name}"
+            return f"rename {_name(near[0])} to {name}"
     for name, other in (("prompt", "completion"), ("completion", "prompt")):
         if name in columns and other not in columns:
             return f"beside {name}, a column {other} is needed"
@@ -219,7 +238,7 @@ def _message(entry: object, where: str) -> Row:
     for key in ("role", "content"):
         if key not in entry:
             near = get_close_matches(key, [name for name in entry if isinstance(name, str)], n=1, cutoff=0.7)
-            raise BadRow(f"{where} has no {key}" + (f"; did you mean '{near[0]}'?" if near else ""))
+            raise BadRow(f"{where} has no {key}" + (f"; did you mean {near[0]!r}?" if near else ""))
     role, content = entry["role"], entry["content"]
     if not isinstance(role, str):
         raise BadRow(f"{where}.role must be a string, got {described(role)}")
@@ -227,11 +246,22 @@ def _message(entry: object, where: str) -> Row:
         near = get_close_matches(role.lower(), ROLES, n=1, cutoff=0.6)
         meant = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
         advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
-        raise BadRow(f"{where}.role: unknown role '{role}'; {advice}")
+        raise BadRow(f"{where}.role: unknown role {role[:_NAME_LENGTH]!r}; {advice}")
     if isinstance(content, list):
         raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
     if not isinstance(content, str):
         raise BadRow(f"{where}.content must be a string, got {described(content)}")
     _encodable(content, f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
-    return {key: held for key, held in entry.items() if held is not None}
+    kept = {key: held for key, held in entry.items() if held is not None}
+    for key in kept.keys() - {"role", "content"}:
+        _plain(kept[key], f"{where}.{_name(key)}")
+    return kept
+
+
+def _plain(value: object, where: str) -> None:
+    # What only the chat template reads may be of any shape, but not of any type: Parquet can hold dates and bytes.
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
+        raise BadRow(f"{where} holds something that is neither text, a number nor made of them") from None

@@ -13,9 +13,10 @@ from typing import Literal
 
 from tunekit.data import hub
 from tunekit.data.files import OPENERS, Fault, Table
-from tunekit.data.formats import COLUMNS, BadRow, Format, check_columns, check_row, listed, recognise
+from tunekit.data.formats import COLUMNS, BadRow, Format, Row, check_columns, check_row, counted, listed, recognise
 from tunekit.data.rows import Rows, RowStore, place
 from tunekit.errors import DataError
+from tunekit.recipe.library import find_example
 from tunekit.recipe.schema import DataSection, DataSource
 
 __all__ = ["LoadedData", "Rows", "find_file", "load_data", "load_rows"]
@@ -105,9 +106,7 @@ def find_file(source: DataSource, *, key: str) -> Path | None:
     """
     name = source.path
     if name.startswith(EXAMPLE_PREFIX):
-        from tunekit.recipe.library import find_example
-
-        path: Path = find_example(name.removeprefix(EXAMPLE_PREFIX))
+        path = find_example(name.removeprefix(EXAMPLE_PREFIX))
     else:
         path = Path(name).expanduser()
         if not _looks_like_file(name) and not path.exists():
@@ -184,6 +183,7 @@ def _read(table: Table, source: str, format: Format, *, recognised: bool) -> Row
     faults: list[str] = []
     num_bad = 0
     ignored = set(table.columns or ()) - set(COLUMNS[format])
+    passed_on: set[str] = set()
     for record in table.read(COLUMNS[format]):
         where = place(source, table.unit, record.number)
         try:
@@ -191,6 +191,8 @@ def _read(table: Table, source: str, format: Format, *, recognised: bool) -> Row
                 where += f":{record.value.column}" if record.value.column else ""
                 raise BadRow(record.value.what)
             row = check_row(record.value, format)
+            if format == "prompt_completion":
+                _check_kind(row, store)
         except BadRow as error:
             num_bad += 1
             if num_bad <= _FAULTS_SHOWN:
@@ -200,23 +202,33 @@ def _read(table: Table, source: str, format: Format, *, recognised: bool) -> Row
         numbers.append(record.number)
         if table.columns is None and isinstance(record.value, dict):
             ignored.update(record.value.keys() - row.keys())
+        if format == "messages":
+            passed_on.update(*(message.keys() for message in row["messages"]))
     if num_bad > len(faults):
-        faults.append(f"{source}: and {num_bad - len(faults):,} more bad rows")
+        faults.append(f"{source}: and {counted(num_bad - len(faults), 'more bad row')}")
     if faults:
         raise DataError("\n".join(faults))
     if not store:
         raise DataError(f"{source}: there are no rows in it")
     note = _note(source, len(store), format, recognised=recognised, ignored=sorted(ignored))
+    passed_on -= {"role", "content"}
+    if passed_on:
+        note += f"; the chat template also gets {listed(sorted(passed_on))} of the messages"
     return Rows(format=format, rows=store, source=source, numbers=numbers, unit=table.unit, notes=(note,))
+
+
+def _check_kind(row: Row, before: RowStore) -> None:
+    """Prompts are all strings or all lists of messages: they become tokens in different ways."""
+    if before and isinstance(row["prompt"], list) != isinstance(before[0]["prompt"], list):
+        here, there = ("lists of messages", "strings") if isinstance(row["prompt"], list) else ("strings", "lists")
+        raise BadRow(f"prompt and completion are {here}, but in the first row they are {there}")
 
 
 def _note(source: str, num_rows: int, format: Format, *, recognised: bool, ignored: list[str]) -> str:
     """What was read, in a sentence."""
-    noun = "row" if num_rows == 1 else "rows"
     if source.lower().endswith(".txt"):
-        noun = "document" if num_rows == 1 else "documents"
-        return f"{source}: {num_rows:,} {noun} of plain text (two blank lines begin a new one)"
-    note = f"{source}: {num_rows:,} {noun} of {format}"
+        return f"{source}: {counted(num_rows, 'document')} of plain text (two blank lines begin a new one)"
+    note = f"{source}: {counted(num_rows, 'row')} of {format}"
     if recognised:
         columns = COLUMNS[format]
         note += f" (recognised from the {'column' if len(columns) == 1 else 'columns'} {' and '.join(columns)})"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunekit.data.chat import ChatRenderer, common_prefix_length, in_loss, offsets_of
-from tunekit.data.formats import Row
+from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
 
@@ -147,8 +147,8 @@ class _Encoder:
         if not self._num_straddling:
             return tuple(self._notes)
         straddling = (
-            f"{self._rows.source}: in {self._num_straddling:,} rows the end of the prompt and the start of the "
-            "completion fall into one token, which counts in the loss; end prompts on a line break or a full stop"
+            f"{self._rows.source}: in {counted(self._num_straddling, 'row')} the end of the prompt and the start of "
+            "the completion fall into one token, which counts in the loss; end prompts on a line break or a full stop"
         )
         return (*self._notes, straddling)
 
@@ -162,10 +162,7 @@ class _Encoder:
                 "be found among the tokens",
                 hint="use a model with a tokenizer.json, or set data.loss_on=all",
             )
-        place = self._rows.place(0)
-        note = self._chat.check_end_of_turn(_conversation(first), place)
-        if note is not None:
-            self._notes.append(note)
+        self._notes += self._chat.prepare(_conversation(first), self._rows.place(0))
 
     def _prepare_plain(self) -> None:
         if self._tokenizer.eos_token_id is None:
@@ -305,7 +302,7 @@ def _conversation(row: Row) -> list[Row]:
 
 
 def _nothing_to_learn(rows: Rows, builder: _Builder, max_length: int) -> DataError:
-    problem = f"{rows.source}: zero trainable tokens in {len(rows):,} rows"
+    problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if builder.num_truncated:
         return DataError(
             f"{problem}: the part that counts lies beyond data.max_length={max_length} "
