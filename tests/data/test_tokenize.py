@@ -88,9 +88,9 @@ def test_loss_on_all_counts_every_token_of_a_conversation():
     row = chat("u hi", "a ho")
     for template in (CHATML_MARKED, CHATML, END_LEFT_OUT, FORGETFUL):
         text = learned(byte_tokenizer(template), rows("messages", row), loss_on="all")[0]
-        assert text.startswith("⟦")
-        assert text.endswith("⟧")
-        assert "⟦" not in text[1:]
+        first = re.match(r"<\|\w+\|>|.", text)[0]
+        assert text[len(first)] == "⟦"
+        assert text.index("⟧") == len(text) - 1
 
 
 def test_a_template_that_writes_the_first_token_gets_no_second_one():
@@ -98,7 +98,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one():
     assert learned(tokenizer, rows("messages", chat("u hi", "a ho", "u x", "a y"))) == [
         "<|bos|>[hi]⟦ho<|im_end|>⟧[x]⟦y<|im_end|>⟧"
     ]
-    assert learned(tokenizer, rows("messages", chat("u hi", "a ho")), loss_on="all") == ["⟦<|bos|>[hi]ho<|im_end|>⟧"]
+    assert learned(tokenizer, rows("messages", chat("u hi", "a ho")), loss_on="all") == ["<|bos|>⟦[hi]ho<|im_end|>⟧"]
 
 
 @pytest.mark.parametrize("pad", ["<|im_end|>", "<|pad|>"])
@@ -253,7 +253,7 @@ def test_a_completion_is_plain_text_with_one_end_token():
     assert learned(byte_tokenizer(adds_bos=True, adds_eos=True), rows("prompt_completion", PAIR)) == [
         "<|bos|>2+2=⟦4<|im_end|>⟧"
     ]
-    assert learned(byte_tokenizer(), rows("prompt_completion", PAIR), loss_on="all") == ["⟦2+2=4<|im_end|>⟧"]
+    assert learned(byte_tokenizer(), rows("prompt_completion", PAIR), loss_on="all") == ["2⟦+2=4<|im_end|>⟧"]
 
 
 def test_a_chat_model_is_told_that_its_template_is_not_applied():
@@ -286,8 +286,8 @@ def test_a_tokenizer_without_end_token_takes_no_plain_text():
 
 def test_plain_text_counts_wholly_and_ends_once():
     assert learned(byte_tokenizer(adds_bos=True), rows("text", {"text": "abc"}, {"text": "<|bos|>d<|im_end|>"})) == [
-        "⟦<|bos|>abc<|im_end|>⟧",
-        "⟦<|bos|>d<|im_end|>⟧",
+        "<|bos|>⟦abc<|im_end|>⟧",
+        "<|bos|>⟦d<|im_end|>⟧",
     ]
 
 
@@ -296,11 +296,12 @@ def test_a_long_text_goes_on_in_the_next_sequence_and_every_token_is_predicted_o
     for max_length in range(8, 12):
         tokenizer = byte_tokenizer()
         made = tokenize(rows("text", {"text": text}), tokenizer, max_length=max_length, loss_on="assistant")
+        assert {row["labels"][0] for row in made.dataset} == {-100}
         predicted = "".join(tokenizer.decode(row["labels"][1:]) for row in made.dataset)
         assert predicted == "bcdefghij<|im_end|>"
         assert made.report.num_trainable_tokens == len(text)
         assert made.report.num_split == (max_length < 11)
-    assert learned(byte_tokenizer(), rows("text", {"text": text}), max_length=8) == ["⟦abcdefgh⟧", "⟦hij<|im_end|>⟧"]
+    assert learned(byte_tokenizer(), rows("text", {"text": text}), max_length=8) == ["a⟦bcdefgh⟧", "h⟦ij<|im_end|>⟧"]
 
 
 def test_rows_are_cut_at_the_end_and_counted():

@@ -14,8 +14,9 @@ end-of-sequence token still learns to end its answers.
   `max_length` it goes on in the next sequence; a sequence begins with the last token of the one before, so that
   every token is predicted exactly once.
 
-Conversations and completions longer than `max_length` are cut at the end. The first token of a sequence is never
-predicted, so a sequence in which no later token counts teaches nothing; it is dropped, and counted.
+Conversations and completions longer than `max_length` are cut at the end. Nothing stands before the first token of
+a sequence to predict it from, so it never counts, and packed behind another sequence it must not. A sequence in
+which no token counts teaches nothing; it is dropped, and counted.
 """
 
 from collections.abc import Iterator
@@ -251,8 +252,8 @@ class _Builder:
         kept = 0
         for start in starts:
             ids = encoded.ids[start : start + self._max_length]
-            counts = encoded.counts[start : start + self._max_length]
-            num_trainable = sum(counts[1:])
+            counts = [False, *encoded.counts[start + 1 : start + self._max_length]]
+            num_trainable = sum(counts)
             if num_trainable:
                 kept += 1
                 self.num_tokens += len(ids)
