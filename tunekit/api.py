@@ -1,6 +1,7 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
 from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
 from tunekit.run.prepare import prepare, record
+from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
 Source = str | Path | Mapping[str, Any] | Recipe
@@ -59,10 +61,13 @@ def train(
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
     _, data = _plan(recipe)
-    prepared = prepare(recipe, data)
-    final = resolve(record(recipe, data), probe_hardware(), probe_model(recipe.model), prepared.facts)
-    run = Run.create(final)
-    prepared.save(run.path / "data")
+    words = StringIO()
+    with library_words_to(words):
+        prepared = prepare(recipe, data)
+        final = resolve(record(recipe, data), probe_hardware(), probe_model(recipe.model), prepared.facts)
+        run = Run.create(final)
+        prepared.save(run.path / "data")
+    (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final})
     work(run, on_event)

@@ -26,6 +26,9 @@ PICO = Path(__file__).parent / "model" / "pico"
 HUB_SECONDS = 10
 """How long a look at the hub may take before it counts as out of reach."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files that hold a tokenizer; one of them is enough."""
+
 
 def probe_hardware() -> Hardware:
     """What this machine has to compute with. CUDA devices count only where torch is built for them."""
@@ -101,6 +104,9 @@ def probe_model(model: ModelSection) -> ModelFacts:
         raise ModelError(f"model.path: {model.path!r} is a file", hint="name the folder that holds config.json")
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or (os.sep != "/" and os.sep in model.path):
         raise ModelError(f"model.path: no folder {model.path!r}", hint=_near(folder))
+    cached = _cached(model)
+    if cached is not None:
+        return _read_folder(cached, model.path)
     return _read_folder(_fetch_headers(model), model.path, stored=_hub_tensors(model))
 
 
@@ -113,6 +119,23 @@ def _near(folder: Path) -> str:
     names = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     close = get_close_matches(folder.name, names, n=1)
     return f"did you mean {str(folder.parent / close[0])!r}?" if close else "check the path"
+
+
+def _cached(model: ModelSection) -> Path | None:
+    """Folder of a hub model whose weights were downloaded before; it needs no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelError(
+            f"model.path: {model.path!r} is neither a folder here nor a name that the hub could have",
+            hint="check the path",
+        ) from error
+    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def _fetch_headers(model: ModelSection) -> Path:
@@ -194,6 +217,11 @@ def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...
         raise ModelError(
             f"model.path: {path!r} is not a causal language model (architectures: {found})",
             hint="use a model with an ...ForCausalLM architecture",
+        )
+    if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path: {path!r} has no tokenizer",
+            hint="the folder is incomplete: save the tokenizer beside the model",
         )
     tensors = stored if stored is not None else _folder_tensors(folder, path)
     types = [dtype for _, dtype in tensors.values()]

@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_the_change_that_would():
         resolve(recipe(adapter="full"), RTX_4090, LLAMA_8B, ROWS)
     with pytest.raises(PlanError, match=r"does not fit T4.*adapter\.type=qlora would fit with"):
         resolve(recipe(model={"path": "m", "dtype": "float16"}), T4, LLAMA_8B, ROWS)
-    with pytest.raises(PlanError, match="leaving train.micro_batch_size and"):
+    with pytest.raises(PlanError, match=r"leaving train\.micro_batch_size and"):
         forced = recipe(train={"micro_batch_size": 16, "gradient_checkpointing": False})
         resolve(forced, RTX_4090, LLAMA_8B, ROWS)
     with pytest.raises(PlanError, match="no single change of the recipe would fit"):

@@ -29,6 +29,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Time spent in optimizer steps, without evaluations and checkpoints."""
         self.num_tokens = 0.0
         """Tokens trained on so far, padding not counted."""
+        self.evaluated_step: int | None = None
+        """Step of the last evaluation."""
         self._logged_seconds = 0.0
         self._step_began = 0.0
 
@@ -55,6 +57,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Write what the trainer logged; a loss that is not a number ends the run."""
         if "eval_loss" in logs:
+            self.evaluated_step = state.global_step
             self.log.write("eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")})
         elif "loss" in logs:
             self._write_step(state.global_step, logs)

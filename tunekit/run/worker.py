@@ -3,14 +3,10 @@
 The libraries' own words go to the run's log; what matters goes to the events.
 """
 
-import contextlib
-import logging
 import os
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +15,15 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
+from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
+
+    from tunekit.run.callback import Watch
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -38,7 +37,7 @@ def work(run: Run, listener: Listener | None = None) -> None:
     """
     log = EventLog(run.path / "events.jsonl", listener)
     try:
-        with _library_words_to(run.path / "log.txt"):
+        with (run.path / "log.txt").open("a", encoding="utf-8") as stream, library_words_to(stream):
             _train(run, log)
     except KeyboardInterrupt:
         _end(run, log, "interrupted", "interrupted by the user")
@@ -72,7 +71,7 @@ def _train(run: Run, log: EventLog) -> None:
     _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
     _enter(run, log, "training")
     trainer.train()
-    if schedule.eval_steps is not None and schedule.num_steps % schedule.eval_steps:
+    if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     _enter(run, log, "saving")
     trainer.model.save_pretrained(run.model_path, **_saving(recipe))
@@ -92,7 +91,7 @@ def _enter(run: Run, log: EventLog, phase: str) -> None:
 
 def _build(
     run: Run, log: EventLog, recipe: Recipe, plan: Plan, schedule: Schedule
-) -> "tuple[SFTTrainer, Any, PreTrainedTokenizerBase]":
+) -> "tuple[SFTTrainer, Watch, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     _use_planned_device(plan)
     from tunekit.methods import sft
@@ -227,22 +226,3 @@ def _peak_memory(plan: Plan) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@contextlib.contextmanager
-def _library_words_to(path: Path) -> Iterator[None]:
-    """Send what the libraries print, warn and log to a file instead of the terminal."""
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    with path.open("a", encoding="utf-8") as stream, warnings.catch_warnings():
-        handler = logging.StreamHandler(stream)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        root.handlers, root.level = [handler], logging.INFO
-        warnings.simplefilter("default")
-        logging.captureWarnings(True)
-        try:
-            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-                yield
-        finally:
-            logging.captureWarnings(False)
-            root.handlers, root.level = handlers, level

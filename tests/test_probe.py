@@ -1,0 +1,192 @@
+"""Facts from a model's files and from the machine, and what is said where they are not right."""
+
+import json
+import struct
+
+import psutil
+import pytest
+
+from tests.tiny import save_tiny_model
+from tunekit.errors import ModelError
+from tunekit.probe import probe_hardware, probe_model
+from tunekit.recipe.schema import ModelSection
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def model(saved, tmp_path):
+    """A copy of the tiny model that a test may damage."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_counts_are_those_of_the_loaded_model(saved):
+    from transformers import AutoModelForCausalLM
+
+    facts = probe_model(ModelSection(path=str(saved)))
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    assert facts.num_params == loaded.num_parameters()
+    assert facts.architecture == type(loaded).__name__
+    assert (facts.num_layers, facts.hidden_size, facts.num_heads) == (2, 48, 4)
+    assert (facts.num_kv_heads, facts.head_dim, facts.dtype) == (2, 12, "float32")
+    assert facts.has_chat_template
+
+
+def test_pico_ships_with_the_package():
+    facts = probe_model(ModelSection(path="pico"))
+    assert 2_000_000 < facts.num_params < 4_000_000
+    assert facts.has_chat_template
+    assert facts.architecture == "LlamaForCausalLM"
+
+
+def test_sharded_models_are_counted_over_all_files(saved, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert probe_model(ModelSection(path=str(tmp_path))).num_params == model.num_parameters()
+
+
+def drop(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def rewrite(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def change_config(**changes):
+    def apply(folder):
+        file = folder / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) | changes
+        file.write_text(json.dumps(config), encoding="utf-8")
+
+    return apply
+
+
+def truncate_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled_weights(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+BROKEN = {
+    "no-config": (drop("config.json"), "{path!r} has no config.json; name a folder saved by save_pretrained"),
+    "broken-config": (
+        rewrite("config.json", b"{"),
+        "{path!r} has a broken config.json: Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1); save it again",
+    ),
+    "no-weights": (drop("model.safetensors"), "{path!r} lacks model.safetensors; the folder is incomplete"),
+    "pickled": (
+        pickled_weights,
+        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when they are opened "
+        "and are not loaded; convert them first",
+    ),
+    "truncated": (truncate_weights, "{path!r}: model.safetensors is damaged; copy or download it again"),
+    "short-header": (
+        rewrite("model.safetensors", struct.pack("<Q", 10**6)),
+        "{path!r}: model.safetensors is damaged; copy or download it again",
+    ),
+    "empty-weights": (
+        rewrite("model.safetensors", b""),
+        "{path!r}: model.safetensors is damaged; copy or download it again",
+    ),
+    "no-tokenizer": (
+        drop("tokenizer.json"),
+        "{path!r} has no tokenizer; the folder is incomplete: save the tokenizer beside the model",
+    ),
+    "encoder": (
+        change_config(architectures=["BertForMaskedLM"]),
+        "{path!r} is not a causal language model (architectures: BertForMaskedLM); "
+        "use a model with an ...ForCausalLM architecture",
+    ),
+    "no-layers": (
+        change_config(num_hidden_layers=None),
+        "the config.json of {path!r} has no num_hidden_layers; the folder may be incomplete",
+    ),
+    "adapter": (
+        rewrite("adapter_config.json", b"{}"),
+        "{path!r} is an adapter, not a model; merge it into its base model first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_folder_is_one_clear_line(name, model):
+    damage, message = BROKEN[name]
+    damage(model)
+    with pytest.raises(ModelError) as caught:
+        probe_model(ModelSection(path=str(model)))
+    assert str(caught.value) == "model.path: " + message.format(path=str(model))
+
+
+def test_a_missing_folder_suggests_a_near_one(model):
+    with pytest.raises(ModelError) as caught:
+        probe_model(ModelSection(path=str(model.with_name("modle"))))
+    assert str(caught.value) == f"model.path: no folder {str(model.with_name('modle'))!r}; did you mean {str(model)!r}?"
+
+
+def test_a_file_is_not_a_model(model):
+    with pytest.raises(ModelError, match=r"is a file; name the folder that holds config\.json"):
+        probe_model(ModelSection(path=str(model / "config.json")))
+
+
+def test_a_hub_name_without_network_is_one_line_and_no_retry(tmp_path):
+    """In a process of its own, whose hub is a closed port of this machine."""
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "from tunekit.probe import probe_model; from tunekit.recipe.schema import ModelSection\n"
+        "from tunekit.errors import ModelError\n"
+        "try: probe_model(ModelSection(path='some-org/some-model'))\n"
+        "except ModelError as error: print(error)"
+    )
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert answer.stdout.strip() == (
+        "model.path: 'some-org/some-model' is not a folder here, and the hub cannot be reached; "
+        "name a local folder, or connect to the network"
+    )
+    assert answer.stderr == ""
+
+
+def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
+    commit = "0" * 40
+    repository = tmp_path / "models--some-org--some-model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for file in saved.iterdir():
+        (snapshot / file.name).write_bytes(file.read_bytes())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    facts = probe_model(ModelSection(path="some-org/some-model"))
+    assert facts.num_params == probe_model(ModelSection(path=str(saved))).num_params
+    assert facts.path == "some-org/some-model"
+
+
+def test_a_name_that_cannot_be_is_said_to_be_so():
+    with pytest.raises(ModelError, match="is neither a folder here nor a name that the hub could have"):
+        probe_model(ModelSection(path="some model!"))
+
+
+def test_the_machine_is_what_psutil_says():
+    hardware = probe_hardware()
+    assert hardware.cpu.memory_total_bytes == psutil.virtual_memory().total
+    assert 1 <= hardware.num_cores <= psutil.cpu_count()
+    assert hardware.cpu.kind == "cpu"

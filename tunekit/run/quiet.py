@@ -1,0 +1,28 @@
+"""Keeps the terminal for what tunekit has to say: the libraries' own words go to the run's log."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import TextIO
+
+
+@contextlib.contextmanager
+def library_words_to(stream: TextIO) -> Iterator[None]:
+    """Send what the libraries print, warn and log to a stream, and put everything back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+    with warnings.catch_warnings():
+        root.handlers = [handler]
+        root.setLevel(logging.INFO)
+        warnings.simplefilter("default")
+        logging.captureWarnings(True)
+        try:
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                yield
+        finally:
+            logging.captureWarnings(False)
+            root.handlers = handlers
+            root.setLevel(level)
