@@ -7,12 +7,16 @@ A default lives here and nowhere else.
 Values are strict: a number in quotes is not a number, and 2.5 is not a count. Unknown keys are errors.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 EXPANDS_ENV = {"expands_env": True}
-"""Marks the string fields in which `${NAME}` stands for an environment variable. Elsewhere it is refused."""
+"""Marks the string fields in which `${NAME}` stands for an environment variable, and a leading `~` for the home
+folder. Elsewhere `${NAME}` is refused."""
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What a run's name may look like: it becomes a folder's name on every system."""
 
 Optim = Literal[
     "adamw_torch",
@@ -55,11 +59,23 @@ LrSchedulerType = Literal[
 class Section(BaseModel):
     """A part of a recipe: closed, frozen, strictly typed, described by the strings under its fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    shorthand: ClassVar[str | None] = None
+    """The key that a lone string in the section's place stands for: `model: pico` means `model: {path: pico}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if isinstance(value, str) and cls.shorthand else value
 
 
 class ModelSection(Section):
     """The model to start from. `model: NAME` is short for `model: {path: NAME}`."""
+
+    shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """`pico` (ships with tunekit), a local folder, or a model's name on the Hugging Face hub."""
@@ -80,14 +96,11 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for code that you have read."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
 
 class DataSource(Section):
     """Rows to train or evaluate on. A string alone is short for `{path: STRING}`."""
+
+    shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """A file (.jsonl, .json, .csv, .parquet, .txt) relative to the working directory, `example:NAME` for a file that
@@ -102,11 +115,6 @@ class DataSource(Section):
 
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _path_alone(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
 
 
 class DataSection(Section):
@@ -136,6 +144,8 @@ class DataSection(Section):
 class SFTMethod(Section):
     """Supervised fine-tuning: imitate the answers in the data (TRL's SFTTrainer)."""
 
+    shorthand = "type"
+
     type: Literal["sft"] = "sft"
     """Supervised fine-tuning."""
 
@@ -147,6 +157,8 @@ class SFTMethod(Section):
 class FullAdapter(Section):
     """Train every weight of the model."""
 
+    shorthand = "type"
+
     type: Literal["full"] = "full"
     """Train every weight."""
 
@@ -154,10 +166,12 @@ class FullAdapter(Section):
 class LoraAdapter(Section):
     """Train low-rank updates beside frozen weights (LoRA, arXiv 2106.09685)."""
 
+    shorthand = "type"
+
     type: Literal["lora"] = "lora"
     """Low-rank adaptation."""
 
-    rank: Annotated[int, Field(ge=1)] = 16
+    rank: Annotated[int, Field(gt=0)] = 16
     """Rank of the update matrices; their size grows with it."""
 
     alpha: Annotated[float, Field(gt=0)] = 32
@@ -197,19 +211,23 @@ DEFAULT_LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Peak learning rate by `adapter.type` where the recipe gives none."""
 
 
+ONE_LENGTH = ("num_epochs", "max_steps")
+"""The two ways to say how long to train: a recipe gives at most one of them."""
+
+
 class TrainSection(Section):
     """The optimisation: how long, how fast, in which steps."""
 
     num_epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training rows; 1 if neither this nor `max_steps` is given."""
 
-    max_steps: Annotated[int, Field(ge=1)] | None = None
+    max_steps: Annotated[int, Field(gt=0)] | None = None
     """Optimizer steps, instead of `num_epochs`."""
 
-    global_batch_size: Annotated[int, Field(ge=1)] = 16
+    global_batch_size: Annotated[int, Field(gt=0)] = 16
     """Sequences per optimizer step, over all devices and micro-batches."""
 
-    micro_batch_size: Annotated[int, Field(ge=1)] | None = None
+    micro_batch_size: Annotated[int, Field(gt=0)] | None = None
     """Sequences per forward pass on one device. Left out, the plan takes the most that fits."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
@@ -236,14 +254,14 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of adapter initialisation, row order and dropout."""
 
-    logging_steps: Annotated[int, Field(ge=1)] = 1
+    logging_steps: Annotated[int, Field(gt=0)] = 1
     """Steps between two logged losses."""
 
-    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    eval_steps: Annotated[int, Field(gt=0)] | None = None
     """Steps between two evaluations. Left out: four evaluations a run. With `data.eval`, the run always evaluates
     before the first and after the last step."""
 
-    save_steps: Annotated[int, Field(ge=1)] | None = None
+    save_steps: Annotated[int, Field(gt=0)] | None = None
     """Steps between two checkpoints. Left out: four checkpoints a run. The last two are kept."""
 
     @model_validator(mode="after")
@@ -259,7 +277,7 @@ class OutputSection(Section):
     dir: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Run folder, new or empty. Left out: `runs/<name>-<time>`."""
 
-    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = None
+    name: Annotated[str | None, Field(pattern=NAME_PATTERN, max_length=100)] = None
     """Name of the run, used for its folder. Left out: the name of the recipe file."""
 
     sample_prompts: list[str] | None = None
@@ -274,9 +292,7 @@ def _type_alone(value: Any) -> Any:
 Method = Annotated[SFTMethod, BeforeValidator(_type_alone)]
 """The methods, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
 
-Adapter = Annotated[
-    FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)
-]
+Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
 

@@ -1,0 +1,93 @@
+"""`${NAME}` in a recipe: expanded in the fields that say so, refused everywhere else.
+
+Paths differ between machines, so path fields may name environment variables and begin with `~`. Anywhere else a
+`${NAME}` would silently stand for itself or for who knows what, so it is refused; `$${` is a literal `${`.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from tunekit.recipe.fields import expands_env, sections_of, variant
+from tunekit.recipe.places import Key, Places, Problem
+from tunekit.recipe.schema import Recipe, Section
+
+_REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+def expand_environment(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[Problem]]:
+    """The recipe's values with `${NAME}` and `~` replaced where they may stand, and what is wrong with the others."""
+    expansion = _Expansion(places)
+    return expansion.section(values, Recipe, ()), expansion.problems
+
+
+def escape_environment(value: Any) -> Any:
+    """A value in which every `${` is written so that it is read as itself."""
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, dict):
+        return {name: escape_environment(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape_environment(item) for item in value]
+    return value
+
+
+class _Expansion:
+    """One recipe being expanded: what was found wrong so far."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+        self.problems: list[Problem] = []
+
+    def section(self, values: dict[str, Any], section: type[Section], key: Key) -> dict[str, Any]:
+        """A section's values, expanded."""
+        result: dict[str, Any] = {}
+        for name, value in values.items():
+            field = section.model_fields.get(name)
+            below = variant(sections_of(field), value) if field is not None and isinstance(value, dict) else None
+            if below is not None:
+                result[name] = self.section(value, below, (*key, name))
+            elif isinstance(value, str) and field is not None and expands_env(field):
+                result[name] = self.path(value, (*key, name))
+            else:
+                result[name] = self.plain(value, (*key, name))
+        return result
+
+    def path(self, text: str, key: Key) -> str:
+        """A path with its variables and its home folder filled in."""
+        if text == "~" or text.startswith("~/"):
+            text = str(Path("~").expanduser()) + text[1:]
+
+        def fill(reference: re.Match[str]) -> str:
+            name = reference[1]
+            if name is None:
+                return "${"
+            if not _NAME.match(name) or not reference[0].endswith("}"):
+                self.refuse(key, f"{reference[0]} cannot be expanded", "write ${NAME} with a variable's name")
+            elif name not in os.environ:
+                self.refuse(key, f"the environment variable {name} is not set", f"export {name}=..., or write the path")
+            return os.environ.get(name, reference[0])
+
+        return _REFERENCE.sub(fill, text)
+
+    def plain(self, value: Any, key: Key) -> Any:
+        """A value in which no variable may stand."""
+        if isinstance(value, dict):
+            return {name: self.plain(item, (*key, name)) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.plain(item, (*key, position)) for position, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+
+        def refuse(reference: re.Match[str]) -> str:
+            if reference[1] is not None:
+                hint = "write the value itself, or $${ for a literal ${"
+                self.refuse(key, f"{reference[0]} is not expanded here", hint)
+            return "${"
+
+        return _REFERENCE.sub(refuse, value)
+
+    def refuse(self, key: Key, what: str, hint: str) -> None:
+        self.problems.append(Problem(self.places.of_value(key), what, key, hint))

@@ -1,0 +1,79 @@
+"""The recipe's schema as data: which fields a section has, which sections lie below a field, what a field allows.
+
+Reading, explaining and suggesting all ask the same questions of the pydantic models; they are answered here, once.
+"""
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from tunekit.recipe.schema import EXPANDS_ENV, Recipe, Section
+
+TAG = "type"
+"""The key by which the variants of a section are told apart."""
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """The types that a union allows; for any other annotation, itself."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from members(get_args(annotation)[0])
+    elif origin is Union or origin is types.UnionType:
+        for member in get_args(annotation):
+            yield from members(member)
+    else:
+        yield annotation
+
+
+def sections_of(field: FieldInfo) -> list[type[Section]]:
+    """The sections that may stand in a field: none for a plain value, several where a tag chooses."""
+    return [kind for kind in members(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def allows_none(field: FieldInfo) -> bool:
+    """Whether a field may be null."""
+    return type(None) in members(field.annotation)
+
+
+def choices_of(field: FieldInfo) -> list[str]:
+    """The words that a field allows by name; empty where it is open or takes none."""
+    return [
+        str(choice) for kind in members(field.annotation) if get_origin(kind) is Literal for choice in get_args(kind)
+    ]
+
+
+def expands_env(field: FieldInfo) -> bool:
+    """Whether `${NAME}` stands for an environment variable in a field."""
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get(next(iter(EXPANDS_ENV))))
+
+
+def tag_of(section: type[Section]) -> str | None:
+    """The word that names a variant (`lora`); None for a section that has no variants."""
+    field = section.model_fields.get(TAG)
+    return choices_of(field)[0] if field is not None and choices_of(field) else None
+
+
+def is_free_mapping(field: FieldInfo) -> bool:
+    """Whether a field takes any keys, such as `method.trainer_args`."""
+    return any(get_origin(kind) is dict or kind is dict for kind in members(field.annotation))
+
+
+def variant(variants: list[type[Section]], value: Any) -> type[Section] | None:
+    """The section that a value means among those that may stand in a field; None if its tag names none of them."""
+    if len(variants) == 1:
+        return variants[0]
+    tag = value.get(TAG) if isinstance(value, dict) else None
+    return next((section for section in variants if tag_of(section) == tag), None)
+
+
+def all_fields(
+    section: type[Section] = Recipe, above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field of a section and of the sections below it, with its key; variants one after the other."""
+    for name, field in section.model_fields.items():
+        yield (*above, name), field
+        for below in sections_of(field):
+            yield from all_fields(below, (*above, name))

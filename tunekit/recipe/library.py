@@ -1,0 +1,127 @@
+"""The recipes and example data that ship with tunekit: list them, find one by name, copy one to edit.
+
+A shipped recipe's name is its path without the suffix: `sft/quickstart` is `recipes/sft/quickstart.yaml`. The first
+comment line of the file is its description. In a wheel the two folders lie inside the package; in a checkout they lie
+at the top, where people look for them.
+"""
+
+import difflib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunekit.errors import DataError, RecipeError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe that comes with tunekit."""
+
+    name: str
+    """Path below the recipe folder, without the suffix: `sft/quickstart`."""
+
+    description: str
+    """The first comment line of the file."""
+
+    path: Path
+    """Where the file lies."""
+
+
+def recipe_root() -> Path:
+    """The folder of the shipped recipes: in the package when installed from a wheel, else at the checkout's top."""
+    installed = _PACKAGE / "_recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def example_root() -> Path:
+    """The folder of the shipped example data: in the package, or `examples/data` of a checkout."""
+    installed = _PACKAGE / "_examples"
+    return installed if installed.is_dir() else _PACKAGE.parent / "examples" / "data"
+
+
+def list_recipes() -> list[ShippedRecipe]:
+    """The shipped recipes by name."""
+    root = recipe_root()
+    return [
+        ShippedRecipe(path.relative_to(root).with_suffix("").as_posix(), _description(path), path)
+        for path in sorted(root.rglob("*.yaml"))
+    ]
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a shipped recipe.
+
+    Raises:
+        RecipeError: There is none of that name.
+    """
+    names = {recipe.name: recipe.path for recipe in list_recipes()}
+    if name in names:
+        return names[name]
+    near = near_names(name, list(names))
+    hint = "`tunekit recipes` lists them"
+    raise RecipeError(
+        f"{name}: there is no shipped recipe of this name",
+        hint=f"did you mean {near}? {hint}" if near else hint,
+    )
+
+
+def copy_recipe(name: str, dest: Path | None = None) -> Path:
+    """Copy a shipped recipe to edit, and say where the copy is.
+
+    Args:
+        name: A shipped recipe's name.
+        dest: The new file, or a folder to put it in. Left out: the working directory.
+
+    Raises:
+        RecipeError: There is no such recipe, or the copy would overwrite a file or cannot be written.
+    """
+    source = find_recipe(name)
+    target = dest if dest is not None else Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise RecipeError(f"{target}: exists already", hint="name another file to copy to")
+    if not target.parent.is_dir():
+        raise RecipeError(f"{target}: there is no folder {target.parent}", hint="create it first")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise RecipeError(f"{target}: cannot be written: {error.strerror}") from error
+    return target
+
+
+def find_example(name: str) -> Path:
+    """The file of a shipped example dataset, for data paths such as `example:pirate.jsonl`.
+
+    Raises:
+        DataError: There is none of that name.
+    """
+    root = example_root()
+    names = sorted(path.name for path in root.iterdir() if path.is_file() and path.suffix != ".py")
+    if name in names:
+        return root / name
+    near = near_names(name, names)
+    raise DataError(
+        f"example:{name}: no such file ships with tunekit",
+        hint=f"did you mean {near}?" if near else f"there are {', '.join(names)}",
+    )
+
+
+def near_names(name: str, names: list[str]) -> str:
+    """Up to three of `names` that `name` may have meant, quoted and joined by "or"; empty when none is near.
+
+    A path is also compared by its last part: `quickstart` is near `sft/quickstart`.
+    """
+    by_end = {other.rsplit("/", 1)[-1]: other for other in names}
+    last = name.rsplit("/", 1)[-1]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
+    near += [by_end[end] for end in difflib.get_close_matches(last, list(by_end), n=3, cutoff=0.75)]
+    return " or ".join(f"'{other}'" for other in list(dict.fromkeys(near))[:3])
+
+
+def _description(path: Path) -> str:
+    """The first comment line of a recipe."""
+    with path.open(encoding="utf-8") as lines:
+        return next((line.lstrip("# ").rstrip() for line in lines if line.startswith("#")), "")

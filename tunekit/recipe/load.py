@@ -1,0 +1,237 @@
+"""A recipe file, the name of a shipped one, or a mapping, plus `key=value` overrides -> a checked `Recipe`.
+
+The way from text to recipe: `parse` reads YAML into values with places, `overrides` lays the command line over them,
+`environment` fills in variables, the schema checks the values, and `trainer_args` checks what is meant for TRL. Every
+step collects its problems; they are raised together, in the order of the file. Nothing here imports torch, so a typo
+costs a blink.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from pydantic import ValidationError
+
+from tunekit.errors import DependencyError, RecipeError
+from tunekit.recipe.environment import escape_environment, expand_environment
+from tunekit.recipe.fields import TAG
+from tunekit.recipe.library import find_recipe, list_recipes, near_names
+from tunekit.recipe.overrides import Overrides, spell_out
+from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
+from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
+from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
+from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
+from tunekit.recipe.wording import to_problems
+from tunekit.recipe.write import to_yaml
+
+_SUFFIXES = (".yaml", ".yml")
+_START = "`tunekit recipes copy sft/quickstart` gives one to start from"
+
+
+def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()) -> Recipe:
+    """The checked recipe, with `output.name` filled in.
+
+    Args:
+        source: A YAML file's path, the name of a shipped recipe such as `sft/quickstart`, a mapping of sections, or a
+            recipe to lay overrides over.
+        overrides: `dotted.key=value` words; the value is read as YAML, and `null` goes back to the default.
+
+    Raises:
+        RecipeError: It cannot be read or is not valid; the message has a line for every mistake, each with its place.
+    """
+    return load_recipe_with_notes(source, overrides)[0]
+
+
+def load_recipe_with_notes(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
+) -> tuple[Recipe, list[str]]:
+    """As `load_recipe`, with notes of what an override made meaningless in the file and therefore was left out."""
+    draft = _read(source)
+    laid = Overrides(draft.values, draft.places)
+    laid.apply(list(overrides))
+    values, unexpanded = expand_environment(draft.values, draft.places)
+    problems = [*draft.problems, *laid.problems, *unexpanded]
+    recipe, invalid = _validate(values, draft.places)
+    # What could not be read has been reported; what the schema then says of its place would only repeat it.
+    reported = {bad.key for bad in problems if bad.key}
+    problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
+    raise_problems(problems)
+    assert recipe is not None, "a recipe without problems is valid"
+    return _named(recipe, draft.name), laid.notes
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The complete recipe as YAML, every default written out; `load_recipe` reads it back to an equal recipe."""
+    return to_yaml(escape_environment(recipe.model_dump()))
+
+
+@dataclass
+class _Draft:
+    """A recipe's values before they are checked."""
+
+    values: dict[str, Any]
+    places: Places
+    problems: list[Problem]
+    name: str | None
+    """Name of the run where the recipe gives none; None: after the method and the model."""
+
+
+def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
+    if isinstance(source, Recipe):
+        # What equals its default is left out, so that overrides only meet what was asked for.
+        values = source.model_dump(exclude_defaults=True)
+        values["adapter"] = {"type": source.adapter.type, **values.get("adapter", {})}
+        return _Draft(escape_environment(values), Places(start=MAPPING), [], None)
+    if isinstance(source, Mapping):
+        problems: list[Problem] = []
+        values = _plain(source, (), problems)
+        return _Draft(spell_out(values), Places(start=MAPPING), problems, None)
+    return _read_file(source)
+
+
+def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
+    """A Python value in the types that YAML has: mappings as dicts, tuples as lists, paths as text."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                problems.append(Problem(MAPPING, f"a key must be text, got {name!r}", key, "put it in quotes"))
+        return {name: _plain(item, (*key, name), problems) for name, item in value.items() if isinstance(name, str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*key, position), problems) for position, item in enumerate(value)]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _read_file(source: str | Path) -> _Draft:
+    path = _find(source)
+    text = _read_text(path, str(source))
+    start = Place(0, 1, 1, str(source))
+    try:
+        values, places, problems = read_yaml(text, start)
+    except YAMLProblem as error:
+        raise RecipeError(str(error.problem)) from None
+    if values is None and not problems:
+        raise RecipeError(f"{start}: the file is empty", hint=_START)
+    if not isinstance(values, dict):
+        bad = Problem(places.of_value(()), "a recipe is a mapping of sections: model, data, ...", hint=_START)
+        raise_problems(problems or [bad])
+    return _Draft(spell_out(values), places, problems, _safe_name(path.stem, otherwise="recipe"))
+
+
+def _find(source: str | Path) -> Path:
+    """The file that is meant: an existing one, or else a shipped recipe of this name."""
+    path, shown = Path(source), str(source)
+    if "\n" in shown or "\0" in shown:
+        raise RecipeError("the recipe is not a path or a name", hint="write YAML text to a file, or pass a mapping")
+    if path.exists() and not path.is_dir():
+        return path
+    if isinstance(source, str) and source in [recipe.name for recipe in list_recipes()]:
+        return find_recipe(source)
+    if path.is_dir():
+        inside = sorted(child for child in path.iterdir() if child.suffix in _SUFFIXES)
+        hint = f"name a file in it, such as {inside[0]}" if inside else "name a recipe file"
+        raise RecipeError(f"{shown}: is a folder, not a recipe", hint=hint)
+    raise RecipeError(f"{shown}: {_not_found(path)}", hint=_nearby(path))
+
+
+def _not_found(path: Path) -> str:
+    if path.suffix not in _SUFFIXES:
+        return "no such file, and no recipe of this name ships with tunekit"
+    return "file not found" if path.parent.is_dir() else f"file not found, there is no folder {path.parent}"
+
+
+def _nearby(path: Path) -> str:
+    """What may have been meant: recipe files in the same folder, shipped recipes."""
+    folder = path.parent
+    files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES) if folder.is_dir() else []
+    shipped = [recipe.name for recipe in list_recipes()]
+    near = near_names(str(path), files) or near_names(path.with_suffix("").as_posix(), shipped)
+    lists = "`tunekit recipes` lists the shipped recipes"
+    return f"did you mean {near}? {lists}" if near else lists
+
+
+def _read_text(path: Path, shown: str) -> str:
+    """The text of a recipe file, without a byte-order mark."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{shown}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise RecipeError(f"{shown}: is larger than {MAX_BYTES // 1024} KiB", hint="name a recipe, not its data")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise RecipeError(f"{shown}: is UTF-16 text", hint="save the file as UTF-8")
+    if b"\0" in raw:
+        raise RecipeError(f"{shown}: is a binary file, not YAML", hint="name a recipe file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start]
+        line, column = before.count(b"\n") + 1, len(before) - before.rfind(b"\n")
+        what = f"is not UTF-8 text (byte 0x{raw[error.start]:02x})"
+        raise RecipeError(f"{shown}:{line}:{column}: {what}", hint="save the file as UTF-8") from None
+
+
+def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, list[Problem]]:
+    """The recipe that the values make, or the problems why they make none."""
+    problems: list[Problem] = []
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems += to_problems(error.errors(include_url=False), places)
+    if _both_lengths(values):
+        # The schema says so too, but only of a section that is right otherwise, and not at which of the two keys.
+        problems = [bad for bad in problems if bad.key != ("train",)]
+        keys = [("train", name) for name in ONE_LENGTH]
+        later = max(keys, key=places.of_key)
+        other = keys[1 - keys.index(later)]
+        what = f"cannot be given together with {dotted(other)}"
+        problems.append(Problem(places.of_key(later), what, later, "keep one of them"))
+    return recipe, problems + _trainer_args_problems(values, places)
+
+
+def _both_lengths(values: dict[str, Any]) -> bool:
+    return all(_mapping(values.get("train")).get(name) is not None for name in ONE_LENGTH)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """A value where a section belongs; empty if it is something else, which the schema reports."""
+    return value if isinstance(value, dict) else {}
+
+
+def _trainer_args_problems(values: dict[str, Any], places: Places) -> list[Problem]:
+    """What is wrong with `method.trainer_args`; nothing of TRL is looked at where it is empty."""
+    method = {TAG: Recipe.model_fields["method"].default.type, **_mapping(values.get("method"))}
+    args = _mapping(method.get("trainer_args"))
+    if not args or method[TAG] not in CONFIGS:
+        return []
+    above: Key = ("method", "trainer_args")
+    try:
+        faults = check_trainer_args(method[TAG], args)
+    except DependencyError as error:
+        return [Problem(places.of_key(above), error.problem, above, error.hint)]
+    return [
+        Problem(
+            places.of_value((*above, name)) if in_value else places.of_key((*above, name)), what, (*above, name), hint
+        )
+        for name, what, hint, in_value in faults
+    ]
+
+
+def _named(recipe: Recipe, name: str | None) -> Recipe:
+    """The recipe with its run's name filled in."""
+    if recipe.output.name is not None:
+        return recipe
+    if name is None:
+        base = re.split(r"[/\\]", recipe.model.path.rstrip("/\\"))[-1]
+        name = f"{recipe.method.type}-{_safe_name(base, otherwise='model')}"
+    output = recipe.output.model_copy(update={"name": name[:100]})
+    return recipe.model_copy(update={"output": output})
+
+
+def _safe_name(text: str, *, otherwise: str) -> str:
+    """Text as a run's name: other characters than a name may hold become `-`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
+    return name if re.match(NAME_PATTERN, name) else otherwise

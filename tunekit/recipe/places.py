@@ -1,0 +1,106 @@
+"""Where something stands in what the user wrote, and what is wrong there.
+
+A recipe is read into plain values; beside them, `Places` remembers for every key and value the line and column that
+it came from, so that a mistake found much later can still be pointed at. All mistakes are collected as `Problem`s and
+raised together, in the order of the file: a user mends them in one go.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tunekit.errors import RecipeError
+
+Key = tuple[str | int, ...]
+"""A path into the recipe: `("adapter", "rank")`. Numbers are positions in lists."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A position in a file, or a source without positions. Places sort in reading order."""
+
+    rank: int
+    """0 for files and mappings, 1 for what follows them, such as the command line."""
+
+    line: int
+    """From 1; 0 where the source has no lines."""
+
+    column: int
+    """From 1; 0 where the source has no lines."""
+
+    source: str
+    """The file as the user named it, `recipe` for a mapping, or `command line`."""
+
+    def __str__(self) -> str:
+        """The place as messages show it: `recipe.yaml:5:3`."""
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+COMMAND_LINE = Place(1, 0, 0, "command line")
+MAPPING = Place(0, 0, 0, "recipe")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where, at which key, what, and what to do about it."""
+
+    place: Place
+    what: str
+    key: Key = ()
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        """The line that the user reads."""
+        where = f"{self.place}: {dotted(self.key)}" if self.key else str(self.place)
+        return f"{where}: {self.what}; {self.hint}" if self.hint else f"{where}: {self.what}"
+
+
+@dataclass
+class Places:
+    """The place of every key and of every value of a recipe."""
+
+    start: Place
+    """Where the recipe begins: the place of what is missing at the top."""
+
+    keys: dict[Key, Place] = field(default_factory=dict)
+    values: dict[Key, Place] = field(default_factory=dict)
+
+    def of_key(self, key: Key) -> Place:
+        """The place of a key, or of the nearest section above it that was written."""
+        while key:
+            if key in self.keys:
+                return self.keys[key]
+            key = key[:-1]
+        return self.start
+
+    def of_value(self, key: Key) -> Place:
+        """The place of a key's value, or of the nearest value above it that was written."""
+        while key:
+            if key in self.values:
+                return self.values[key]
+            key = key[:-1]
+        return self.start
+
+    def forget(self, key: Key) -> None:
+        """Drop the places of a key and of everything below it, because something else takes its place."""
+        for known in (self.keys, self.values):
+            for other in [other for other in known if other[: len(key)] == key]:
+                del known[other]
+
+
+def dotted(key: Key) -> str:
+    """A key as people write it: `adapter.rank`, `adapter.target_modules[1]`."""
+    text = ""
+    for part in key:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise all problems as one error, in the order of the file, the command line last.
+
+    Raises:
+        RecipeError: There is at least one problem.
+    """
+    lines = [str(problem) for problem in sorted(problems, key=lambda problem: problem.place)]
+    if lines:
+        raise RecipeError("\n".join(dict.fromkeys(lines)))

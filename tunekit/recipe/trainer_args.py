@@ -1,0 +1,276 @@
+"""What may stand in `method.trainer_args`: the fields of TRL's config, less those that tunekit sets itself.
+
+The names and types come from the installed TRL, so a recipe is held to the version that will run it. Importing TRL
+would take seconds and bring in torch; instead the source files of its config and of the classes that this builds on are
+found on disk and their fields read off the syntax tree.
+"""
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import DependencyError
+from tunekit.recipe.phrases import near, show, spelling_hint
+
+CONFIGS = {"sft": ("trl", "trainer/sft_config.py", "SFTConfig")}
+"""TRL's config of each method: package, file in it, class."""
+
+_MOVED = {("transformers", "TrainingArguments"): "training_args.py"}
+"""Classes that are imported from the top of a package, and the file in it where they are defined."""
+
+_MODEL = "tunekit loads the model: use the model section"
+_PRECISION = "use model.dtype"
+_DEVICES = "the plan decides this for the devices at hand"
+_BATCHES = "use train.global_batch_size and train.micro_batch_size"
+_LENGTH = "use train.num_epochs or train.max_steps"
+_ROWS = "tunekit prepares the rows: use the data section"
+_EVAL = "use train.eval_steps, and data.eval"
+_SAVE = "use train.save_steps"
+_LOG = "use train.logging_steps"
+_RUN = "the run folder records this: use the output section"
+_RESUME = "tunekit resumes runs itself: `tunekit resume RUN`"
+_HUB = "tunekit does not upload while it trains"
+
+OWNED = {
+    "accelerator_config": _DEVICES,
+    "activation_checkpointing": "use train.gradient_checkpointing",
+    "activation_checkpointing_kwargs": "use train.gradient_checkpointing",
+    "assistant_only_loss": "use data.loss_on",
+    "auto_find_batch_size": _BATCHES,
+    "bf16": _PRECISION,
+    "chat_template_path": "use model.chat_template",
+    "completion_only_loss": "use data.loss_on",
+    "data_seed": "use train.seed",
+    "dataset_kwargs": _ROWS,
+    "dataset_text_field": _ROWS,
+    "deepspeed": _DEVICES,
+    "disable_tqdm": "tunekit shows its own progress",
+    "do_eval": _EVAL,
+    "do_predict": _EVAL,
+    "do_train": "`tunekit train` trains",
+    "eos_token": "the tokenizer of the model has it",
+    "eval_on_start": _EVAL,
+    "eval_packing": "use data.packing",
+    "eval_steps": _EVAL,
+    "eval_strategy": _EVAL,
+    "fp16": _PRECISION,
+    "fsdp": _DEVICES,
+    "fsdp_config": _DEVICES,
+    "gradient_accumulation_steps": _BATCHES,
+    "gradient_checkpointing": "use train.gradient_checkpointing",
+    "gradient_checkpointing_kwargs": "use train.gradient_checkpointing",
+    "learning_rate": "use train.learning_rate",
+    "load_best_model_at_end": "the last state is what a run ends with",
+    "local_rank": _DEVICES,
+    "logging_nan_inf_filter": "tunekit logs losses as they are",
+    "logging_steps": _LOG,
+    "logging_strategy": _LOG,
+    "lr_scheduler_type": "use train.lr_scheduler_type",
+    "max_grad_norm": "use train.max_grad_norm",
+    "max_length": "use data.max_length",
+    "max_steps": _LENGTH,
+    "model_init_kwargs": _MODEL,
+    "num_train_epochs": _LENGTH,
+    "optim": "use train.optim",
+    "output_dir": "use output.dir",
+    "packing": "use data.packing",
+    "packing_strategy": "use data.packing",
+    "pad_token": "the tokenizer of the model has it",
+    "padding_free": "use data.packing",
+    "parallelism_config": _DEVICES,
+    "per_device_eval_batch_size": _BATCHES,
+    "per_device_train_batch_size": _BATCHES,
+    "push_to_hub": _HUB,
+    "remove_unused_columns": _ROWS,
+    "report_to": _RUN,
+    "resume_from_checkpoint": _RESUME,
+    "run_name": "use output.name",
+    "save_steps": _SAVE,
+    "save_strategy": _SAVE,
+    "save_total_limit": _SAVE,
+    "seed": "use train.seed",
+    "shuffle_dataset": _ROWS,
+    "tf32": _PRECISION,
+    "trust_remote_code": "use model.trust_remote_code",
+    "use_cpu": _DEVICES,
+    "use_liger_kernel": "the plan chooses the kernels",
+    "warmup_ratio": "use train.warmup_steps: below 1 it is a share of all steps",
+    "warmup_steps": "use train.warmup_steps",
+    "weight_decay": "use train.weight_decay",
+}
+"""Arguments that tunekit sets itself, whatever the method, and what to use in a recipe."""
+
+OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES}
+"""The same for families of arguments."""
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """A field of a TRL config, as its source states it."""
+
+    types: frozenset[str] | None
+    """Names of the builtin types that it takes (`int`, `float`, `str`, `bool`, `None`, `dict`, `list`); None where
+    its annotation names other types too, so that only TRL can judge a value."""
+
+    choices: tuple[str, ...] = ()
+    """The words that it takes, where the source lists them."""
+
+
+def owner_hint(name: str) -> str | None:
+    """What to use instead of an argument that tunekit sets itself; None for one that is free to set."""
+    by_family = [hint for prefix, hint in OWNED_PREFIXES.items() if name.startswith(prefix)]
+    return OWNED.get(name, by_family[0] if by_family else None)
+
+
+def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:
+    """What is wrong with `method.trainer_args`: for each bad argument its name, the complaint, the hint, and whether
+    the value is at fault rather than the name.
+
+    Args:
+        method: The method's type, a key of `CONFIGS`.
+        args: The arguments as the recipe gives them.
+
+    Raises:
+        DependencyError: TRL is not installed, or not laid out as expected.
+    """
+    config = CONFIGS[method][2]
+    known = config_fields(method)
+    free = [name for name in known if owner_hint(name) is None]
+    faults: list[tuple[str, str, str | None, bool]] = []
+    for name, value in args.items():
+        hint = owner_hint(name)
+        if hint is not None:
+            faults.append((name, "tunekit sets this itself", hint, False))
+        elif name not in known:
+            likely = near(name, free, cutoff=0.7)
+            suggestion = f"did you mean '{likely}'?" if likely else f"see the documentation of TRL's {config}"
+            faults.append((name, f"{config} has no such field", suggestion, False))
+        else:
+            fault = _value_fault(known[name], value)
+            if fault is not None:
+                faults.append((name, *fault, True))
+    return faults
+
+
+@cache
+def config_fields(method: str) -> dict[str, ConfigField]:
+    """The fields of a method's TRL config by name, those of its base classes included.
+
+    Raises:
+        DependencyError: TRL is not installed, or not laid out as expected.
+    """
+    package, file, name = CONFIGS[method]
+    return _class_fields(_package_folder(package) / file, name)
+
+
+def _package_folder(package: str) -> Path:
+    """Where an installed package lies. Looking for a top-level package does not import it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise DependencyError(f"{package} is not installed", hint=f"pip install {package}")
+    return Path(spec.origin).parent
+
+
+def _class_fields(file: Path, name: str) -> dict[str, ConfigField]:
+    """The dataclass fields of a class in a source file: those of its bases, then its own over them."""
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+    cls = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if cls is None:
+        raise DependencyError(f"{file} defines no {name}", hint="install the version of TRL that tunekit asks for")
+    fields: dict[str, ConfigField] = {}
+    for base in reversed(cls.bases):
+        origin = _imported_from(tree, base.id, file) if isinstance(base, ast.Name) else None
+        if origin is not None and isinstance(base, ast.Name):
+            fields |= _class_fields(origin, base.id)
+    for statement in cls.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            fields |= _field(statement.target.id, statement)
+    return fields
+
+
+def _imported_from(tree: ast.Module, name: str, file: Path) -> Path | None:
+    """The source file of a class that a module imports or defines; None where it does neither."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return file
+        if not isinstance(node, ast.ImportFrom) or name not in [alias.name for alias in node.names]:
+            continue
+        module = node.module or ""
+        if node.level:
+            return file.parents[node.level - 1].joinpath(*module.split(".")).with_suffix(".py")
+        package, *inner = module.split(".")
+        moved = _MOVED.get((module, name))
+        folder = _package_folder(package)
+        return folder / moved if moved else folder.joinpath(*inner).with_suffix(".py")
+    return None
+
+
+def _field(name: str, statement: ast.AnnAssign) -> dict[str, ConfigField]:
+    """What an annotated name in a class body declares: one field, or none for class variables and the like."""
+    names = {node.id for node in ast.walk(statement.annotation) if isinstance(node, ast.Name)}
+    if names & {"ClassVar", "InitVar"}:
+        return {}
+    choices: tuple[str, ...] = ()
+    if isinstance(statement.value, ast.Call):
+        for keyword in statement.value.keywords:
+            if keyword.arg == "init" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False:
+                return {}
+            if keyword.arg == "metadata" and isinstance(keyword.value, ast.Dict):
+                choices = _choices(keyword.value)
+    return {name: ConfigField(_builtin_types(statement.annotation), choices)}
+
+
+def _choices(metadata: ast.Dict) -> tuple[str, ...]:
+    """The strings under "choices" in a field's metadata; none where they are computed."""
+    for key, value in zip(metadata.keys, metadata.values, strict=True):
+        if isinstance(key, ast.Constant) and key.value == "choices" and isinstance(value, ast.List):
+            words = [item.value for item in value.elts if isinstance(item, ast.Constant)]
+            return tuple(word for word in words if isinstance(word, str)) if len(words) == len(value.elts) else ()
+    return ()
+
+
+def _builtin_types(annotation: ast.expr) -> frozenset[str] | None:
+    """The builtin types that an annotation allows; None where it allows others."""
+    match annotation:
+        case ast.Name(id="int" | "float" | "str" | "bool" | "dict" | "list" as name):
+            return frozenset({name})
+        case ast.Constant(value=None):
+            return frozenset({"None"})
+        case ast.Subscript(value=ast.Name(id="dict" | "list" as name)):
+            return frozenset({name})
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            types = _builtin_types(inner)
+            return None if types is None else types | {"None"}
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            one, other = _builtin_types(left), _builtin_types(right)
+            return None if one is None or other is None else one | other
+    return None
+
+
+_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
+    "None": "null",
+}
+
+
+def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | None:
+    """What is wrong with a value for a field, and the hint; None if nothing is."""
+    if field.types is None:
+        return None
+    kind = "None" if value is None else type(value).__name__
+    if kind not in field.types and not (kind == "int" and "float" in field.types):
+        expected = ", ".join(word for name, word in _WORDS.items() if name in field.types)
+        return f"must be {expected}, got {show(value)}", spelling_hint(field.types, value)
+    if field.choices and value is not None and value not in field.choices:
+        likely = near(value, field.choices)
+        what = f"must be one of {', '.join(field.choices)}, got {show(value)}"
+        return what, f"did you mean '{likely}'?" if likely else None
+    return None
