@@ -5,6 +5,7 @@ Reading, explaining and suggesting all ask the same questions of the pydantic mo
 
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -67,6 +68,36 @@ def variant(variants: list[type[Section]], value: Any) -> type[Section] | None:
         return variants[0]
     tag = value.get(TAG) if isinstance(value, dict) else None
     return next((section for section in variants if tag_of(section) == tag), None)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A section that has some key, with its field of that name."""
+
+    section: type[Section]
+    field: FieldInfo
+
+    @property
+    def sections(self) -> list[type[Section]]:
+        """The sections that may stand in the field."""
+        return sections_of(self.field)
+
+
+def holders_along(key: tuple[Any, ...]) -> list[list[Holder]]:
+    """For each part of a dotted key, the sections that have it: several where variants share it.
+
+    Shorter than the key where no section has the next part: it is unknown, or stands below a plain value or in a
+    free mapping.
+    """
+    sections: list[type[Section]] = [Recipe]
+    path: list[list[Holder]] = []
+    for part in key:
+        found = [Holder(section, section.model_fields[part]) for section in sections if part in section.model_fields]
+        if not found:
+            break
+        path.append(found)
+        sections = [below for holder in found for below in holder.sections]
+    return path
 
 
 def all_fields(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunekit.recipe.fields import TAG, is_free_mapping, members, sections_of, tag_of, variant
+from tunekit.recipe.fields import TAG, holders_along, is_free_mapping, members, sections_of, tag_of, variant
 from tunekit.recipe.parse import YAMLProblem, read_yaml
 from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted
 from tunekit.recipe.schema import ONE_LENGTH, Recipe, Section
@@ -82,22 +82,19 @@ class Overrides:
 
         Shorter than the key where a free mapping such as `method.trainer_args` begins.
         """
-        sections: list[type[Section]] = [Recipe]
-        fields: list[FieldInfo] = []
-        for depth, part in enumerate(key, start=1):
-            found = [section.model_fields[str(part)] for section in sections if part in section.model_fields]
-            if not found:
-                what, hint = unknown_key(key[:depth], sections)
-                self._refuse(key[:depth], what, hint)
-                return []
-            fields.append(found[0])
-            if is_free_mapping(found[0]):
-                break
-            sections = [below for field in found for below in sections_of(field)]
-            if not sections and depth < len(key):
-                self._refuse(key, f"{dotted(key[:depth])} is a plain value", f"write {dotted(key[:depth])}=...")
-                return []
-        return fields
+        path = holders_along(key)
+        fields = [holders[0].field for holders in path]
+        if len(path) == len(key) or (path and is_free_mapping(fields[-1])):
+            return fields
+        sections: list[type[Section]] = path[-1][0].sections if path else [Recipe]
+        if sections:
+            unknown = key[: len(path) + 1]
+            what, hint = unknown_key(unknown, sections)
+            self._refuse(unknown, what, hint)
+        else:
+            plain = dotted(key[: len(path)])
+            self._refuse(key, f"{plain} is a plain value", f"write {plain}=...")
+        return []
 
     def _put(self, key: Key, value: Any, fields: list[FieldInfo]) -> None:
         """Set one key, making the sections above it where the recipe has none."""

@@ -1,0 +1,184 @@
+"""The documentation of recipes, made from the schema: what a field takes, its default, and the string under it.
+
+`tunekit explain` prints it; editors take the JSON schema, which also knows the short forms (`model: pico`).
+"""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, is_free_mapping, members, sections_of, tag_of
+from tunekit.recipe.phrases import expected
+from tunekit.recipe.places import dotted
+from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.suggest import unknown_key
+from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
+from tunekit.recipe.write import to_inline_yaml
+
+_WIDTH = 100
+_INDENT = "    "
+
+
+def explain(key: str | None) -> str:
+    """The documentation of a field, of a section with all its fields, or of whole recipes, as plain text.
+
+    Args:
+        key: A dotted key such as `adapter` or `adapter.rank`; None for everything.
+
+    Raises:
+        RecipeError: There is no such key.
+    """
+    if key is None:
+        return "\n\n".join(_below((), [Recipe]))
+    parts = tuple(part.strip() for part in key.split("."))
+    path = holders_along(parts)
+    if len(path) == len(parts):
+        return "\n\n".join(_entries(parts, path[-1]))
+    if path and is_free_mapping(path[-1][0].field) and len(parts) == len(path) + 1:
+        return _trainer_arg(parts[-1])
+    found = dotted(parts[: len(path)])
+    if path and not path[-1][0].sections:
+        raise RecipeError(f"{key}: {found} is a plain value", hint=f"`tunekit explain {found}` documents it")
+    sections: list[type[Section]] = path[-1][0].sections if path else [Recipe]
+    what, hint = unknown_key(parts[: len(path) + 1], sections)
+    raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
+
+
+def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
+    """A key's own entry, then those of the keys below it."""
+    field = holders[0].field
+    below = sections_of(field)
+    lines = [_header(key, holders)]
+    if key[-1] == TAG and len(holders) > 1:
+        lines += [line for one in holders for line in _paragraph(f"{tag_of(one.section)}: {one.field.description}")]
+    else:
+        lines += _paragraph(field.description or "")
+    if expands_env(field):
+        lines += _paragraph("`${NAME}` stands for an environment variable, a leading `~` for the home folder.")
+    if below and below[0].shorthand is not None:
+        short = "NAME" if below[0].shorthand != TAG else str(tag_of(below[-1]))
+        line = f"`{key[-1]}: {short}` is short for `{key[-1]}: {{{below[0].shorthand}: {short}}}`."
+        lines += _paragraph(line)
+    yield "\n".join(lines)
+    yield from _below(key, below)
+
+
+def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
+    """The entries of all fields that a section has, in any of its variants; each field once."""
+    names = dict.fromkeys(name for section in sections for name in section.model_fields)
+    for name in names:
+        holders = [Holder(section, section.model_fields[name]) for section in sections if name in section.model_fields]
+        all_have_it = len(holders) == len(sections)
+        yield from _entries((*key, name), holders if not all_have_it or name == TAG else holders[:1])
+
+
+def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
+    """The key, what it takes, its default, and the variants that have it."""
+    field = holders[0].field
+    below = sections_of(field)
+    parts = ["a section" if below else _takes(holders)]
+    if field.is_required():
+        parts.append("required")
+    elif key[-1] == TAG:
+        parts.append(f"default {_default_tag(key)}")
+    elif not below and field.default is not None and field.default != {}:
+        parts.append(f"default {to_inline_yaml(field.default)}")
+    else:
+        parts.append("optional")
+    above = holders_along(key[:-1])
+    variants = above[-1][0].sections if above else []
+    owners = [str(tag_of(holder.section)) for holder in holders]
+    if len(variants) > 1 and key[-1] != TAG and 0 < len(owners) < len(variants):
+        parts.append(f"with {dotted(key[:-1])}.{TAG} {' or '.join(owners)}")
+    text = f"{dotted(key)}: {'; '.join(parts)}"
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _default_tag(key: tuple[str, ...]) -> str:
+    """The variant that a section has where the recipe does not give it."""
+    return str(tag_of(type(holders_along(key[:-1])[-1][0].field.default)))
+
+
+def _takes(holders: list[Holder]) -> str:
+    """What a field takes, in words, with its bounds; the words of all variants for a tag."""
+    kinds = [kind for holder in holders for kind in members(holder.field.annotation) if kind is not type(None)]
+    bounds = [_bound(item) for item in _metadata(holders[0].field)]
+    return " ".join([expected(list(dict.fromkeys(kinds))), " and ".join(filter(None, bounds))]).rstrip()
+
+
+def _metadata(field: FieldInfo) -> list[Any]:
+    """The constraints of a field, those inside an optional type included."""
+    inner = [
+        item
+        for member in get_args(field.annotation)
+        if get_origin(member) is Annotated
+        for info in get_args(member)[1:]
+        for item in info.metadata
+    ]
+    return [*field.metadata, *inner]
+
+
+def _bound(item: Any) -> str:
+    match item:
+        case Gt():
+            return f"greater than {item.gt}"
+        case Ge():
+            return f"of at least {item.ge}"
+        case Lt():
+            return f"less than {item.lt}"
+        case Le():
+            return f"of at most {item.le}"
+    return ""
+
+
+def _trainer_arg(name: str) -> str:
+    """The documentation of one of TRL's own arguments, as far as tunekit knows it."""
+    method = next((method for method in CONFIGS if name in config_fields(method)), next(iter(CONFIGS)))
+    if name not in config_fields(method) or owner_hint(name) is not None:
+        _, what, hint, _ = check_trainer_args(method, {name: None})[0]
+        raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
+    lines = _paragraph(f"A field of TRL's {CONFIGS[method][2]}, passed on to it as it is; TRL's documentation has it.")
+    return "\n".join([f"method.trainer_args.{name}: optional", *lines])
+
+
+def _paragraph(text: str) -> list[str]:
+    text = " ".join(text.split())
+    return textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of recipes, draft 2020-12, short forms included."""
+    schema = Recipe.model_json_schema()
+    definitions = schema["$defs"]
+    sections: list[type[Section]] = [Recipe, *_all_sections(Recipe)]
+    for section in sections:
+        properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
+        for name, field in section.model_fields.items():
+            below = sections_of(field)
+            if below and below[0].shorthand is not None:
+                properties[name] = _with_short_form(properties[name], below)
+            if len(below) > 1:
+                for variant in below:
+                    definitions[variant.__name__]["required"] = [TAG]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tunekit recipe"}
+
+
+def _all_sections(section: type[Section]) -> Iterator[type[Section]]:
+    for field in section.model_fields.values():
+        for below in sections_of(field):
+            yield below
+            yield from _all_sections(below)
+
+
+def _with_short_form(schema: dict[str, Any], sections: list[type[Section]]) -> dict[str, Any]:
+    """A section's schema that also takes the lone string that stands for it."""
+    notes = {name: value for name, value in schema.items() if name in ("description", "default", "title")}
+    long = {name: value for name, value in schema.items() if name not in notes}
+    short: dict[str, Any] = {"type": "string"}
+    if sections[0].shorthand == TAG:
+        short["enum"] = [tag_of(section) for section in sections]
+    return {**notes, "anyOf": [long, short]}
