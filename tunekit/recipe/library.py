@@ -8,7 +8,7 @@ at the top, where people look for them.
 import difflib
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tunekit.errors import DataError, RecipeError
 
@@ -112,13 +112,12 @@ def find_example(name: str) -> Path:
 def near_names(name: str, names: list[str]) -> str:
     """Up to three of `names` that `name` may have meant, quoted and joined by "or"; empty when none is near.
 
-    A path is also compared by its last part: `quickstart` is near `sft/quickstart`.
+    Folders and suffixes do not count: `quickstart.yaml` is near `sft/quickstart`.
     """
-    by_end = {other.rsplit("/", 1)[-1]: other for other in names}
-    last = name.rsplit("/", 1)[-1]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
-    near += [by_end[end] for end in difflib.get_close_matches(last, list(by_end), n=3, cutoff=0.75)]
-    return " or ".join(f"'{other}'" for other in list(dict.fromkeys(near))[:3])
+    stems = {other: PurePath(other).stem for other in names}
+    likely = difflib.get_close_matches(PurePath(name).stem, set(stems.values()), n=3, cutoff=0.7)
+    near = [other for stem in likely for other in names if stems[other] == stem]
+    return " or ".join(f"'{other}'" for other in near[:3])
 
 
 def _description(path: Path) -> str:

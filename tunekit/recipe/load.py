@@ -6,6 +6,7 @@ step collects its problems; they are raised together, in the order of the file. 
 costs a blink.
 """
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tunekit.recipe.fields import TAG
 from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.overrides import Overrides, spell_out
 from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
+from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
@@ -114,7 +116,8 @@ def _read_file(source: str | Path) -> _Draft:
     if values is None and not problems:
         raise RecipeError(f"{start}: the file is empty", hint=_START)
     if not isinstance(values, dict):
-        bad = Problem(places.of_value(()), "a recipe is a mapping of sections: model, data, ...", hint=_START)
+        what = f"a recipe is a mapping of sections (model, data, ...), got {show(values)}"
+        bad = Problem(places.of_value(()), what, hint=_START)
         raise_problems(problems or [bad])
     return _Draft(spell_out(values), places, problems, _safe_name(path.stem, otherwise="recipe"))
 
@@ -122,8 +125,13 @@ def _read_file(source: str | Path) -> _Draft:
 def _find(source: str | Path) -> Path:
     """The file that is meant: an existing one, or else a shipped recipe of this name."""
     path, shown = Path(source), str(source)
-    if "\n" in shown or "\0" in shown:
-        raise RecipeError("the recipe is not a path or a name", hint="write YAML text to a file, or pass a mapping")
+    if "\n" in shown or "\0" in shown or not shown:
+        raise RecipeError(f"{shown!r} is not a path or a name", hint="write YAML text to a file, or pass a mapping")
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise RecipeError(f"{shown[:40]}...: {error.strerror}", hint="name a recipe file") from None
     if path.exists() and not path.is_dir():
         return path
     if isinstance(source, str) and source in [recipe.name for recipe in list_recipes()]:
@@ -145,8 +153,7 @@ def _nearby(path: Path) -> str:
     """What may have been meant: recipe files in the same folder, shipped recipes."""
     folder = path.parent
     files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES) if folder.is_dir() else []
-    shipped = [recipe.name for recipe in list_recipes()]
-    near = near_names(str(path), files) or near_names(path.with_suffix("").as_posix(), shipped)
+    near = near_names(str(path), files) or near_names(str(path), [recipe.name for recipe in list_recipes()])
     lists = "`tunekit recipes` lists the shipped recipes"
     return f"did you mean {near}? {lists}" if near else lists
 

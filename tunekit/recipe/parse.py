@@ -39,7 +39,12 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\
 _SPECIAL_FLOAT = re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")
 _MAX_DIGITS = 100
 
-_COLON_HINT = "put a value that contains ': ' in quotes; else look for a missing ':' or wrong indentation just above"
+_COLON_HINT = (
+    "put a value that contains ': ' in quotes; else look just above for wrong indentation, "
+    "or for a ':' that is missing or has no space after it"
+)
+_CLOSE_HINT = "close it, with commas between the items"
+_UNTIL = "<until>"
 _INDENT_HINT = "indent keys of one section alike, and close quotes and brackets above"
 
 
@@ -251,8 +256,16 @@ _SYNTAX = [
     (r"expected <block end>", "does not line up with what is above it", _INDENT_HINT),
     (r"sequence entries are not allowed", "a '-' that cannot stand here", "begin the list on a line of its own"),
     (r"found unexpected end of stream", "a quote is opened here and never closed", "close it"),
-    (r"expected ',' or '\]'", "a '[' is opened here and not closed", "close it, with commas between the items"),
-    (r"expected ',' or '}'", "a '{' is opened here and not closed", "close it, with commas between the items"),
+    (
+        r"expected ',' or '\]'",
+        f"a '[' is opened here and not closed{_UNTIL}",
+        _CLOSE_HINT,
+    ),
+    (
+        r"expected ',' or '}'",
+        f"a '{{' is opened here and not closed{_UNTIL}",
+        _CLOSE_HINT,
+    ),
     (
         r"found undefined alias '(.*)'",
         r"the alias *\1 has no anchor &\1 before it",
@@ -270,15 +283,15 @@ _SYNTAX = [
 
 def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
     """PyYAML's complaint in words that help, at the place to look at."""
-    complaint = error.problem or "cannot be read"
-    mark = error.problem_mark
-    if error.context_mark is not None and ("end of stream" in complaint or "expected ':'" in complaint):
-        mark = error.context_mark
-    if error.context_mark is not None and complaint.startswith("expected ',' or"):
+    complaint = f"{error.context or ''} {error.problem or ''}".strip()
+    mark, end = error.problem_mark, error.problem_mark
+    opened_at_context = ("end of stream", "expected ':'", "expected ',' or")
+    if error.context_mark is not None and any(words in complaint for words in opened_at_context):
         mark = error.context_mark
     at = place if mark is None else _at(place, mark.line, mark.column)
     for pattern, what, hint in _SYNTAX:
         found = re.search(pattern, complaint)
         if found is not None:
-            return Problem(at, found.expand(what), hint=hint)
+            until = "" if end is None else f" before line {end.line + 1}, column {end.column + 1}"
+            return Problem(at, found.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
     return Problem(at, f"not YAML: {complaint}", hint="put a value with special characters in quotes")

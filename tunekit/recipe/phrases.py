@@ -1,6 +1,7 @@
 """Values, types and near words as messages show them."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
@@ -9,6 +10,9 @@ from tunekit.recipe.parse import plain_scalar
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
 _MAX_SHOWN = 60
+_WHOLE_WORD = 4
+"""A word of so many letters that begins a longer one is taken to mean it: `adamw` for `adamw_torch`."""
+
 _YES = {"yes", "y", "on", "true"}
 _NO = {"no", "n", "off", "false"}
 
@@ -16,6 +20,9 @@ _NO = {"no", "n", "off", "false"}
 def near(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known word most like `word`, if one is like it at all; case, `-` and `_` do not count."""
     plain = {plain_word(other): other for other in known}
+    longer = [plain[other] for other in plain if other.startswith(plain_word(word)) and len(word) >= _WHOLE_WORD]
+    if longer:
+        return longer[0]
     found = difflib.get_close_matches(plain_word(word), list(plain), n=1, cutoff=cutoff)
     return plain[found[0]] if found else None
 
@@ -39,6 +46,11 @@ def expected(kinds: list[Any]) -> str:
             words += ["true", "false"]
         elif kind in _KINDS or get_origin(kind) in _KINDS:
             words.append(_KINDS[kind if kind in _KINDS else get_origin(kind)])
+    return any_of(words)
+
+
+def any_of(words: list[str]) -> str:
+    """Words as alternatives: `a, b or c`."""
     return " or ".join(", ".join(words).rsplit(", ", 1))
 
 
@@ -71,6 +83,8 @@ def show(value: Any) -> str:
             return "a mapping"
         case list():
             return "a list"
+        case float() if not math.isfinite(value):
+            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
         case float() if value.is_integer() and abs(value) < 1e15:
             return str(value)
     return str(value) if isinstance(value, int | float) else f"a Python {type(value).__name__}"

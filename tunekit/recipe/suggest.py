@@ -6,8 +6,8 @@ with the name that they have here rather than with "unknown key" alone.
 
 from collections.abc import Iterable
 
-from tunekit.recipe.fields import all_fields, tag_of
-from tunekit.recipe.phrases import near, plain_word
+from tunekit.recipe.fields import TAG, all_fields, tag_of
+from tunekit.recipe.phrases import any_of, near, plain_word
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.schema import Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
@@ -122,12 +122,18 @@ def unknown_key(
     name, above = str(key[-1]), key[:-1]
     with_it = [other for other in others if name in other.model_fields]
     if with_it and len(sections) == 1:
-        owners = " or ".join(str(tag_of(other)) for other in with_it)
-        return f"{dotted(above)}.type={tag_of(sections[0])} has no '{name}'", f"{dotted(above)}.type={owners} has it"
+        owners = any_of([str(tag_of(other)) for other in with_it])
+        return (
+            f"{dotted(above)}.type={tag_of(sections[0])} has no '{name}'",
+            f"it goes with {dotted(above)}.type={owners}",
+        )
     here = [known for section in sections for known in section.model_fields]
-    elsewhere = [other for other, _ in all_fields() if len(other) > 1 and other[-1] == name and other[-1] != "type"]
+    elsewhere = dict.fromkeys(dotted(other) for other, _ in all_fields() if len(other) > 1 and other[-1] == name != TAG)
+    if len(elsewhere) == 1:
+        (other,) = elsewhere
+        return "unknown key", f"it belongs in {other.rpartition('.')[0]}: {other}"
     if elsewhere:
-        return "unknown key", f"it belongs in {dotted(elsewhere[0][:-1])}: {dotted(elsewhere[0])}"
+        return "unknown key", f"it belongs in another section: {any_of(list(elsewhere))}"
     familiar = FAMILIAR_NAMES.get(plain_word(name))
     if familiar is not None:
         return "unknown key", familiar if " " in familiar else f"it is called {familiar} here"

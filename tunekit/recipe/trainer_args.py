@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import DependencyError
-from tunekit.recipe.phrases import near, show, spelling_hint
+from tunekit.recipe.phrases import any_of, near, show, spelling_hint
 
 CONFIGS = {"sft": ("trl", "trainer/sft_config.py", "SFTConfig")}
 """TRL's config of each method: package, file in it, class."""
@@ -267,7 +267,7 @@ def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | Non
         return None
     kind = "None" if value is None else type(value).__name__
     if kind not in field.types and not (kind == "int" and "float" in field.types):
-        expected = ", ".join(word for name, word in _WORDS.items() if name in field.types)
+        expected = any_of([word for name, word in _WORDS.items() if name in field.types])
         return f"must be {expected}, got {show(value)}", spelling_hint(field.types, value)
     if field.choices and value is not None and value not in field.choices:
         likely = near(value, field.choices)

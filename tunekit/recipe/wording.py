@@ -5,6 +5,7 @@ A recipe's author knows neither: the keys are taken back to those of the recipe,
 sentence that lists what is allowed, and what was meant is suggested where it can be guessed.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any, get_args, get_origin
 
@@ -138,15 +139,17 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
     if sections:
         keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
-        return f"must be a section (with {shown}), got {show(value)}", None
+        glued = re.match(r"(\w+)[ :]", value) if isinstance(value, str) else None
+        hint = f"write `{glued[1]}: ...`, a ':' and a space after the key" if glued and glued[1] in keys else None
+        return f"must be a section (with {shown}), got {show(value)}", hint
     choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
-    if value is None and field is not None and not isinstance(key[-1], int):
-        return f"must be {expected(kinds)}, got null", "leave the key out for its default"
-    if len(choices) > _MANY and isinstance(value, str):
-        names = f"must be one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
-        return f"{names}, got {show(value)}", _meant(value, choices)
+    takes = expected(kinds)
+    if len(choices) > _MANY:
+        takes = f"one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
     hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
-    return f"must be {expected(kinds)}, got {show(value)}", hint
+    if value is None and not isinstance(key[-1], int):
+        hint = "leave the key out for its default"
+    return f"must be {takes}, got {show(value)}", hint
 
 
 def _meant(value: Any, choices: list[str]) -> str | None:
