@@ -101,26 +101,26 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+def run(bare: Path, cwd: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of the bare environment."""
+    return subprocess.run([bare / command[0], *command[1:]], capture_output=True, text=True, check=False, cwd=cwd)
+
+
 def test_installed_wheel_lists_its_recipes_without_torch(bare: Path, tmp_path: Path) -> None:
-    missing = subprocess.run([bare / "python", "-c", "import torch"], capture_output=True, check=False)
-    assert missing.returncode != 0
-    done = subprocess.run([bare / "tunekit", "recipes"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert run(bare, tmp_path, "python", "-c", "import torch").returncode != 0
+    done = run(bare, tmp_path, "tunekit", "recipes")
     assert done.returncode == 0, done.stderr
-    names = {path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in recipes()}
+    paths = (ROOT / "recipes").rglob("*.yaml")
+    names = {path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in paths}
+    assert "sft/quickstart" in names
     assert names <= set(done.stdout.split())
 
 
-def recipes() -> list[Path]:
-    """The checkout's recipe files."""
-    return sorted((ROOT / "recipes").rglob("*.yaml"))
-
-
-def test_installed_wheel_checks_a_recipe_by_name(bare: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [bare / "tunekit", "check", "sft/quickstart"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_installed_wheel_copies_and_checks_recipes(bare: Path, tmp_path: Path) -> None:
+    copied = run(bare, tmp_path, "tunekit", "recipes", "copy", "sft/quickstart", "mine.yaml")
+    assert copied.returncode == 0, copied.stderr
+    original = (ROOT / "recipes" / "sft" / "quickstart.yaml").read_text()
+    assert (tmp_path / "mine.yaml").read_text() == original
+    checked = run(bare, tmp_path, "tunekit", "check", "mine.yaml", "train.learning_rte=1")
+    assert checked.returncode == 2
+    assert "did you mean" in checked.stderr and "Traceback" not in checked.stderr
