@@ -92,8 +92,8 @@ BROKEN = {
     "no-weights": (drop("model.safetensors"), "{path!r} lacks model.safetensors; the folder is incomplete"),
     "pickled": (
         pickled_weights,
-        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when they are opened "
-        "and are not loaded; convert them first",
+        "{path!r} has no safetensors weights, only pytorch_model.bin; pickled weights can run code when they are "
+        "opened and are not loaded; convert them first",
     ),
     "truncated": (truncate_weights, "{path!r}: model.safetensors is damaged; copy or download it again"),
     "short-header": (
@@ -157,7 +157,8 @@ def test_a_hub_name_without_network_is_one_line_and_no_retry(tmp_path):
         "except ModelError as error: print(error)"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
     assert answer.stdout.strip() == (
         "model.path: 'some-org/some-model' is not a folder here, and the hub cannot be reached; "
         "name a local folder, or connect to the network"

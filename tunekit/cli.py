@@ -6,11 +6,14 @@ Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunekit.errors import TunekitError
+
+if TYPE_CHECKING:
+    from tunekit.recipe.schema import Recipe
 
 app = typer.Typer(
     name="tunekit",
@@ -23,7 +26,7 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
 runs_app = typer.Typer(help="List the runs of this folder, or show one.", invoke_without_command=True)
 
-TRAIN, RECIPES, RUNS, MACHINE = "Train", "Recipes", "Runs", "Machine"
+TRAIN, RECIPES, RUNS = "Train", "Recipes", "Runs and the machine"
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
@@ -177,7 +180,7 @@ def show_run(
     console.print(*run_report(found, console.width), sep="\n")
 
 
-@app.command(rich_help_panel=MACHINE)
+@app.command(rich_help_panel=RUNS)
 def doctor() -> None:
     """Say what is installed, what the machine has, and what is missing for which feature."""
     from tunekit.display import diagnosis_table, make_console
@@ -190,7 +193,7 @@ app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 
 
-def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:  # noqa: F821
+def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])

@@ -61,7 +61,9 @@ class Progress:
         if kind == "plan":
             self._run = event["run"]
             self._num_steps = event["plan"].schedule.num_steps
-            self.console.print(plan_table(event["plan"]))
+            for note in event["notes"]:
+                self.console.print(Text(f"note: {note}", style="dim"))
+            self.console.print("", plan_table(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
         elif kind == "phase":
             self._on_phase(event["phase"])
@@ -184,7 +186,7 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = [head, ""]
     curve = loss_curve(run, width)
     if curve:
-        parts.append(Text.from_ansi(curve))
+        parts.append(Text(curve))
     result = run.result()
     parts.append(summary(result, run) if result else "")
     return parts
@@ -197,15 +199,18 @@ def loss_curve(run: Run, width: int) -> str:
     metrics = run.metrics()
     if metrics.empty:
         return ""
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plotsize(min(width, 100), 18)
-    for column, label in (("loss", "training loss"), ("eval_loss", "eval loss")):
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(min(width, 100), 18)
+    figure.title("training loss" + (" (line), eval loss (o)" if "eval_loss" in metrics else ""))
+    for column, marker in (("loss", "braille"), ("eval_loss", "o")):
         if column in metrics:
             series = metrics[column].dropna()
-            plotext.plot(series.index.tolist(), series.tolist(), label=label, marker="braille")
-    plotext.xlabel("step")
-    return str(plotext.build())
+            signal = figure.signal(series.index.tolist(), series.tolist(), marker=marker)
+            figure.draw(signal if column == "eval_loss" else signal.lines())
+    figure.label("step", "x")
+    return str(plotext.uncolorize(str(figure.build())))
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:

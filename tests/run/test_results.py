@@ -110,7 +110,7 @@ def tunekit_base_logits(model_folder, ids):
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_evaluation_does_not_change_training(kind, model_folder, data, tmp_path):
-    """On some processors bitsandbytes repacks 4-bit weights in the first evaluation, and gradients go wrong after it."""
+    """On some processors bitsandbytes repacks 4-bit weights in the first evaluation; gradients are wrong after it."""
     often = recipe_for(kind, model_folder, data, tmp_path / "often", eval_steps=2)
     never = recipe_for(kind, model_folder, data, tmp_path / "never")
     del never["data"]["eval"]

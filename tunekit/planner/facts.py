@@ -108,6 +108,7 @@ class DataFacts(Facts):
     num_trainable_tokens: int | None = None
     longest_tokens: int | None = None
     num_truncated: int | None = None
+    num_split: int | None = None
     num_dropped: int | None = None
 
 

@@ -316,7 +316,13 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
-    for number, what in ((data.num_truncated, f"cut to {recipe.data.max_length}"), (data.num_dropped, "left out")):
+    cut = recipe.data.max_length
+    counts = (
+        (data.num_truncated, f"cut to {cut}"),
+        (data.num_split, f"split at {cut}"),
+        (data.num_dropped, "left out"),
+    )
+    for number, what in counts:
         if number:
             why += f"; {number:,} {what}"
     packed = "packed sequences" if recipe.data.packing else "rows"

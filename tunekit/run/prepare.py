@@ -9,7 +9,7 @@ from tunekit.data.pack import pack
 from tunekit.data.tokenize import tokenize
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
-from tunekit.recipe.schema import DataSource, Recipe
+from tunekit.recipe.schema import DataSection, DataSource, Recipe
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,6 +25,8 @@ class Prepared:
     train: "Dataset"
     eval: "Dataset | None"
     facts: DataFacts
+    notes: tuple[str, ...]
+    """What was found and decided on the way, a sentence each."""
 
     def save(self, folder: Path) -> None:
         """Write the tokens where the processes of the run read them."""
@@ -40,12 +42,15 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    section = recipe.data
+    section: DataSection = recipe.data
     train = tokenize(data.train, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
     report = train.report
+    notes = [*data.notes, *report.notes]
     held_out = None
     if data.eval is not None:
-        held_out = tokenize(data.eval, tokenizer, max_length=section.max_length, loss_on=section.loss_on).dataset
+        tokenised = tokenize(data.eval, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
+        held_out = tokenised.dataset
+        notes += tokenised.report.notes
     packed = train.dataset
     if section.packing:
         packed = pack(packed, section.max_length)
@@ -58,9 +63,10 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         num_trainable_tokens=report.num_trainable_tokens,
         longest_tokens=report.longest_tokens,
         num_truncated=report.num_truncated,
+        num_split=report.num_split,
         num_dropped=report.num_dropped,
     )
-    return Prepared(packed, held_out, facts)
+    return Prepared(packed, held_out, facts, tuple(dict.fromkeys(notes)))
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:

@@ -132,7 +132,8 @@ class Run:
         frame = pandas.DataFrame([rows[step] for step in sorted(rows)])
         if frame.empty:
             return pandas.DataFrame({"loss": []}, index=pandas.Index([], name="step"))
-        return frame.set_index("step").apply(pandas.to_numeric, errors="coerce")
+        numbers: pandas.DataFrame = frame.set_index("step").apply(pandas.to_numeric, errors="coerce")
+        return numbers
 
     def plot(self) -> "Figure":
         """Training and evaluation loss over the steps.

@@ -1,0 +1,244 @@
+"""The run folder: what is in it, what it says while and after, and that no run collides with another."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+import tunekit
+from tests.tiny import save_tiny_model
+from tunekit.errors import DataError, DependencyError, RunError
+from tunekit.recipe.load import load_recipe
+from tunekit.run.events import EventLog, read_events
+from tunekit.run.run import Run, find_run, list_runs
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A folder with a model and rows, as a user's would be."""
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    rows = [
+        {"messages": [{"role": "user", "content": f"double {n}"}, {"role": "assistant", "content": f"{2 * n}"}]}
+        for n in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    return workspace
+
+
+def recipe(**train):
+    return {
+        "model": "model",
+        "data": {"train": "rows.jsonl", "eval": "rows.jsonl", "max_length": 64},
+        "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 1e-3, **train},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(workspace):
+    events = []
+    before = Path.cwd()
+    os.chdir(workspace)
+    try:
+        run = tunekit.train(recipe(), on_event=events.append)
+    finally:
+        os.chdir(before)
+    return Run(workspace / run.path), events
+
+
+def test_a_finished_run_has_everything_in_its_folder(finished):
+    run, _ = finished
+    names = {path.name for path in run.path.iterdir()}
+    assert names == {
+        "recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "log.txt", "data", "checkpoints", "model",
+    }  # fmt: skip
+    model = {path.name for path in run.model_path.iterdir()}
+    assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= model
+    assert not list(run.model_path.glob("*.bin"))
+
+
+def test_status_says_how_it_ended(finished):
+    run, _ = finished
+    status = run.status()
+    assert (status["phase"], status["step"], status["num_steps"]) == ("finished", 3, 3)
+    assert status["pid"] == os.getpid()
+    assert status["process_started"] == psutil.Process().create_time()
+    assert status["exit_reason"] == "trained to the end"
+    assert run.state == "finished"
+
+
+def test_the_kept_recipe_is_complete_and_works_from_anywhere(finished, workspace, tmp_path, monkeypatch):
+    run, _ = finished
+    kept = yaml.safe_load((run.path / "recipe.yaml").read_text(encoding="utf-8"))
+    assert kept["train"]["optim"] == "adamw_torch_fused"
+    assert kept["model"]["path"] == str(workspace / "model")
+    assert kept["data"]["train"]["path"] == str(workspace / "rows.jsonl")
+    assert kept["data"]["format"] == "messages"
+    assert kept["output"]["sample_prompts"] == ["double 0", "double 1", "double 2"]
+    monkeypatch.chdir(tmp_path)
+    assert tunekit.plan(run.path / "recipe.yaml").num_trainable_params == run.plan.num_trainable_params
+
+
+def test_events_tell_the_whole_story_in_order(finished):
+    run, heard = finished
+    written = run.events()
+    phases = [event["phase"] for event in written if event["event"] == "phase"]
+    assert phases == ["loading", "training", "saving", "finished"]
+    assert [event["step"] for event in written if event["event"] == "log"] == [1, 2, 3]
+    evaluated = [event["step"] for event in written if event["event"] == "eval"]
+    assert evaluated == [0, 1, 2, 3]
+    assert [event["event"] for event in heard] == ["plan", *(event["event"] for event in written)]
+    assert {event["when"] for event in written if event["event"] == "sample"} == {"before", "after"}
+    assert all(event["time"] > 1.6e9 for event in written)
+
+
+def test_metrics_are_a_frame_by_step(finished):
+    run, _ = finished
+    metrics = run.metrics()
+    assert metrics.index.name == "step"
+    assert metrics.index.tolist() == [0, 1, 2, 3]
+    assert metrics.loc[1:, "loss"].notna().all()
+    assert metrics["eval_loss"].notna().all()
+    assert run.result()["eval_loss"] == metrics.loc[3, "eval_loss"]
+
+
+def test_the_loss_of_evaluation_equals_a_plain_forward_pass(finished, workspace):
+    """Evaluation before the first step is the untrained model's mean over the answers' tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.tiny import make_tokenizer
+
+    run, _ = finished
+    tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(workspace / "model").eval()
+    losses = []
+    for n in range(24):
+        prompt = tokenizer.encode(f"<|im_start|>user\ndouble {n}<|im_end|>\n<|im_start|>assistant\n")
+        answer = tokenizer.encode(f"{2 * n}<|im_end|>")
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        losses += [-row[token].item() for row, token in zip(chosen, answer, strict=True)]
+    # The trainer's mean is over micro-batches of four rows, whose answers differ by a token at most.
+    assert run.metrics().loc[0, "eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=2e-3)
+
+
+def test_a_run_reads_well_in_a_notebook_and_a_terminal(finished):
+    run, _ = finished
+    assert str(run).endswith(f"finished, step 3 of 3, in {run.path}")
+    page = run._repr_html_()
+    assert "double 0" in page and "finished" in page
+    figure = run.plot()
+    axes = figure.axes[0]
+    assert [line.get_label() for line in axes.lines] == ["training", "evaluation"]
+    assert len(axes.lines[0].get_xdata()) == 3
+
+
+def test_the_card_names_base_data_recipe_and_results(finished, workspace):
+    run, _ = finished
+    card = (run.model_path / "README.md").read_text(encoding="utf-8")
+    assert str(workspace / "model") in card
+    assert str(workspace / "rows.jsonl") in card
+    assert f"{run.result()['first_eval_loss']:.4f} → {run.result()['eval_loss']:.4f}" in card
+    assert "max_steps: 3" in card
+
+
+def test_two_runs_of_one_recipe_do_not_collide(here, monkeypatch):
+    first = Run.create(tunekit_plan())
+    second = Run.create(tunekit_plan())
+    assert first.path != second.path
+    assert find_run(first.name).path == first.path
+    assert {run.name for run in list_runs()} >= {first.name, second.name}
+
+
+def tunekit_plan():
+    return tunekit.plan(load_recipe(recipe(), ["output.name=twin"]))
+
+
+def test_a_folder_in_use_is_refused(here):
+    with pytest.raises(RunError) as caught:
+        Run.create(tunekit.plan(load_recipe(recipe(), ["output.dir=model"])))
+    assert str(caught.value) == "output.dir: model exists and is not empty; name a new folder, or leave it out"
+
+
+def test_an_unknown_run_is_said_to_be_so(here):
+    with pytest.raises(RunError, match="no run 'nothing' in runs"):
+        find_run("nothing")
+    with pytest.raises(RunError, match="is not the folder of a run"):
+        Run("model")
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_the_status_says_so(here, tmp_path):
+    with pytest.raises(RunError, match=r"step \d: the loss is "):
+        tunekit.train({**recipe(learning_rate=1e30, max_steps=50), "adapter": "full"}, [f"output.dir={tmp_path / 'r'}"])
+    run = Run(tmp_path / "r")
+    assert run.state == "failed"
+    assert "lower train.learning_rate" in run.status()["exit_reason"]
+    assert run.events()[-1] | {"time": 0} == {"event": "phase", "phase": "failed", "time": 0}
+
+
+def test_rows_without_a_trained_token_end_before_a_run_begins(here):
+    runs = len(list_runs())
+    with pytest.raises(DataError, match="trainable"):
+        tunekit.train(recipe(), ["data.max_length=8"])
+    assert len(list_runs()) == runs
+
+
+def test_a_killed_run_is_seen_to_have_died(here):
+    code = (
+        "import os, signal, sys, tunekit\n"
+        "def listen(event):\n"
+        "    if event['event'] == 'log': os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"tunekit.train({recipe()!r}, ['output.name=killed'], on_event=listen)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == -9, answer.stderr
+    run = find_run("killed")
+    assert run.state == "died"
+    assert run.status()["phase"] == "training"
+
+
+def test_an_interrupted_run_says_so(here):
+    def interrupt(event):
+        if event["event"] == "log":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tunekit.train(recipe(), ["output.name=interrupted"], on_event=interrupt)
+    run = find_run("interrupted")
+    assert (run.state, run.status()["exit_reason"]) == ("interrupted", "interrupted by the user")
+
+
+def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("log", step=1, loss=math.nan)
+    with log.path.open("a") as stream:
+        stream.write('{"event": "lo')
+    events, offset = read_events(log.path)
+    assert [(event["step"], event["loss"]) for event in events] == [(1, "nan")]
+    with log.path.open("a") as stream:
+        stream.write('g", "step": 2}\n')
+    more, end = read_events(log.path, offset)
+    assert [event["step"] for event in more] == [2]
+    assert read_events(log.path, end) == ([], end)
+
+
+def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):
+    run, _ = finished
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(DependencyError) as caught:
+        run.plot()
+    assert str(caught.value) == "plots need matplotlib; install it with: pip install 'tunekit[notebook]'"

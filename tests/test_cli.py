@@ -1,0 +1,238 @@
+"""The commands as a user runs them: real processes, their output, their exit codes."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save_tiny_model
+from tunekit.run.run import Run, list_runs
+
+RECIPE = """\
+# Doubling numbers
+model: model
+data:
+  train: rows.jsonl
+  eval: rows.jsonl
+  max_length: 64
+train:
+  max_steps: 6
+  global_batch_size: 4
+  learning_rate: 1e-3
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    rows = [
+        {"messages": [{"role": "user", "content": f"double {n}"}, {"role": "assistant", "content": f"{2 * n}"}]}
+        for n in range(16)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "double.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "tunekit", *map(str, arguments)]
+
+
+def tunekit(folder, *arguments):
+    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def trained(workspace):
+    answer = tunekit(workspace, "train", "double.yaml")
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_help_lists_the_commands_by_task(workspace):
+    answer = tunekit(workspace, "--help")
+    assert answer.returncode == 0
+    words = (
+        "─ Train ─",
+        " train ",
+        " plan ",
+        " check ",
+        "─ Recipes ─",
+        " explain ",
+        " recipes ",
+        "─ Runs",
+        " doctor ",
+        " runs ",
+    )
+    order = [answer.stdout.index(word) for word in words]
+    assert order == sorted(order)
+
+
+def test_train_prints_plan_progress_summary_and_answers(trained):
+    for topic in ("device", "model", "precision", "adapter", "batch", "optimizer", "data", "steps", "memory"):
+        assert re.search(rf"^{topic} +\S", trained, re.MULTILINE), topic
+    assert re.search(r"^step 6/6  loss \d+\.\d{4}  lr \S+  [\d,]+ tokens/s$", trained, re.MULTILINE)
+    assert len(re.findall(r"eval loss", trained)) >= 4
+    assert re.search(r"^loss +\d\.\d{4} → \d\.\d{4}", trained, re.MULTILINE)
+    assert re.search(r"^peak memory +[\d.]+ [MG]iB \(planned [\d.]+ [MG]iB\)", trained, re.MULTILINE)
+    assert re.search(r"^model +runs/double-\d{8}-\d{6}/model", trained, re.MULTILINE)
+    assert "before" in trained and "after" in trained and "double 0" in trained
+
+
+def test_train_keeps_the_libraries_words_out_of_the_terminal(trained):
+    for noise in ("Warning", "warn(", "it/s", "kernels-community"):
+        assert noise not in trained
+
+
+def test_training_again_makes_another_run(trained, workspace):
+    answer = tunekit(workspace, "train", "double.yaml", "train.max_steps=1")
+    assert answer.returncode == 0, answer.stderr
+    runs = [run for run in list_runs(workspace / "runs") if run.name.startswith("double")]
+    assert len(runs) >= 2
+    assert runs[0].recipe.train.max_steps == 1
+
+
+def test_overrides_that_supersede_are_announced(workspace):
+    answer = tunekit(workspace, "plan", "double.yaml", "train.num_epochs=2")
+    assert answer.returncode == 0, answer.stderr
+    assert "note: train.max_steps=6 is left out" in answer.stdout
+
+
+def test_plan_as_json_is_complete(workspace):
+    answer = tunekit(workspace, "plan", "double.yaml", "--json")
+    found = json.loads(answer.stdout)
+    assert found["plan"]["schedule"]["num_steps"] == 6
+    assert found["recipe"]["train"]["global_batch_size"] == 4
+    assert found["plan"]["memory"]["weights_bytes"] > 0
+
+
+def test_check_says_ok_and_what_it_found(workspace):
+    answer = tunekit(workspace, "check", "double.yaml")
+    assert answer.returncode == 0
+    assert answer.stdout.splitlines()[-1] == "double.yaml: ok"
+    assert "16 rows" in answer.stdout
+    assert not (workspace / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "dubble.yaml"], "dubble.yaml"),
+        (["train", "double.yaml", "train.max_stps=3"], "command line: train.max_stps: unknown key; did you mean"),
+        (["train", "double.yaml", "data.train=row.jsonl"], "data.train.path: no file 'row.jsonl'"),
+        (["train", "double.yaml", "model=./modle"], "model.path: no folder './modle'; did you mean 'model'?"),
+        (["train", "double.yaml", "data.max_length=9999"], "data.max_length: 9999 is more than the 256 positions"),
+        (["train", "double.yaml", "data.max_length=8"], "trainable"),
+        (
+            ["check", "double.yaml", "train.learning_rate=-1"],
+            "command line: train.learning_rate: must be greater than 0",
+        ),
+        (["runs", "show", "nothing"], "no run 'nothing' in runs"),
+        (["explain", "adapter.rnak"], "did you mean"),
+        (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),
+    ],
+)
+def test_mistakes_are_one_clear_line_without_a_traceback(arguments, message, workspace):
+    runs = len(list_runs(workspace / "runs"))
+    answer = tunekit(workspace, *arguments)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
+    assert len(list_runs(workspace / "runs")) == runs
+
+
+def test_runs_lists_state_step_and_last_loss(trained, workspace):
+    answer = tunekit(workspace, "runs")
+    assert re.search(r"^double-\d{8}-\d{6}\S* +finished +6/6 +\d\.\d{4}", answer.stdout, re.MULTILINE)
+
+
+def test_runs_show_draws_the_loss_in_text_and_as_a_picture(trained, workspace):
+    name = next(run.name for run in list_runs(workspace / "runs") if run.status()["step"] == 6)
+    answer = tunekit(workspace, "runs", "show", name)
+    assert answer.returncode == 0, answer.stderr
+    assert "training loss" in answer.stdout and "double 0" in answer.stdout
+    assert re.search(r"[\u2800-\u28ff]", answer.stdout)
+    picture = tunekit(workspace, "runs", "show", name, "--plot", "loss.png")
+    assert picture.returncode == 0, picture.stderr
+    assert (workspace / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_runs_is_said_so(tmp_path):
+    assert "no runs here" in tunekit(tmp_path, "runs").stdout
+
+
+def test_doctor_names_versions_devices_and_features(workspace):
+    answer = tunekit(workspace, "doctor")
+    assert answer.returncode == 0, answer.stderr
+    for word in ("tunekit", "python", "device", "torch", "transformers", "trl", "feature"):
+        assert word in answer.stdout
+
+
+def test_recipes_can_be_listed_copied_and_checked(tmp_path):
+    assert "sft/quickstart" in tunekit(tmp_path, "recipes").stdout
+    assert tunekit(tmp_path, "recipes", "copy", "sft/quickstart").returncode == 0
+    assert tunekit(tmp_path, "check", "quickstart.yaml").returncode == 0
+
+
+def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
+    process = subprocess.Popen(
+        command("train", "double.yaml", "train.max_steps=2000", "output.name=stopped"),
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    run = next(run for run in list_runs(workspace / "runs") if run.name.startswith("stopped"))
+    assert run.state == "interrupted"
+
+
+def test_a_terminal_sees_a_live_bar(workspace):
+    output = in_terminal(workspace, "train", "double.yaml", "output.name=seen")
+    assert re.search(r"step +6/6", output)
+    assert "tokens/s" in output and "left" in output
+    assert "\x1b[?25l" in output  # the cursor is hidden while the bar is drawn
+
+
+def in_terminal(folder: Path, *arguments) -> str:
+    """What a command writes to a terminal of 160 columns."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color")
+        os.execv(sys.executable, command(*arguments))
+    output, deadline = b"", time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            block = os.read(terminal, 65536)
+        except OSError:
+            break
+        if not block:
+            break
+        output += block
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, output[-3000:]
+    return output.decode(errors="replace")
+
+
+def test_the_folder_of_a_run_is_enough_to_read_it(trained, workspace):
+    run = next(run for run in list_runs(workspace / "runs") if run.status()["step"] == 6)
+    assert Run(run.path).result()["model"] == str(Path("runs") / run.name / "model")
