@@ -57,9 +57,9 @@ def feature(name: str, packages: tuple[Package, ...], hardware: Hardware | None,
         ("2.11.0", "ok", None),
         ("2.13.0+cpu", "ok", None),
         ("2.12.0.dev20260101", "ok", None),
-        ("2.10.1", "outside", "pip install 'torch<2.14,>=2.11'"),
-        ("2.14.0", "outside", "pip install 'torch<2.14,>=2.11'"),
-        (None, "missing", "pip install 'torch<2.14,>=2.11'"),
+        ("2.10.1", "outside", "pip install 'torch>=2.11,<2.14'"),
+        ("2.14.0", "outside", "pip install 'torch>=2.11,<2.14'"),
+        (None, "missing", "pip install 'torch>=2.11,<2.14'"),
     ],
 )
 def test_core_package_must_be_inside_its_bounds(version: str | None, state: str, hint: str | None) -> None:

@@ -155,7 +155,8 @@ def compare(requires: Iterable[str], extras: Iterable[str], versions: Mapping[st
         core = need.marker is None or need.marker.evaluate({"extra": ""})
         extra = None if core else _extra_of(need, extras)
         if core or extra is not None:
-            found[name] = Package(name, versions[name], str(need.specifier), extra)
+            bounds = ",".join(sorted(map(str, need.specifier), reverse=True))
+            found[name] = Package(name, versions[name], bounds, extra)
     return tuple(found.values())
 
 
