@@ -250,7 +250,7 @@ def _at(start: Place, line: int, column: int) -> Place:
 
 
 _SYNTAX = [
-    (r"found character '\\t'", "a tab", "YAML is indented with spaces"),
+    (r"found character '\\t'", "a tab cannot stand here", "use spaces"),
     (r"mapping values are not allowed", "a ':' that cannot stand here", _COLON_HINT),
     (r"could not find expected ':'", "a ':' is missing", "write `key: value`, with a space after the ':'"),
     (r"expected <block end>", "does not line up with what is above it", _INDENT_HINT),

@@ -1,0 +1,737 @@
+"""What a user sees for a broken recipe: every message in full."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.load import load_recipe
+
+GOOD = "model: pico\ndata: {train: x.jsonl}\n"
+QLORA = GOOD + "adapter: {type: qlora, rank: 4, quant_type: fp4}\ntrain: {num_epochs: 2}\n"
+LISTS_SHIPPED = "`tunekit recipes` lists the shipped recipes"
+
+
+def unfolding(first: str, each: str) -> str:
+    """A page of YAML whose aliases unfold ninefold from line to line."""
+    lines = [f"a: &a {first}"]
+    for above, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} " + each.replace("_", ",".join([f"*{above}"] * 9)))
+    return "\n".join(lines)
+
+
+BROKEN = {
+    "an_empty_file": (
+        "",
+        "recipe.yaml:1:1: the file is empty; `tunekit recipes copy sft/quickstart` gives one to start from",
+    ),
+    "only_comments": (
+        "# nothing yet\n",
+        "recipe.yaml:1:1: the file is empty; `tunekit recipes copy sft/quickstart` gives one to start from",
+    ),
+    "a_list": (
+        "- model: pico\n",
+        (
+            "recipe.yaml:1:1: a recipe is a mapping of sections (model, data, ...), got a list; `tunekit "
+            "recipes copy sft/quickstart` gives one to start from"
+        ),
+    ),
+    "a_word": (
+        "pico\n",
+        (
+            "recipe.yaml:1:1: a recipe is a mapping of sections (model, data, ...), got 'pico'; `tunekit "
+            "recipes copy sft/quickstart` gives one to start from"
+        ),
+    ),
+    "two_documents": (
+        GOOD + "---\n" + GOOD,
+        "recipe.yaml:3:1: a second document begins here; keep one recipe a file, without '---'",
+    ),
+    "a_tab": (
+        ("model: pico\ndata:\n\ttrain: x.jsonl\n"),
+        "recipe.yaml:3:1: a tab cannot stand here; use spaces",
+    ),
+    "a_tab_after_the_colon": (
+        GOOD + ("train:\n  seed:\t3\n"),
+        "recipe.yaml:4:8: a tab cannot stand here; use spaces",
+    ),
+    "no_space_after_the_colon": (
+        ("model:pico\ndata:\n  train: x.jsonl\n"),
+        (
+            "recipe.yaml:2:5: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
+            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+        ),
+    ),
+    "a_key_without_colon": (
+        ("model: pico\ndata:\n  train x.jsonl\n"),
+        (
+            "recipe.yaml:3:3: data: must be a section (with train, eval, format, loss_on, ...), got "
+            "'train x.jsonl'; write `train: ...`, a ':' and a space after the key"
+        ),
+    ),
+    "a_key_without_colon_before_others": (
+        ("model: pico\ndata:\n  train x.jsonl\n  max_length: 64\n"),
+        (
+            "recipe.yaml:4:13: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
+            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+        ),
+    ),
+    "a_colon_in_a_value": (
+        ("model: pico\ndata:\n  train: a: b\n"),
+        (
+            "recipe.yaml:3:11: a ':' that cannot stand here; put a value that contains ': ' in quotes; "
+            "else look just above for wrong indentation, or for a ':' that is missing or has no space after it"
+        ),
+    ),
+    "wrong_indentation": (
+        ("model: pico\ndata:\n    train: x.jsonl\n  max_length: 64\n"),
+        (
+            "recipe.yaml:4:3: does not line up with what is above it; indent keys of one section alike, "
+            "and close quotes and brackets above"
+        ),
+    ),
+    "an_open_quote": (
+        GOOD + ("output:\n  name: 'abc\n"),
+        "recipe.yaml:4:9: a quote is opened here and never closed; close it",
+    ),
+    "an_open_list": (
+        GOOD + ("adapter:\n  type: lora\n  target_modules: [q_proj, v_proj\ntrain:\n  seed: 1\n"),
+        (
+            "recipe.yaml:5:19: a '[' is opened here and not closed before line 6, column 6; close it, "
+            "with commas between the items"
+        ),
+    ),
+    "an_open_brace": (
+        ("model: {path: pico\ndata: {train: x.jsonl}\n"),
+        (
+            "recipe.yaml:1:8: a '{' is opened here and not closed before line 2, column 5; close it, "
+            "with commas between the items"
+        ),
+    ),
+    "a_list_on_the_line_of_its_key": (
+        GOOD + ("output:\n  sample_prompts: - a\n  - b\n"),
+        "recipe.yaml:4:19: a '-' that cannot stand here; begin the list on a line of its own",
+    ),
+    "a_value_that_begins_with_at": (
+        GOOD + "output: {name: @home}\n",
+        "recipe.yaml:3:16: a value cannot begin with '@'; put it in quotes",
+    ),
+    "an_unknown_escape": (
+        GOOD + 'output: {dir: "C:\\new\\qwen"}\n',
+        "recipe.yaml:3:23: unknown escape '\\q' in double quotes; use single quotes",
+    ),
+    "a_control_character": (
+        GOOD + "output: {name: \x07}\n",
+        "recipe.yaml:3:16: the character U+0007 is not allowed in YAML; remove it",
+    ),
+    "a_stray_directive": (
+        ("%YML\nmodel: pico\ndata: {train: x.jsonl}\n"),
+        (
+            "recipe.yaml:2:1: not YAML: expected '<document start>', but found '<scalar>'; put a value "
+            "with special characters in quotes"
+        ),
+    ),
+    "python_tags": (
+        GOOD + "train: !!python/object/apply:os.system [ls]\n",
+        ("recipe.yaml:3:8: train: tags such as !!python/object/apply:os.system are refused; write the plain value"),
+    ),
+    "a_custom_tag": (
+        GOOD + "output: {name: !env NAME}\n",
+        "recipe.yaml:3:16: output.name: tags such as !env are refused; write the plain value",
+    ),
+    "an_alias_without_anchor": (
+        GOOD + "train: *fast\n",
+        "recipe.yaml:3:8: the alias *fast has no anchor &fast before it; quote a value that begins with '*'",
+    ),
+    "an_anchor_set_twice": (
+        GOOD + "train: {seed: &a 1, max_steps: &a 2}\n",
+        "recipe.yaml:3:32: the anchor &a is set twice; give each its own name",
+    ),
+    "an_anchor_that_contains_itself": (
+        ("model: pico\ndata: &d {train: x.jsonl, eval: *d}\n"),
+        "recipe.yaml:2:7: data.eval: an anchor contains an alias to itself",
+    ),
+    "a_merge_of_a_number": (
+        GOOD + "train: {<<: 3}\n",
+        ("recipe.yaml:3:13: train: '<<' merges mappings only; write `<<: *name`, where &name stands before a mapping"),
+    ),
+    "aliases_that_unfold_without_end": (
+        unfolding("[x,x,x,x,x,x,x,x,x]", "[_]"),
+        "recipe.yaml:1:8: more than 50,000 values once aliases are followed",
+    ),
+    "merges_that_unfold_without_end": (
+        unfolding("{x: 1}", "{<<: [_]}"),
+        "recipe.yaml:1:8: more than 50,000 values once aliases are followed",
+    ),
+    "brackets_without_end": (
+        "[" * 5000,
+        "recipe.yaml:1:1076: nested deeper than 50 levels; close what is open further up",
+    ),
+    "a_key_given_twice": (
+        ("model: pico\nmodel: other\ndata: {train: x.jsonl}\n"),
+        "recipe.yaml:2:1: model: given twice, first at line 1, column 1; keep one of them",
+    ),
+    "a_nested_key_given_twice": (
+        GOOD + ("train:\n  seed: 1\n  max_steps: 5\n  seed: 2\n"),
+        "recipe.yaml:6:3: train.seed: given twice, first at line 4, column 3; keep one of them",
+    ),
+    "keys_that_are_not_text": (
+        GOOD + ("3: x\ntrain: {true: 1, ~: 2, [a]: 3}\n"),
+        (
+            "recipe.yaml:3:1: a key must be text, got 3; put it in quotes\n"
+            "recipe.yaml:4:9: train: a key must be text, got true; put it in quotes\n"
+            "recipe.yaml:4:18: train: a key must be text, got ~; put it in quotes\n"
+            "recipe.yaml:4:24: train: a key must be text, got a mapping, a list or a tag; write a plain "
+            "name before the ':'"
+        ),
+    ),
+    "an_unknown_key": (
+        GOOD + ("adapter:\n  type: lora\n  rnak: 8\n"),
+        "recipe.yaml:5:3: adapter.rnak: unknown key; did you mean 'rank'?",
+    ),
+    "an_unknown_section": (
+        GOOD + ("trian:\n  seed: 1\n"),
+        "recipe.yaml:3:1: trian: unknown key; did you mean 'train'?",
+    ),
+    "an_unknown_key_like_no_other": (
+        GOOD + ("xyzzy: 1\ndata2: {}\n"),
+        (
+            "recipe.yaml:3:1: xyzzy: unknown key; a recipe has model, data, method, adapter, train, output\n"
+            "recipe.yaml:4:1: data2: unknown key; did you mean 'data'?"
+        ),
+    ),
+    "a_key_of_another_section": (
+        GOOD + ("learning_rate: 1e-4\ntrain: {max_length: 64, path: x.jsonl}\n"),
+        (
+            "recipe.yaml:3:1: learning_rate: unknown key; it belongs in train: train.learning_rate\n"
+            "recipe.yaml:4:9: train.max_length: unknown key; it belongs in data: data.max_length\n"
+            "recipe.yaml:4:25: train.path: unknown key; it belongs in another section: model.path, "
+            "data.train.path or data.eval.path"
+        ),
+    ),
+    "a_misspelt_key_of_another_section": (
+        GOOD + "train: {traget_modules: [q_proj]}\n",
+        "recipe.yaml:3:9: train.traget_modules: unknown key; did you mean 'adapter.target_modules'?",
+    ),
+    "an_argument_of_trl_outside_trainer_args": (
+        GOOD + "train: {adam_beta2: 0.95}\n",
+        (
+            "recipe.yaml:3:9: train.adam_beta2: unknown key; it belongs in method.trainer_args: "
+            "method.trainer_args.adam_beta2"
+        ),
+    ),
+    "names_of_other_tools": (
+        (
+            "model_name_or_path: pico\n"
+            "dataset: x.jsonl\n"
+            "lora_r: 8\n"
+            "load_in_4bit: true\n"
+            "train:\n"
+            "  lr: 1e-4\n"
+            "  per_device_train_batch_size: 2\n"
+            "  gradient_accumulation_steps: 8\n"
+            "  bf16: true\n"
+            "  num_train_epochs: 3\n"
+            "output_dir: out\n"
+        ),
+        (
+            "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
+            "recipe.yaml:1:1: data: is required, but missing; `tunekit explain data` says what it takes\n"
+            "recipe.yaml:1:1: model_name_or_path: unknown key; it is called model.path here\n"
+            "recipe.yaml:2:1: dataset: unknown key; it is called data.train here\n"
+            "recipe.yaml:3:1: lora_r: unknown key; it is called adapter.rank here\n"
+            "recipe.yaml:4:1: load_in_4bit: unknown key; set adapter.type to qlora\n"
+            "recipe.yaml:6:3: train.lr: unknown key; it is called train.learning_rate here\n"
+            "recipe.yaml:7:3: train.per_device_train_batch_size: unknown key; it is called "
+            "train.micro_batch_size here\n"
+            "recipe.yaml:8:3: train.gradient_accumulation_steps: unknown key; it is derived: "
+            "train.global_batch_size over train.micro_batch_size and the devices\n"
+            "recipe.yaml:9:3: train.bf16: unknown key; set model.dtype; mixed precision follows from it\n"
+            "recipe.yaml:10:3: train.num_train_epochs: unknown key; it is called train.num_epochs here\n"
+            "recipe.yaml:11:1: output_dir: unknown key; it is called output.dir here"
+        ),
+    ),
+    "a_field_of_another_adapter": (
+        GOOD + "adapter: {type: full, rank: 8}\n",
+        ("recipe.yaml:3:23: adapter.rank: adapter.type=full has no 'rank'; it goes with adapter.type=lora or qlora"),
+    ),
+    "a_field_of_qlora_in_lora": (
+        GOOD + "adapter: {type: lora, quant_type: nf4}\n",
+        (
+            "recipe.yaml:3:23: adapter.quant_type: adapter.type=lora has no 'quant_type'; it goes with "
+            "adapter.type=qlora"
+        ),
+    ),
+    "missing_sections": (
+        "train: {seed: 1}\n",
+        (
+            "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
+            "recipe.yaml:1:1: data: is required, but missing; `tunekit explain data` says what it takes"
+        ),
+    ),
+    "a_missing_key": (
+        ("model: {dtype: auto}\ndata:\n  max_length: 64\n"),
+        (
+            "recipe.yaml:1:1: model.path: is required, but missing; `tunekit explain model.path` says "
+            "what it takes\n"
+            "recipe.yaml:2:1: data.train: is required, but missing; `tunekit explain data.train` says what it takes"
+        ),
+    ),
+    "an_adapter_without_type": (
+        GOOD + ("adapter:\n  rank: 8\n"),
+        "recipe.yaml:3:1: adapter.type: is required, but missing; choose one of full, lora, qlora",
+    ),
+    "an_unknown_adapter": (
+        GOOD + "adapter: qlroa\n",
+        ("recipe.yaml:3:10: adapter.type: must be one of full, lora, qlora, got 'qlroa'; did you mean 'qlora'?"),
+    ),
+    "an_unknown_adapter_type": (
+        GOOD + "adapter: {type: LoRA, rank: 8}\n",
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, got 'LoRA'; did you mean 'lora'?",
+    ),
+    "an_adapter_type_that_is_a_number": (
+        GOOD + "adapter: {type: 4}\n",
+        "recipe.yaml:3:17: adapter.type: must be one of full, lora, qlora, got 4",
+    ),
+    "an_unknown_method": (
+        GOOD + "method: sftt\n",
+        "recipe.yaml:3:9: method.type: must be sft, got 'sftt'; did you mean 'sft'?",
+    ),
+    "an_unknown_choice": (
+        ("model: {path: pico, dtype: bf16}\ndata: {train: x.jsonl, loss_on: answers}\n"),
+        (
+            "recipe.yaml:1:28: model.dtype: must be one of auto, float32, bfloat16, float16, got 'bf16'; "
+            "did you mean 'bfloat16'?\n"
+            "recipe.yaml:2:33: data.loss_on: must be one of assistant, all, got 'answers'"
+        ),
+    ),
+    "an_unknown_optimizer": (
+        GOOD + "train: {optim: AdamW}\n",
+        (
+            "recipe.yaml:3:16: train.optim: must be one of 21 names (`tunekit explain train.optim` lists "
+            "them), got 'AdamW'; did you mean 'adamw_torch'?"
+        ),
+    ),
+    "out_of_range": (
+        GOOD
+        + (
+            "train:\n"
+            "  global_batch_size: -4\n"
+            "  learning_rate: -1e-4\n"
+            "  seed: -1\n"
+            "  num_epochs: 0\n"
+            "adapter: {type: lora, dropout: 1.0}\n"
+        ),
+        (
+            "recipe.yaml:4:22: train.global_batch_size: must be greater than 0, got -4\n"
+            "recipe.yaml:5:18: train.learning_rate: must be greater than 0, got -0.0001\n"
+            "recipe.yaml:6:9: train.seed: must be at least 0, got -1\n"
+            "recipe.yaml:7:15: train.num_epochs: must be greater than 0, got 0\n"
+            "recipe.yaml:8:32: adapter.dropout: must be less than 1, got 1.0"
+        ),
+    ),
+    "infinite_numbers": (
+        GOOD + "train: {learning_rate: .inf, weight_decay: .nan, max_grad_norm: 1e999}\n",
+        (
+            "recipe.yaml:3:24: train.learning_rate: must be a finite number, got .inf\n"
+            "recipe.yaml:3:44: train.weight_decay: must be a finite number, got .nan\n"
+            "recipe.yaml:3:65: train.max_grad_norm: must be a finite number, got .inf"
+        ),
+    ),
+    "numbers_of_other_kinds": (
+        GOOD + ("train: {max_steps: 1e3, global_batch_size: 2.5, seed: true, logging_steps: '5', eval_steps: 1:30}\n"),
+        (
+            "recipe.yaml:3:20: train.max_steps: must be a whole number, got 1000.0; write 1000\n"
+            "recipe.yaml:3:44: train.global_batch_size: must be a whole number, got 2.5\n"
+            "recipe.yaml:3:55: train.seed: must be a whole number, got true\n"
+            "recipe.yaml:3:76: train.logging_steps: must be a whole number, got '5'; write it without quotes\n"
+            "recipe.yaml:3:93: train.eval_steps: must be a whole number, got '1:30'"
+        ),
+    ),
+    "a_number_of_too_many_digits": (
+        GOOD + "train: {seed: " + "9" * 200 + "}\n",
+        "recipe.yaml:3:15: train.seed: a number of too many digits",
+    ),
+    "words_for_truth": (
+        ("model: {path: pico, trust_remote_code: yes}\ndata: {train: x.jsonl, packing: 'false'}\n"),
+        (
+            "recipe.yaml:1:40: model.trust_remote_code: must be true or false, got 'yes'; write true\n"
+            "recipe.yaml:2:33: data.packing: must be true or false, got 'false'; write false"
+        ),
+    ),
+    "auto_or_truth": (
+        GOOD + "train: {gradient_checkpointing: on}\n",
+        "recipe.yaml:3:33: train.gradient_checkpointing: must be auto, true or false, got 'on'; write true",
+    ),
+    "null_where_a_value_belongs": (
+        GOOD + "train: {seed: null, optim:}\n",
+        (
+            "recipe.yaml:3:15: train.seed: must be a whole number, got null; leave the key out for its default\n"
+            "recipe.yaml:3:27: train.optim: must be one of 21 names (`tunekit explain train.optim` lists "
+            "them), got null; leave the key out for its default"
+        ),
+    ),
+    "text_where_a_list_belongs": (
+        GOOD + "adapter: {type: lora, target_modules: q_proj, modules_to_save: lm_head}\n",
+        (
+            "recipe.yaml:3:39: adapter.target_modules: must be all-linear or a list of text, got "
+            "'q_proj'; write [q_proj]\n"
+            "recipe.yaml:3:64: adapter.modules_to_save: must be a list of text, got 'lm_head'; write [lm_head]"
+        ),
+    ),
+    "numbers_in_a_list_of_text": (
+        GOOD + ("adapter: {type: lora, target_modules: [q_proj, 3]}\noutput: {sample_prompts: [null, {a: b}]}\n"),
+        (
+            "recipe.yaml:3:48: adapter.target_modules[1]: must be text, got 3; put it in quotes\n"
+            "recipe.yaml:4:27: output.sample_prompts[0]: must be text, got null\n"
+            "recipe.yaml:4:33: output.sample_prompts[1]: must be text, got a mapping"
+        ),
+    ),
+    "values_where_sections_belong": (
+        ("model: [pico]\ndata: x.jsonl\ntrain:\n  - seed: 3\nadapter: 8\n"),
+        (
+            "recipe.yaml:1:8: model: must be a section (with path, revision, dtype, attn_implementation, "
+            "...), got a list\n"
+            "recipe.yaml:2:7: data: must be a section (with train, eval, format, loss_on, ...), got 'x.jsonl'\n"
+            "recipe.yaml:4:3: train: must be a section (with num_epochs, max_steps, global_batch_size, "
+            "micro_batch_size, ...), got a list\n"
+            "recipe.yaml:5:10: adapter: must be a section (with type, rank, alpha, dropout, ...), got 8"
+        ),
+    ),
+    "an_empty_path": (
+        ("model: ''\ndata: {train: 3, eval: [x.jsonl]}\n"),
+        (
+            "recipe.yaml:1:8: model.path: must not be empty\n"
+            "recipe.yaml:2:15: data.train: must be a section (with path, name, split, revision), got 3\n"
+            "recipe.yaml:2:24: data.eval: must be a section (with path, name, split, revision), got a list"
+        ),
+    ),
+    "epochs_and_steps": (
+        GOOD + ("train:\n  num_epochs: 1\n  max_steps: 10\n"),
+        "recipe.yaml:5:3: train.max_steps: cannot be given together with train.num_epochs; keep one of them",
+    ),
+    "epochs_and_steps_and_more": (
+        GOOD + ("train:\n  max_steps: 10\n  num_epochs: 1\n  seed: x\n"),
+        (
+            "recipe.yaml:5:3: train.num_epochs: cannot be given together with train.max_steps; keep one of them\n"
+            "recipe.yaml:6:9: train.seed: must be a whole number, got 'x'"
+        ),
+    ),
+    "a_name_that_is_a_path": (
+        GOOD + "output: {name: runs/first, dir: ''}\n",
+        (
+            "recipe.yaml:3:16: output.name: may hold letters, digits, '.', '_' and '-', a letter or "
+            "digit first, got 'runs/first'\n"
+            "recipe.yaml:3:33: output.dir: must not be empty"
+        ),
+    ),
+    "a_name_that_is_too_long": (
+        GOOD + "output: {name: " + "x" * 101 + "}\n",
+        "recipe.yaml:3:16: output.name: must be at most 100 characters long, got 101",
+    ),
+    "variables_where_none_may_stand": (
+        (
+            'model: {path: pico, dtype: "${DTYPE}"}\n'
+            "data: {train: x.jsonl}\n"
+            "output:\n"
+            "  name: ${USER}-run\n"
+            '  sample_prompts: ["What is ${x}?"]\n'
+        ),
+        (
+            "recipe.yaml:1:28: model.dtype: ${DTYPE} is not expanded here; write the value itself, or "
+            "$${ for a literal ${\n"
+            "recipe.yaml:4:9: output.name: ${USER} is not expanded here; write the value itself, or $${ "
+            "for a literal ${\n"
+            "recipe.yaml:5:20: output.sample_prompts[0]: ${x} is not expanded here; write the value "
+            "itself, or $${ for a literal ${"
+        ),
+    ),
+    "variables_that_are_not_set": (
+        ("model: ${TUNEKIT_UNSET}/m\ndata:\n  train: ${TUNEKIT UNSET}\n  eval: ${TUNEKIT_UNSET\n"),
+        (
+            "recipe.yaml:1:8: model.path: the environment variable TUNEKIT_UNSET is not set; export "
+            "TUNEKIT_UNSET=..., or write the path\n"
+            "recipe.yaml:3:10: data.train.path: ${TUNEKIT UNSET} cannot be expanded; write ${NAME} with "
+            "a variable's name\n"
+            "recipe.yaml:4:9: data.eval.path: ${TUNEKIT_UNSET cannot be expanded; write ${NAME} with a "
+            "variable's name"
+        ),
+    ),
+    "trainer_args": (
+        GOOD
+        + (
+            "method:\n"
+            "  trainer_args:\n"
+            "    adam_bta1: 0.8\n"
+            "    adam_beta2: '0.9'\n"
+            "    output_dir: x\n"
+            "    hub_token: x\n"
+            "    ddp_timeout: 3\n"
+            "    loss_type: dtf\n"
+            "    dataloader_num_workers: 1.0\n"
+            "    torch_compile: yes\n"
+            "    label_names: loss\n"
+            "    warmup_ratio: 0.1\n"
+            "    zzz: 1\n"
+        ),
+        (
+            "recipe.yaml:5:5: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean "
+            "'adam_beta1'?\n"
+            "recipe.yaml:6:17: method.trainer_args.adam_beta2: must be a number, got '0.9'; write it "
+            "without quotes\n"
+            "recipe.yaml:7:5: method.trainer_args.output_dir: tunekit sets this itself; use output.dir\n"
+            "recipe.yaml:8:5: method.trainer_args.hub_token: tunekit sets this itself; tunekit does not "
+            "upload while it trains\n"
+            "recipe.yaml:9:5: method.trainer_args.ddp_timeout: tunekit sets this itself; the plan "
+            "decides this for the devices at hand\n"
+            "recipe.yaml:10:16: method.trainer_args.loss_type: must be one of nll, dft, chunked_nll, got "
+            "'dtf'; did you mean 'dft'?\n"
+            "recipe.yaml:11:29: method.trainer_args.dataloader_num_workers: must be a whole number, got "
+            "1.0; write 1\n"
+            "recipe.yaml:12:20: method.trainer_args.torch_compile: must be true or false, got 'yes'; write true\n"
+            "recipe.yaml:13:18: method.trainer_args.label_names: must be a list or null, got 'loss'; write [loss]\n"
+            "recipe.yaml:14:5: method.trainer_args.warmup_ratio: tunekit sets this itself; use "
+            "train.warmup_steps: below 1 it is a share of all steps\n"
+            "recipe.yaml:15:5: method.trainer_args.zzz: SFTConfig has no such field; see the "
+            "documentation of TRL's SFTConfig"
+        ),
+    ),
+    "trainer_args_that_are_a_list": (
+        GOOD + "method: {trainer_args: [adam_beta1]}\n",
+        "recipe.yaml:3:24: method.trainer_args: must be a mapping, got a list",
+    ),
+    "windows_line_ends": (
+        ("model: pico\r\ndata:\r\n  trian: x.jsonl\r\n"),
+        (
+            "recipe.yaml:2:1: data.train: is required, but missing; `tunekit explain data.train` says "
+            "what it takes\n"
+            "recipe.yaml:3:3: data.trian: unknown key; did you mean 'train'?"
+        ),
+    ),
+    "letters_beyond_ascii": (
+        ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
+        ("recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing"),
+    ),
+    "json_with_a_missing_comma": (
+        ('{"model": "pico",\n "data": {"train": "x.jsonl"}\n "train": {"seed": 1}}\n'),
+        (
+            "recipe.yaml:1:1: a '{' is opened here and not closed before line 3, column 2; close it, "
+            "with commas between the items"
+        ),
+    ),
+}
+
+BROKEN_FILES = {
+    "a_binary_file": (b"\x00\x01model: pico", "recipe.yaml: is a binary file, not YAML; name a recipe file"),
+    "latin_1": (
+        b"model: pico\ndata: {train: caf\xe9}\n",
+        "recipe.yaml:2:18: is not UTF-8 text (byte 0xe9); save the file as UTF-8",
+    ),
+    "utf_16": ("model: pico".encode("utf-16"), "recipe.yaml: is UTF-16 text; save the file as UTF-8"),
+    "a_byte_order_mark_counts_for_nothing": (
+        b"\xef\xbb\xbfmodle: pico\ndata: x",
+        "recipe.yaml:1:1: model: is required, but missing; `tunekit explain model` says what it takes\n"
+        "recipe.yaml:1:1: modle: unknown key; did you mean 'model'?\n"
+        "recipe.yaml:2:7: data: must be a section (with train, eval, format, loss_on, ...), got 'x'",
+    ),
+    "a_huge_file": (b"# x\n" * 100_000, "recipe.yaml: is larger than 256 KiB; name a recipe, not its data"),
+}
+
+BROKEN_SOURCES = {
+    "a_file_that_does_not_exist": ("nope.yaml", f"nope.yaml: file not found; {LISTS_SHIPPED}"),
+    "a_misspelt_file": ("mien.yaml", f"mien.yaml: file not found; did you mean 'mine.yaml'? {LISTS_SHIPPED}"),
+    "another_suffix": ("mine.yml", f"mine.yml: file not found; did you mean 'mine.yaml'? {LISTS_SHIPPED}"),
+    "a_file_in_no_folder": (
+        "recipes/mine.yaml",
+        f"recipes/mine.yaml: file not found, there is no folder recipes; {LISTS_SHIPPED}",
+    ),
+    "a_misspelt_name": (
+        "sft/quickstrat",
+        "sft/quickstrat: no such file, and no recipe of this name ships with tunekit; "
+        f"did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+    ),
+    "half_a_name": (
+        "quickstart",
+        "quickstart: no such file, and no recipe of this name ships with tunekit; "
+        f"did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+    ),
+    "a_name_with_suffix": (
+        "quickstart.yaml",
+        f"quickstart.yaml: file not found; did you mean 'sft/quickstart'? {LISTS_SHIPPED}",
+    ),
+    "a_folder": ("folder", "folder: is a folder, not a recipe; name a recipe file"),
+    "a_folder_with_recipes": (".", ".: is a folder, not a recipe; name a file in it, such as mine.yaml"),
+    "yaml_text": (
+        "model: pico\ndata: x",
+        r"'model: pico\ndata: x' is not a path or a name; write YAML text to a file, or pass a mapping",
+    ),
+    "nothing": ("", "'' is not a path or a name; write YAML text to a file, or pass a mapping"),
+    "a_name_without_end": ("x" * 5000, "x" * 40 + "...: File name too long; name a recipe file"),
+}
+
+BROKEN_OVERRIDES = {
+    "an_unknown_key": (
+        ["train.learning_rat=1"],
+        "command line: train.learning_rat: unknown key; did you mean 'learning_rate'?",
+    ),
+    "an_unknown_section": (["trian.seed=1"], "command line: trian: unknown key; did you mean 'train'?"),
+    "the_name_of_another_tool": (["lr=1e-4"], "command line: lr: unknown key; it is called train.learning_rate here"),
+    "no_equals_sign": (
+        ["train.seed"],
+        "command line: cannot read 'train.seed'; write key=value, such as train.max_steps=100",
+    ),
+    "no_key": (["=3"], "command line: cannot read '=3'; write key=value, such as train.max_steps=100"),
+    "half_a_key": (["train.=3"], "command line: cannot read 'train.=3'; write key=value, such as train.max_steps=100"),
+    "no_value": (
+        ["output.dir="],
+        "command line: output.dir: no value after the '='; write null for the default, '\"\"' for an empty text",
+    ),
+    "a_wrong_value": (["train.seed=x"], "command line: train.seed: must be a whole number, got 'x'"),
+    "an_open_list": (
+        ["adapter.target_modules=[q_proj"],
+        "command line: adapter.target_modules: a '[' is opened here and not closed; "
+        "close it, with commas between the items",
+    ),
+    "a_value_that_needs_quotes": (
+        ["output.dir=@home"],
+        "command line: output.dir: a value cannot begin with '@'; put it in quotes",
+    ),
+    "a_tag": (
+        ["train.seed=!!int 3"],
+        "command line: train.seed: tags such as !!int are refused; write the plain value",
+    ),
+    "two_documents": (
+        ["train.seed=1\n---\n2"],
+        "command line: train.seed: a second document begins here; keep one recipe a file, without '---'",
+    ),
+    "a_key_below_a_plain_value": (
+        ["train.num_epochs.x=3"],
+        "command line: train.num_epochs.x: train.num_epochs is a plain value; write train.num_epochs=...",
+    ),
+    "a_required_key_taken_away": (
+        ["data.train=null"],
+        "command line: data.train: is required, but missing; `tunekit explain data.train` says what it takes",
+    ),
+    "a_section_of_which_only_a_detail_is_given": (
+        ["data.eval.split=test"],
+        "command line: data.eval.path: is required, but missing; `tunekit explain data.eval.path` says what it takes",
+    ),
+    "a_field_that_the_new_adapter_does_not_have": (
+        ["adapter=full", "adapter.rank=3"],
+        "command line: adapter.rank: adapter.type=full has no 'rank'; it goes with adapter.type=lora or qlora",
+    ),
+    "an_unknown_adapter": (
+        ["adapter.type=lroa"],
+        "command line: adapter.type: must be one of full, lora, qlora, got 'lroa'; did you mean 'lora'?",
+    ),
+    "an_unknown_key_in_a_section": (
+        ["adapter={type: lora, rnak: 3}"],
+        "command line: adapter.rnak: unknown key; did you mean 'rank'?",
+    ),
+    "epochs_and_steps": (
+        ["train.max_steps=3", "train.num_epochs=2"],
+        "command line: train.num_epochs: cannot be given together with train.max_steps; keep one of them",
+    ),
+    "a_misspelt_trainer_arg": (
+        ["method.trainer_args.adam_bta1=0.8"],
+        "command line: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+    ),
+    "a_variable_where_none_may_stand": (
+        ["output.name=${USER}"],
+        "command line: output.name: ${USER} is not expanded here; write the value itself, or $${ for a literal ${",
+    ),
+    "several_at_once": (
+        ["adapter.rank=0", "foo=1"],
+        "command line: foo: unknown key; a recipe has model, data, method, adapter, train, output\n"
+        "command line: adapter.rank: must be greater than 0, got 0",
+    ),
+}
+
+BROKEN_MAPPINGS: dict[str, tuple[Mapping[Any, Any], str]] = {
+    "an_empty_mapping": (
+        {},
+        "recipe: model: is required, but missing; `tunekit explain model` says what it takes\n"
+        "recipe: data: is required, but missing; `tunekit explain data` says what it takes",
+    ),
+    "a_key_that_is_not_text": (
+        {"model": "pico", "data": {"train": "x.jsonl"}, 3: 4},
+        "recipe: a key must be text, got 3; put it in quotes",
+    ),
+    "a_value_of_no_yaml_type": (
+        {"model": "pico", "data": {"train": "x.jsonl"}, "train": {"seed": object()}},
+        "recipe: train.seed: must be a whole number, got a Python object",
+    ),
+}
+
+
+def message(source: str | Mapping[str, Any], *overrides: str) -> str:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(source, overrides)
+    return str(error.value)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TUNEKIT_UNSET", raising=False)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_recipe_is_told_with_its_place(case: str) -> None:
+    text, expected = BROKEN[case]
+    Path("recipe.yaml").write_bytes(text.encode())
+    assert message("recipe.yaml") == expected
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_a_file_that_is_not_text_is_told_by_name(case: str) -> None:
+    raw, expected = BROKEN_FILES[case]
+    Path("recipe.yaml").write_bytes(raw)
+    assert message("recipe.yaml") == expected
+
+
+@pytest.mark.parametrize("case", BROKEN_SOURCES)
+def test_a_recipe_that_is_not_there_is_told_with_what_is_near(case: str) -> None:
+    Path("mine.yaml").write_text(GOOD)
+    Path("folder").mkdir()
+    source, expected = BROKEN_SOURCES[case]
+    assert message(source) == expected
+
+
+@pytest.mark.parametrize("case", BROKEN_OVERRIDES)
+def test_a_broken_override_is_told_as_of_the_command_line(case: str) -> None:
+    Path("recipe.yaml").write_text(QLORA)
+    overrides, expected = BROKEN_OVERRIDES[case]
+    assert message("recipe.yaml", *overrides) == expected
+
+
+@pytest.mark.parametrize("case", BROKEN_MAPPINGS)
+def test_a_broken_mapping_is_told_by_its_keys(case: str) -> None:
+    source, expected = BROKEN_MAPPINGS[case]
+    assert message(source) == expected
+
+
+def test_the_file_is_named_as_the_user_named_it() -> None:
+    Path("folder").mkdir()
+    Path("folder/a b.yaml").write_text(GOOD + "seed: 1\n")
+    expected = "./folder/../folder/a b.yaml:3:1: seed: unknown key; it belongs in train: train.seed"
+    assert message("./folder/../folder/a b.yaml") == expected
+
+
+def test_mistakes_of_file_and_command_line_come_together_in_reading_order() -> None:
+    Path("recipe.yaml").write_text(GOOD + "train:\n  sede: 1\n  max_steps: x\nadapter: lroa\n")
+    assert message("recipe.yaml", "output.nam=x").splitlines() == [
+        "recipe.yaml:4:3: train.sede: unknown key; did you mean 'seed'?",
+        "recipe.yaml:5:14: train.max_steps: must be a whole number, got 'x'",
+        "recipe.yaml:6:10: adapter.type: must be one of full, lora, qlora, got 'lroa'; did you mean 'lora'?",
+        "command line: output.nam: unknown key; did you mean 'name'?",
+    ]
+
+
+def test_an_unreadable_file_is_told() -> None:
+    Path("recipe.yaml").symlink_to("/proc/self/mem")
+    if not Path("recipe.yaml").exists():
+        pytest.skip("this system has no file that exists and cannot be read")
+    assert message("recipe.yaml") == "recipe.yaml: cannot be read: Input/output error"
