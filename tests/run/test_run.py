@@ -238,7 +238,6 @@ def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
 def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):
     run, _ = finished
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(DependencyError) as caught:
         run.plot()
     assert str(caught.value) == "plots need matplotlib; install it with: pip install 'tunekit[notebook]'"

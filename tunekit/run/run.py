@@ -142,15 +142,14 @@ class Run:
             DependencyError: matplotlib is not installed.
         """
         try:
-            from matplotlib.figure import Figure
+            from matplotlib import pyplot
         except ModuleNotFoundError as error:
             raise DependencyError(
                 "plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'"
             ) from error
 
         metrics = self.metrics()
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         for column, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
             if column in metrics:
                 axes.plot(metrics[column].dropna(), style, label=label)
@@ -158,6 +157,8 @@ class Run:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
+        # Closed, pyplot does not draw it a second time behind a notebook's cell; it can still be shown and saved.
+        pyplot.close(figure)
         return figure
 
     def __repr__(self) -> str:
