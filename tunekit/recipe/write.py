@@ -29,6 +29,17 @@ _Dumper.add_implicit_resolver(
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"0o[0-7]+\Z"), ["0"])
 
 
+_LINE_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+"""Characters that some readers take for the end of a line, and others not: written as escapes."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _LINE_BREAKS.search(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def to_yaml(value: Any) -> str:
     """A value as YAML text of several lines, keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

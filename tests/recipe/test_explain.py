@@ -1,0 +1,152 @@
+"""The documentation of recipes: every field with what it takes, its default and its sentence; and the JSON schema."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.explain import explain, json_schema
+from tunekit.recipe.fields import all_fields, holders_along
+from tunekit.recipe.library import list_recipes
+from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.suggest import FAMILIAR_NAMES
+
+jsonschema = pytest.importorskip("jsonschema", reason="comes with nbformat, which the test extra installs")
+
+
+def entries(text: str) -> Iterator[str]:
+    return (block.partition(":")[0] for block in text.split("\n\n"))
+
+
+def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
+    assert explain("adapter.rank") == (
+        "adapter.rank: a whole number greater than 0; default 16; with adapter.type lora or qlora\n"
+        "    Rank of the update matrices; their size grows with it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "header"),
+    [
+        ("model.path", "model.path: text; required"),
+        ("model.dtype", "model.dtype: one of auto, float32, bfloat16, float16; default auto"),
+        ("data.eval", "data.eval: a section; optional"),
+        ("adapter.type", "adapter.type: one of full, lora, qlora; default lora"),
+        ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4; default nf4; with adapter.type qlora"),
+        ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
+        ("train.warmup_steps", "train.warmup_steps: a number of at least 0; default 0.03"),
+        ("train.num_epochs", "train.num_epochs: a number greater than 0; optional"),
+        ("output.sample_prompts", "output.sample_prompts: a list of text; optional"),
+    ],
+)
+def test_the_first_line_says_what_a_field_takes(key: str, header: str) -> None:
+    assert explain(key).splitlines()[0] == header
+
+
+def test_a_field_that_takes_variables_says_so() -> None:
+    assert "`${NAME}` stands for an environment variable" in explain("model.path")
+    assert "${NAME}" not in explain("model.revision")
+
+
+def test_a_section_is_explained_with_all_its_fields_each_once() -> None:
+    keys = list(entries(explain("adapter")))
+    assert keys[0] == "adapter"
+    assert "adapter.rank" in keys
+    assert "adapter.quant_type" in keys
+    assert len(keys) == len(set(keys))
+
+
+def test_everything_is_every_field() -> None:
+    assert set(entries(explain(None))) == {".".join(key) for key, _ in all_fields()}
+
+
+def test_every_field_has_a_sentence() -> None:
+    for key, field in all_fields():
+        assert (field.description or "").rstrip().endswith((".", "]")), key
+
+
+def test_a_tag_is_explained_by_each_of_its_words() -> None:
+    assert re.search(r"full: .*\n +lora: .*\n +qlora: ", explain("adapter.type"))
+
+
+def test_trls_own_arguments_are_known_by_name() -> None:
+    assert explain("method.trainer_args.adam_beta1").startswith("method.trainer_args.adam_beta1: optional\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("adapter.rnak", "adapter.rnak: unknown key; did you mean 'rank'?"),
+        ("learning_rate", "learning_rate: unknown key; it belongs in train: train.learning_rate"),
+        ("trian.seed", "trian: unknown key; did you mean 'train'?"),
+        ("train.optim.x", "train.optim.x: train.optim is a plain value; `tunekit explain train.optim` documents it"),
+        (
+            "method.trainer_args.adam_bta1",
+            "method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
+        ),
+        ("method.trainer_args.bf16", "method.trainer_args.bf16: tunekit sets this itself; use model.dtype"),
+        ("", ": unknown key; a recipe has model, data, method, adapter, train, output"),
+    ],
+)
+def test_an_unknown_key_is_told_with_what_was_meant(key: str, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        explain(key)
+    assert str(error.value) == message
+
+
+def test_every_name_that_other_tools_use_leads_to_a_key_that_exists() -> None:
+    for name, ours in FAMILIAR_NAMES.items():
+        for key in re.findall(r"\b(?:model|data|method|adapter|train|output)\.\w+", ours):
+            parts = tuple(key.split("."))
+            assert len(holders_along(parts)) == len(parts), f"{name} -> {key}"
+        assert not holders_along((name,)), f"{name} is a section of ours"
+
+
+# The JSON schema
+
+
+def is_valid(recipe: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(json_schema()).is_valid(recipe))
+
+
+def test_the_json_schema_is_one() -> None:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["title"] == "tunekit recipe"
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes()])
+def test_shipped_recipes_fit_the_json_schema_short_and_written_out(name: str) -> None:
+    (path,) = [recipe.path for recipe in list_recipes() if recipe.name == name]
+    values = yaml.safe_load(path.read_text())
+    # PyYAML reads `1e-4` as text, unlike YAML 1.2 and the editors.
+    values["train"] = {
+        key: float(value) if isinstance(value, str) and "e-" in value else value
+        for key, value in values["train"].items()
+    }
+    assert is_valid(values)
+    assert is_valid(yaml.safe_load(dump_recipe(load_recipe(name))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modle": "pico"},
+        {"model": {"dtype": "auto"}},
+        {"adapter": "lroa"},
+        {"adapter": {"type": "lora", "rnak": 8}},
+        {"adapter": {"type": "full", "rank": 8}},
+        {"adapter": {"rank": 8}},
+        {"train": {"seed": "x"}},
+        {"train": {"global_batch_size": 0}},
+        {"data": {}},
+    ],
+)
+def test_what_is_wrong_does_not_fit_the_json_schema(change: dict[str, Any]) -> None:
+    good = {"model": "pico", "data": {"train": "x.jsonl"}}
+    assert is_valid(good)
+    assert not is_valid({**good, **change})

@@ -1,0 +1,155 @@
+"""`key=value` over a recipe: what wins, what is left out and said, and how short forms take it."""
+
+from pathlib import Path
+
+import pytest
+
+from tunekit.recipe.load import load_recipe, load_recipe_with_notes
+from tunekit.recipe.schema import DataSource, FullAdapter, LoraAdapter, QloraAdapter, Recipe, TrainSection
+
+PLAIN = "model: pico\ndata: {train: x.jsonl}\n"
+LORA = PLAIN + "adapter: {type: lora, rank: 16, target_modules: [q_proj, v_proj]}\n"
+QLORA = PLAIN + "adapter: {type: qlora, rank: 16, quant_type: fp4}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    def load(text: str, *overrides: str) -> tuple[Recipe, list[str]]:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return load_recipe_with_notes(path, overrides)
+
+    return load
+
+
+def test_a_value_is_read_as_in_the_file(recipe) -> None:
+    loaded, notes = recipe(
+        LORA,
+        "train.learning_rate=1e-4",
+        "train.max_steps=5",
+        "adapter.target_modules=[k_proj, o_proj]",
+        "data.packing=true",
+        "output.name='12'",
+        'output.sample_prompts=["What is 2+2?", hi]',
+        "data.train.split=train[:5%]",
+    )
+    assert (loaded.train.learning_rate, loaded.train.max_steps) == (1e-4, 5)
+    assert isinstance(loaded.adapter, LoraAdapter)
+    assert loaded.adapter.target_modules == ["k_proj", "o_proj"]
+    assert loaded.data.packing is True
+    assert loaded.output.name == "12"
+    assert loaded.output.sample_prompts == ["What is 2+2?", "hi"]
+    assert loaded.data.train.split == "train[:5%]"
+    assert notes == []
+
+
+def test_a_later_override_wins_over_an_earlier_one_without_a_word(recipe) -> None:
+    loaded, notes = recipe(PLAIN, "train.seed=1", "train.seed=oops", "train.seed=3")
+    assert (loaded.train.seed, notes) == (3, [])
+
+
+def test_an_override_mends_a_wrong_value_of_the_file(recipe) -> None:
+    assert recipe(PLAIN + "train: {seed: oops}\n", "train.seed=3")[0].train.seed == 3
+
+
+@pytest.mark.parametrize("name", ["train.seed", "train"])
+def test_null_goes_back_to_the_default(recipe, name: str) -> None:
+    assert recipe(PLAIN + "train: {seed: 5}\n", f"{name}=null")[0].train == TrainSection()
+
+
+def test_null_takes_away_what_is_optional(recipe) -> None:
+    assert recipe("model: pico\ndata: {train: x.jsonl, eval: y.jsonl}\n", "data.eval=null")[0].data.eval is None
+
+
+def test_an_override_reaches_into_short_forms(recipe) -> None:
+    loaded, _ = recipe(
+        "model: pico\ndata: {train: x.jsonl}\nadapter: qlora\n",
+        "model.dtype=float32",
+        "data.train.split=test",
+        "adapter.rank=8",
+        "method.trainer_args.adam_beta1=0.8",
+    )
+    assert (loaded.model.path, loaded.model.dtype) == ("pico", "float32")
+    assert loaded.data.train == DataSource(path="x.jsonl", split="test")
+    assert isinstance(loaded.adapter, QloraAdapter)
+    assert loaded.adapter.rank == 8
+    assert loaded.method.trainer_args == {"adam_beta1": 0.8}
+
+
+def test_a_lone_word_over_a_section_sets_its_short_key_and_keeps_the_rest(recipe) -> None:
+    text = (
+        "model: {path: pico, dtype: float32}\n"
+        "data: {train: {path: x.jsonl, split: test}}\n"
+        "adapter: {type: lora, rank: 4}\n"
+    )
+    loaded, notes = recipe(text, "model=other", "data.train=y.jsonl", "adapter=qlora")
+    assert (loaded.model.path, loaded.model.dtype) == ("other", "float32")
+    assert loaded.data.train == DataSource(path="y.jsonl", split="test")
+    assert loaded.adapter == QloraAdapter(rank=4)
+    assert notes == []
+
+
+def test_a_mapping_over_a_section_replaces_it(recipe) -> None:
+    assert recipe(LORA, "adapter={type: lora, alpha: 8}")[0].adapter == LoraAdapter(alpha=8)
+
+
+def test_an_override_below_a_section_that_the_file_leaves_out_starts_from_its_default(recipe) -> None:
+    assert recipe(PLAIN, "adapter.rank=8")[0].adapter == LoraAdapter(rank=8)
+    assert recipe(PLAIN, "data.eval=y.jsonl", "data.eval.split=test")[0].data.eval == DataSource(
+        path="y.jsonl", split="test"
+    )
+
+
+@pytest.mark.parametrize("override", ["adapter.type=full", "adapter=full"])
+def test_what_only_the_files_adapter_has_is_left_out_and_said(recipe, override: str) -> None:
+    loaded, notes = recipe(LORA, override)
+    assert loaded.adapter == FullAdapter()
+    assert notes == [
+        "adapter.rank=16 is left out: adapter.type=full has no 'rank'",
+        "adapter.target_modules=[q_proj, v_proj] is left out: adapter.type=full has no 'target_modules'",
+    ]
+
+
+def test_what_the_new_adapter_has_too_is_kept(recipe) -> None:
+    loaded, notes = recipe(QLORA, "adapter.type=lora", "adapter.alpha=8")
+    assert loaded.adapter == LoraAdapter(rank=16, alpha=8)
+    assert notes == ["adapter.quant_type=fp4 is left out: adapter.type=lora has no 'quant_type'"]
+
+
+def test_back_to_the_default_adapter_is_a_change_of_adapter_too(recipe) -> None:
+    loaded, notes = recipe(QLORA, "adapter.type=null")
+    assert loaded.adapter == LoraAdapter(rank=16)
+    assert notes == ["adapter.quant_type=fp4 is left out: adapter.type=lora has no 'quant_type'"]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "note"),
+    [
+        ("num_epochs: 2", "max_steps=5", "train.num_epochs=2 is left out: train.max_steps=5 takes its place"),
+        ("max_steps: 5", "num_epochs=0.5", "train.max_steps=5 is left out: train.num_epochs=0.5 takes its place"),
+    ],
+)
+def test_the_files_length_of_training_gives_way_and_that_is_said(recipe, text: str, override: str, note: str) -> None:
+    loaded, notes = recipe(PLAIN + f"train: {{{text}}}\n", f"train.{override}")
+    assert notes == [note]
+    assert (loaded.train.num_epochs is None) != (loaded.train.max_steps is None)
+
+
+def test_taking_away_one_length_leaves_the_other(recipe) -> None:
+    loaded, notes = recipe(PLAIN + "train: {num_epochs: 2}\n", "train.max_steps=null")
+    assert (loaded.train.num_epochs, notes) == (2, [])
+
+
+def test_variables_are_filled_in_overrides_of_paths(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    assert recipe(PLAIN, "data.train=${DATA}/x.jsonl")[0].data.train.path == "/data/x.jsonl"
+
+
+def test_overrides_lie_over_recipes_and_mappings_as_over_files() -> None:
+    first = load_recipe({"model": "pico", "data": {"train": "x.jsonl"}, "train": {"num_epochs": 3}}, ["adapter.rank=8"])
+    second, notes = load_recipe_with_notes(first, ["train.max_steps=5", "adapter=full"])
+    assert (second.train.max_steps, second.adapter) == (5, FullAdapter())
+    assert notes == [
+        "adapter.rank=8 is left out: adapter.type=full has no 'rank'",
+        "train.num_epochs=3.0 is left out: train.max_steps=5 takes its place",
+    ]

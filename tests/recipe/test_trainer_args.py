@@ -1,0 +1,151 @@
+"""What the source of the installed TRL says about its config, read without importing it."""
+
+import dataclasses
+import types
+import typing
+from pathlib import Path
+
+import pytest
+
+from tunekit.errors import DependencyError, RecipeError
+from tunekit.recipe import trainer_args
+from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.trainer_args import OWNED, OWNED_PREFIXES, check_trainer_args, config_fields, owner_hint
+
+SOURCE = {"model": "pico", "data": {"train": "x.jsonl"}}
+
+
+def faults(**args: object) -> dict[str, str]:
+    return {name: what for name, what, _, _ in check_trainer_args("sft", args)}
+
+
+def test_the_fields_read_off_the_source_are_those_of_the_real_config() -> None:
+    trl = pytest.importorskip("trl")
+    real = {field.name for field in dataclasses.fields(trl.SFTConfig) if field.init}
+    assert set(config_fields("sft")) == real
+
+
+def test_the_types_read_off_the_source_are_those_of_the_real_config() -> None:
+    trl = pytest.importorskip("trl")
+    builtins = {int, float, str, bool, dict, list, type(None)}
+    real = typing.get_type_hints(trl.SFTConfig)
+    checked = 0
+    for name, field in config_fields("sft").items():
+        hint = real[name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = {typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if union else [hint])}
+        if field.types is not None:
+            assert field.types == {"None" if kind is type(None) else kind.__name__ for kind in kinds}, name
+            checked += 1
+        else:
+            assert not kinds <= builtins, name
+    assert checked > 80
+
+
+def test_what_is_free_and_right_passes_to_trl_as_it_is() -> None:
+    args = {
+        "neftune_noise_alpha": 5,
+        "adam_beta1": 0.8,
+        "torch_compile": True,
+        "loss_type": "dft",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "label_names": None,
+        "optim_target_modules": ["q_proj"],
+    }
+    assert load_recipe({**SOURCE, "method": {"trainer_args": args}}).method.trainer_args == args
+
+
+def test_a_whole_number_is_a_number_but_true_is_not() -> None:
+    assert faults(adam_beta1=1, dataloader_num_workers=2) == {}
+    assert faults(adam_beta1=True) == {"adam_beta1": "must be a number, got true"}
+    assert faults(dataloader_num_workers=False) == {"dataloader_num_workers": "must be a whole number, got false"}
+
+
+def test_what_takes_a_type_of_transformers_is_left_to_trl_to_judge() -> None:
+    field = config_fields("sft")["parallelism_config"]
+    assert field.types is None
+    assert trainer_args._value_fault(field, object()) is None
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_what_tunekit_sets_is_refused_with_what_to_use(name: str) -> None:
+    ((refused, what, hint, in_value),) = check_trainer_args("sft", {name: 1})
+    assert (refused, what, hint, in_value) == (name, "tunekit sets this itself", OWNED[name], False)
+
+
+@pytest.mark.parametrize("name", ["hub_model_id", "hub_token", "ddp_backend", "ddp_find_unused_parameters"])
+def test_families_of_arguments_are_refused_whole(name: str) -> None:
+    assert faults(**{name: None}) == {name: "tunekit sets this itself"}
+
+
+def test_every_owned_name_is_one_that_trl_knows_now_or_knew() -> None:
+    gone = {"warmup_ratio"}
+    assert set(OWNED) - set(config_fields("sft")) <= gone
+    for prefix in OWNED_PREFIXES:
+        assert any(name.startswith(prefix) for name in config_fields("sft"))
+
+
+def test_every_recipe_key_that_a_hint_names_exists() -> None:
+    hints = [*OWNED.values(), *OWNED_PREFIXES.values()]
+    for word in " ".join(hints).replace(":", " ").replace(",", " ").split():
+        section, dot, name = word.partition(".")
+        if dot and section in Recipe.model_fields:
+            field = Recipe.model_fields[section].annotation
+            assert isinstance(field, type)
+            assert issubclass(field, Section)
+            assert name in field.model_fields, word
+
+
+def test_a_suggestion_is_never_an_argument_that_would_be_refused() -> None:
+    for typo in ("learning_rte", "ouput_dir", "seeed", "per_device_train_batch"):
+        ((_, _, hint, _),) = check_trainer_args("sft", {typo: 1})
+        suggested = (hint or "").split("'")
+        assert len(suggested) < 3 or owner_hint(suggested[1]) is None
+
+
+def test_a_missing_trl_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trainer_args.CONFIGS, "sft", ("no_such_package", "sft_config.py", "SFTConfig"))
+    config_fields.cache_clear()
+    try:
+        with pytest.raises(RecipeError) as error:
+            load_recipe({**SOURCE, "method": {"trainer_args": {"adam_beta1": 0.9}}})
+    finally:
+        config_fields.cache_clear()
+    expected = "recipe: method.trainer_args: no_such_package is not installed; pip install no_such_package"
+    assert str(error.value) == expected
+
+
+def test_a_source_laid_out_otherwise_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DependencyError, match=r"defines no SFTConfig; install the version of TRL"):
+        trainer_args._class_fields(tmp_path / "sft_config.py", "SFTConfig")
+
+
+def test_fields_follow_the_rules_of_dataclasses(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from typing import Any, ClassVar, Optional\n"
+        "class Base:\n"
+        "    rate: float = 1.0\n"
+        "    shared: ClassVar[int] = 3\n"
+        "    made: int = field(init=False, default=0)\n"
+        "    plain = 5\n"
+        "    def method(self) -> None: ...\n"
+    )
+    (tmp_path / "config.py").write_text(
+        "from .base import Base\n"
+        "class Middle(Base):\n"
+        "    size: int | None = None\n"
+        "class Config(Middle):\n"
+        "    rate: int = 1\n"
+        "    mode: Optional[str] = field(default=None, metadata={'choices': ['a', 'b']})\n"
+        "    other: Any = None\n"
+    )
+    fields = trainer_args._class_fields(tmp_path / "config.py", "Config")
+    assert {name: field.types for name, field in fields.items()} == {
+        "rate": {"int"},
+        "size": {"int", "None"},
+        "mode": {"str", "None"},
+        "other": None,
+    }
+    assert fields["mode"].choices == ("a", "b")
