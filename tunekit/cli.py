@@ -33,7 +33,7 @@ RecipeArgument = Annotated[
 ]
 OverridesArgument = Annotated[
     list[str] | None,
-    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="[KEY=VALUE]..."),
+    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
 ]
 
 
@@ -108,7 +108,7 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 
 @app.command(rich_help_panel=RECIPES)
 def explain(
-    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="[KEY]")] = None,
+    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
 ) -> None:
     """Document a field or a section of recipes, or all of them."""
     from tunekit.recipe.explain import explain as describe
