@@ -1,5 +1,6 @@
 """What the source of the installed TRL says about its config, read without importing it."""
 
+import ast
 import dataclasses
 import types
 import typing
@@ -13,6 +14,7 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe, Section
 from tunekit.recipe.trainer_args import OWNED, OWNED_PREFIXES, check_trainer_args, config_fields, owner_hint
 
+METHODS = Path(__file__).parents[2] / "tunekit" / "methods"
 SOURCE = {"model": "pico", "data": {"train": "x.jsonl"}}
 
 
@@ -77,6 +79,16 @@ def test_what_tunekit_sets_is_refused_with_what_to_use(name: str) -> None:
 @pytest.mark.parametrize("name", ["hub_model_id", "hub_token", "ddp_backend", "ddp_find_unused_parameters"])
 def test_families_of_arguments_are_refused_whole(name: str) -> None:
     assert faults(**{name: None}) == {name: "tunekit sets this itself"}
+
+
+def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
+    """Else the argument would be given twice, and the run would end in a traceback."""
+    for method, (_, _, config) in trainer_args.CONFIGS.items():
+        tree = ast.parse((METHODS / f"{method}.py").read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == config]
+        given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
+        assert len(given) > 10
+        assert {name for name in given if owner_hint(name) is None} == set()
 
 
 def test_every_owned_name_is_one_that_trl_knows_now_or_knew() -> None:

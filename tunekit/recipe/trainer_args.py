@@ -31,13 +31,12 @@ _EVAL = "use train.eval_steps, and data.eval"
 _SAVE = "use train.save_steps"
 _LOG = "use train.logging_steps"
 _RUN = "the run folder records this: use the output section"
-_RESUME = "tunekit resumes runs itself: `tunekit resume RUN`"
+_RESUME = "every run begins afresh"
 _HUB = "tunekit does not upload while it trains"
 
 OWNED = {
     "accelerator_config": _DEVICES,
     "activation_checkpointing": "use train.gradient_checkpointing",
-    "activation_checkpointing_kwargs": "use train.gradient_checkpointing",
     "assistant_only_loss": "use data.loss_on",
     "auto_find_batch_size": _BATCHES,
     "bf16": _PRECISION,
@@ -46,6 +45,7 @@ OWNED = {
     "data_seed": "use train.seed",
     "dataset_kwargs": _ROWS,
     "dataset_text_field": _ROWS,
+    "dataloader_pin_memory": _DEVICES,
     "deepspeed": _DEVICES,
     "disable_tqdm": "tunekit shows its own progress",
     "do_eval": _EVAL,
@@ -61,7 +61,6 @@ OWNED = {
     "fsdp_config": _DEVICES,
     "gradient_accumulation_steps": _BATCHES,
     "gradient_checkpointing": "use train.gradient_checkpointing",
-    "gradient_checkpointing_kwargs": "use train.gradient_checkpointing",
     "learning_rate": "use train.learning_rate",
     "load_best_model_at_end": "the last state is what a run ends with",
     "local_rank": _DEVICES,
