@@ -41,20 +41,7 @@ train:
 """,
 }
 
-WORDS = [
-    "river",
-    "stone",
-    "lamp",
-    "garden",
-    "window",
-    "letter",
-    "market",
-    "silver",
-    "morning",
-    "winter",
-    "teacher",
-    "bottle",
-]
+WORDS = ["river", "stone", "lamp", "garden", "window", "letter", "market", "silver", "morning", "winter"]
 
 
 def write_chats(path):
