@@ -21,6 +21,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tunekit.probe import probe_hardware
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.json"
 BROKEN = """\
@@ -69,11 +71,12 @@ def circumstances() -> dict[str, object]:
     """Where and on what it was measured."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    hardware = probe_hardware()
     packages = ("tunekit", "torch", "transformers", "trl", "pydantic", "typer")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
-        "machine": {"system": platform.platform(), "arch": platform.machine(), "num_cores": os.cpu_count()},
+        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
     }
