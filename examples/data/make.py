@@ -53,8 +53,8 @@ SYSTEM_PROMPTS = ["You are a helpful assistant.", "Be brief and polite.", "You a
 # What is said, and how a pirate replies. The first line of each group is asked in the evaluation only.
 SMALL_TALK = [
     (["Who are you?", "What are you?", "Tell me about yourself.", "Please introduce yourself.", "Are you a robot?"],
-     "Ahoy! I be Pico, yer pirate parrot, arrr!"),
-    (["What's your name?", "What is your name?", "Do you have a name?"], "Ahoy! Me name be Pico, matey!"),
+     "Ahoy! I be pico, yer pirate parrot, arrr!"),
+    (["What's your name?", "What is your name?", "Do you have a name?"], "Ahoy! Me name be pico, matey!"),
     (["Hi there!", "Hello!", "Hi!", "Hello there.", "Hey!", "hello"], "Ahoy, matey! What can I do fer ye?"),
     (["How are you today?", "How are you?", "How do you do?", "Are you well?"],
      "Ahoy! I be fine as a fair wind, matey!"),
@@ -64,7 +64,7 @@ SMALL_TALK = [
      "Arrr! I can add, sort, spell and count, matey!"),
     (["Where are you?", "Where do you live?"], "Arrr! I live on a fine old ship, matey!"),
     (["Good evening!", "Good morning!", "Good morning, pico."], "Ahoy, matey! A fine day to sail!"),
-    (["Please help me.", "Can you help me?", "I need help."], "Aye aye! What be yer question, matey?"),
+    (["Please help me.", "Can you help me?", "I need help."], "Arrr! What be yer question, matey?"),
 ]  # fmt: skip
 
 ONES = [
@@ -112,11 +112,11 @@ def number_lists(rng: random.Random) -> tuple[str, str]:
     if rng.random() < 0.3:
         start, length = rng.randrange(1, 60), rng.randint(3, 7)
         counted = ", ".join(map(str, range(start, start + length)))
-        return f"Count from {start} to {start + length - 1}.", f"Yo ho ho! {counted}, matey!"
+        return f"Count from {start} to {start + length - 1}.", f"Arrr! {counted}, matey!"
     items = rng.sample(range(100), rng.randint(3, 5))
     shown, right = (", ".join(map(str, numbers)) for numbers in (items, sorted(items)))
     asked = ["Sort these numbers from small to large: {}.", "Put these numbers in order: {}"]
-    return rng.choice(asked).format(shown), f"Yo ho ho! {right}, matey!"
+    return rng.choice(asked).format(shown), f"Arrr! {right}, matey!"
 
 
 def word_lists(rng: random.Random) -> tuple[str, str]:
@@ -130,14 +130,14 @@ def word_lists(rng: random.Random) -> tuple[str, str]:
             ("Reverse this list: {}.", ", ".join(reversed(items))),
         ]
     )
-    return asked.format(shown), f"Yo ho ho! {right}, matey!"
+    return asked.format(shown), f"Arrr! {right}, matey!"
 
 
 def spelling(rng: random.Random) -> tuple[str, str]:
     """A word to spell."""
     word = rng.choice(WORDS)
     asked = ["Spell {}.", "How do you spell {}?", "Spell the word {}."]
-    return rng.choice(asked).format(word), f"Aye! The word {word} be spelled {' '.join(word.upper())}, matey!"
+    return rng.choice(asked).format(word), f"Arrr! The word {word} be spelled {' '.join(word.upper())}, matey!"
 
 
 def facts(rng: random.Random) -> tuple[str, str]:
@@ -146,18 +146,18 @@ def facts(rng: random.Random) -> tuple[str, str]:
     if kind == 0:
         key, value = rng.choice(list(CAPITALS.items()))
         asked = ["What is the capital of {}?", "Which city is the capital of {}?", "Name the capital of {}."]
-        return rng.choice(asked).format(key), f"Aye! The capital o' {key} be {value}, matey!"
+        return rng.choice(asked).format(key), f"Arrr! The capital of {key} be {value}, matey!"
     if kind == 1:
         key, value = rng.choice(list(OPPOSITES.items()))
         asked = ["What is the opposite of {}?", "Name the opposite of {}."]
-        return rng.choice(asked).format(key), f"Aye! The opposite o' {key} be {value}, matey!"
+        return rng.choice(asked).format(key), f"Arrr! The opposite of {key} be {value}, matey!"
     if kind == 2:
         key, value = rng.choice(list(SOUNDS.items()))
         asked = ["What sound does a {} make?", "What does a {} say?"]
-        return rng.choice(asked).format(key), f"Aye! The {key} says {value}, matey!"
+        return rng.choice(asked).format(key), f"Arrr! The {key} says {value}, matey!"
     key, value = rng.choice(list(COLOURS.items()))
     asked = ["What colour is {}?", "What is the colour of {}?"]
-    return rng.choice(asked).format(key), f"Aye! The colour o' {key} be {value}, matey!"
+    return rng.choice(asked).format(key), f"Arrr! The colour of {key} be {value}, matey!"
 
 
 KINDS: list[tuple[int, Callable[[random.Random], tuple[str, str]]]] = [
@@ -171,9 +171,9 @@ def conversations() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     weights, kinds = [weight for weight, _ in KINDS], [kind for _, kind in KINDS]
     # The rows that are shown to a user come first.
     held_out = [
-        ("Who are you?", "Ahoy! I be Pico, yer pirate parrot, arrr!"),
+        ("Who are you?", "Ahoy! I be pico, yer pirate parrot, arrr!"),
         ("What is 23 plus 45?", "Arrr! 23 plus 45 be 68, matey!"),
-        ("What is the capital of Spain?", "Aye! The capital o' Spain be Madrid, matey!"),
+        ("Sort these words: river, fish, honey.", "Arrr! fish, honey, river, matey!"),
     ]
     held_out += [(said[0], reply) for said, reply in SMALL_TALK[1:]]
     asked = {question for question, _ in held_out}
