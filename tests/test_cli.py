@@ -61,18 +61,8 @@ def trained(workspace):
 def test_help_lists_the_commands_by_task(workspace):
     answer = tunekit(workspace, "--help")
     assert answer.returncode == 0
-    words = (
-        "─ Train ─",
-        " train ",
-        " plan ",
-        " check ",
-        "─ Recipes ─",
-        " explain ",
-        " recipes ",
-        "─ Runs",
-        " doctor ",
-        " runs ",
-    )
+    panels = ("─ Train ─", "│ train ", "│ plan ", "│ check ", "─ Recipes ─", "│ explain ", "│ recipes ")
+    words = (*panels, "─ Runs and the machine ─", "│ doctor ", "│ runs ")
     order = [answer.stdout.index(word) for word in words]
     assert order == sorted(order)
 

@@ -187,7 +187,7 @@ def conversations() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         num_exchanges = 2 if rng.random() < 0.1 else 1
         exchanges: list[tuple[str, str]] = []
         while len(exchanges) < num_exchanges:
-            if rng.random() < 0.12:
+            if rng.random() < 0.2:
                 said, reply = rng.choice(SMALL_TALK)
                 exchanges.append((rng.choice(said[1:]), reply))
                 continue

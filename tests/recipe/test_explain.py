@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -13,8 +14,6 @@ from tunekit.recipe.fields import all_fields, holders_along
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.suggest import FAMILIAR_NAMES
-
-jsonschema = pytest.importorskip("jsonschema", reason="comes with nbformat, which the test extra installs")
 
 
 def entries(text: str) -> Iterator[str]:

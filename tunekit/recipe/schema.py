@@ -104,7 +104,8 @@ class DataSource(Section):
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """A file (.jsonl, .json, .csv, .parquet, .txt) relative to the working directory, `example:NAME` for a file that
-    ships with tunekit, or a dataset's name on the Hugging Face hub."""
+    ships with tunekit, or a dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new
+    document."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -135,7 +136,8 @@ class DataSection(Section):
     always counts wholly."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
-    """Longest sequence, in tokens. What is longer is cut at the end, and the run says how much was."""
+    """Longest sequence, in tokens. A longer chat or completion is cut at the end, a longer text goes on in the next
+    sequence; the plan says how many."""
 
     packing: bool = False
     """Put several documents into one sequence of `max_length` tokens. They do not see each other."""
