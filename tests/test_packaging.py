@@ -35,9 +35,9 @@ def files(wheel: Path) -> set[str]:
 
 
 def shipped(folder: str, inside: str) -> set[str]:
-    """The checkout's files under `folder`, by the names that they have in the wheel."""
+    """The checkout's data files under `folder`, by the names that they have in the wheel; scripts stay behind."""
     paths = (ROOT / folder).rglob("*")
-    kept = [path for path in paths if path.is_file() and path.suffix != ".pyc"]
+    kept = [path for path in paths if path.is_file() and path.suffix not in (".py", ".pyc")]
     return {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in kept}
 
 
