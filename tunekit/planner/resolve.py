@@ -12,6 +12,7 @@ from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     FullAdapter,
     LoraAdapter,
+    LrSchedulerType,
     QloraAdapter,
     Recipe,
 )
@@ -24,6 +25,22 @@ ENOUGH_TOKENS = 2048
 
 RUNS_PER_RECIPE = 4
 """Evaluations and checkpoints in a run whose recipe does not say how often."""
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """An argument that a learning-rate schedule cannot do without: its possible names, and a value to show."""
+
+    one_of: tuple[str, ...]
+    example: str
+
+
+LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
+    "cosine_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
+    "cosine_warmup_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
+    "warmup_stable_decay": _Needed(("num_decay_steps",), "2"),
+}
+"""Schedules of transformers that have no default for one of their arguments."""
 
 
 def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts) -> Plan:
@@ -45,6 +62,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     trainable = num_trainable_params(model, recipe.adapter)
     reasons.append(_adapter_reason(recipe, model, trainable))
     _check_optim(recipe, device)
+    _check_lr_scheduler(recipe)
     fit = _fit(recipe, device, model, dtype)
     reasons += fit.reasons(recipe.train.global_batch_size)
     learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
@@ -153,6 +171,17 @@ def _check_optim(recipe: Recipe, device: Device) -> None:
             f"train.optim: {optim} moves its states between an accelerator and main memory; "
             f"{device.name} has one memory",
             hint=f"use {twins.get(optim, optim.removeprefix('paged_'))}",
+        )
+
+
+def _check_lr_scheduler(recipe: Recipe) -> None:
+    name = recipe.train.lr_scheduler_type
+    needed = LR_SCHEDULER_KWARGS.get(name)
+    given = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
+    if needed and not set(needed.one_of) & set(given):
+        raise PlanError(
+            f"train.lr_scheduler_type: {name} needs {' or '.join(needed.one_of)}",
+            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{needed.one_of[0]}: {needed.example}}}`",
         )
 
 

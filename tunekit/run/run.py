@@ -62,10 +62,17 @@ class Run:
         (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
         (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
         num_steps = plan.schedule.num_steps if plan.schedule else None
-        _write_status(path, {"phase": "starting", "step": 0, "num_steps": num_steps, "started": time.time()})
-        run = cls(path)
-        run.update_status(pid=os.getpid(), process_started=psutil.Process().create_time(), exit_reason=None)
-        return run
+        status = {
+            "phase": "starting",
+            "step": 0,
+            "num_steps": num_steps,
+            "started": time.time(),
+            "pid": os.getpid(),
+            "process_started": psutil.Process().create_time(),
+            "exit_reason": None,
+        }
+        _write_status(path, status)
+        return cls(path)
 
     @property
     def name(self) -> str:

@@ -70,7 +70,7 @@ def _train(run: Run, log: EventLog) -> None:
     chat = recipe.data.format == "messages"
     _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
     _enter(run, log, "training")
-    trainer.train()
+    _fit(trainer, plan)
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     _enter(run, log, "saving")
@@ -82,6 +82,21 @@ def _train(run: Run, log: EventLog) -> None:
     write_card(run, result)
     run.update_status(phase="finished", exit_reason="trained to the end")
     log.write("phase", phase="finished")
+
+
+def _fit(trainer: "SFTTrainer", plan: Plan) -> None:
+    """Train; where memory runs out after all, say what was planned and what to change."""
+    import torch
+
+    try:
+        trainer.train()
+    except torch.OutOfMemoryError as error:
+        size, step = plan.micro_batch_size, trainer.state.global_step + 1
+        change = "train.gradient_checkpointing=true" if size == 1 else f"train.micro_batch_size={size // 2}"
+        raise RunError(
+            f"step {step}: {plan.device.name} is out of memory; planned was {plan.memory_line()}",
+            hint=f"set {change}; the global batch and the result stay the same",
+        ) from error
 
 
 def _enter(run: Run, log: EventLog, phase: str) -> None:
