@@ -11,6 +11,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+"""Accelerators that this machine offers to the tests."""
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """What `-n auto` means: the cores that this process may use, but at most 8, as each worker loads torch."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -18,10 +22,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs hardware or a network that is not there."""
+    """Skip what needs hardware or a network that is not there; hide accelerators from what is exact only on a CPU."""
     if item.get_closest_marker("network") and os.environ.get("TUNEKIT_TEST_NETWORK") != "1":
         pytest.skip("needs the hub: TUNEKIT_TEST_NETWORK=1 runs it")
     needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+    if not needed:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif VISIBLE is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
     if needed:
         import torch
 
