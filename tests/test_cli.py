@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import save_tiny_model
+from tests.tiny import save_chats, save_tiny_model
 from tunekit.run.run import Run, list_runs
 
 RECIPE = """\
@@ -34,11 +34,7 @@ train:
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
-    rows = [
-        {"messages": [{"role": "user", "content": f"double {n}"}, {"role": "assistant", "content": f"{2 * n}"}]}
-        for n in range(16)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(16)))
     (folder / "double.yaml").write_text(RECIPE, encoding="utf-8")
     return folder
 

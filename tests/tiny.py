@@ -1,5 +1,8 @@
-"""A tiny Llama with a byte-level tokenizer, made on the spot: real files for tests of what loads and trains models."""
+"""A tiny Llama with a byte-level tokenizer and rows to train it on, made on the spot: real files for real runs."""
 
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 TEMPLATE = (
@@ -53,3 +56,31 @@ def save_tiny_model(folder: Path, *, hidden=48, layers=2, seed=0) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_chats(path: Path, exchanges: Iterable[tuple[str, str]]) -> None:
+    """Write one conversation a line, each a question and its answer."""
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in exchanges
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def watching_models(watch: Callable) -> Iterator[None]:
+    """Call `watch(model, kwargs)` before every call of a Llama or of a PEFT model around it; nothing is replaced."""
+    from torch.nn import Module
+
+    original = Module.__call__
+
+    def watched(module, *args, **kwargs):
+        if type(module).__name__ in ("LlamaForCausalLM", "PeftModelForCausalLM"):
+            watch(module, kwargs)
+        return original(module, *args, **kwargs)
+
+    Module.__call__ = watched
+    try:
+        yield
+    finally:
+        Module.__call__ = original

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import tunekit
-from tests.tiny import TEMPLATE, save_tiny_model
+from tests.tiny import TEMPLATE, save_chats, save_tiny_model
 from tunekit.errors import PlanError
 from tunekit.recipe.schema import LrSchedulerType, Optim
 
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.slow
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model", hidden=64)
-    rows = [
-        {"messages": [{"role": "user", "content": f"double {n}"}, {"role": "assistant", "content": f"{2 * n} it is"}]}
-        for n in range(32)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is") for n in range(32)))
     return folder
 
 

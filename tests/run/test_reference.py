@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tunekit
-from tests.tiny import make_tokenizer, save_tiny_model
+from tests.tiny import make_tokenizer, save_tiny_model, watching_models
 
 STEPS = 10
 BATCH = 8
@@ -64,6 +64,8 @@ class Recorder:
         self.low_rank = {}
 
     def watch(self, module, kwargs):
+        if type(module).__name__ != "LlamaForCausalLM" or not module.training:
+            return
         if not self.low_rank:
             self.low_rank = {
                 name: parameter.detach().clone() for name, parameter in module.named_parameters() if "lora_" in name
@@ -92,20 +94,8 @@ def train_with_tunekit(model_folder, rows, folder, adapter, micro_batch_size):
         },
         "output": {"dir": str(folder / "run"), "sample_prompts": []},
     }
-    from torch.nn import Module
-
-    original = Module.__call__
-
-    def recording(module, *args, **kwargs):
-        if type(module).__name__ == "LlamaForCausalLM" and module.training:
-            recorder.watch(module, kwargs)
-        return original(module, *args, **kwargs)
-
-    Module.__call__ = recording
-    try:
+    with watching_models(recorder.watch):
         run = tunekit.train(recipe)
-    finally:
-        Module.__call__ = original
     return run.metrics()["loss"].tolist(), recorder
 
 

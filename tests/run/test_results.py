@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
-from torch.nn import Module
 
 import tunekit
-from tests.tiny import save_tiny_model
+from tests.tiny import save_chats, save_tiny_model, watching_models
 
 LOAD_ELSEWHERE = """
 import json, sys, torch
@@ -46,31 +45,16 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    for name, start, number in (("train", 0, 64), ("eval", 64, 8)):
-        rows = [
-            [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} it is, {n}."}]
-            for n in range(start, start + number)
-        ]
-        lines = "".join(json.dumps({"messages": turns}) + "\n" for turns in rows)
-        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    for name, numbers in (("train", range(64)), ("eval", range(64, 72))):
+        save_chats(folder / f"{name}.jsonl", ((f"say {n}", f"{n} it is, {n}.") for n in numbers))
     return folder
 
 
 def train_and_keep_model(recipe):
     """The run, and the model as it was at the end of it."""
     kept = {}
-    original = Module.__call__
-
-    def keeping(module, *args, **kwargs):
-        if type(module).__name__ in ("LlamaForCausalLM", "PeftModelForCausalLM"):
-            kept[type(module).__name__] = module
-        return original(module, *args, **kwargs)
-
-    Module.__call__ = keeping
-    try:
+    with watching_models(lambda module, _: kept.update({type(module).__name__: module})):
         run = tunekit.train(recipe)
-    finally:
-        Module.__call__ = original
     return run, kept.get("PeftModelForCausalLM", kept["LlamaForCausalLM"])
 
 

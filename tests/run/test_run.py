@@ -1,6 +1,5 @@
 """The run folder: what is in it, what it says while and after, and that no run collides with another."""
 
-import json
 import math
 import os
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 import tunekit
-from tests.tiny import save_tiny_model
+from tests.tiny import save_chats, save_tiny_model
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.run.events import EventLog, read_events
@@ -24,11 +23,7 @@ def workspace(tmp_path_factory):
     """A folder with a model and rows, as a user's would be."""
     folder = tmp_path_factory.mktemp("workspace")
     save_tiny_model(folder / "model")
-    rows = [
-        {"messages": [{"role": "user", "content": f"double {n}"}, {"role": "assistant", "content": f"{2 * n}"}]}
-        for n in range(24)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
     return folder
 
 
