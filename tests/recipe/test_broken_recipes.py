@@ -304,7 +304,7 @@ BROKEN = {
         (
             "recipe.yaml:1:28: model.dtype: must be one of auto, float32, bfloat16, float16, got 'bf16'; "
             "did you mean 'bfloat16'?\n"
-            "recipe.yaml:2:33: data.loss_on: must be one of assistant, all, got 'answers'"
+            "recipe.yaml:2:33: data.loss_on: must be one of assistant, last, all, got 'answers'"
         ),
     ),
     "an_unknown_optimizer": (

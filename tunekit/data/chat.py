@@ -4,15 +4,21 @@ A chat template turns a list of messages into one text. The loss belongs on what
 the token that ends its turn: a model that never saw the end of a turn does not stop talking.
 
 Two ways lead to those characters. A template can mark them itself (`{% generation %} ... {% endgeneration %}`).
-Otherwise they are found by rendering the conversation twice per assistant turn: once up to the point where the
-assistant is asked to speak, once with its turn; the difference is what it said. That is right only if the template
-writes what came before the same way whatever follows. Many do not: Qwen3 and DeepSeek strip earlier reasoning,
+Otherwise they are found by rendering twice per assistant turn: once up to the point where the assistant is asked to
+speak, once with its turn; the difference is what it said. Rendering all that came before each time would take time
+in the square of the turns, so a turn is rendered behind a lead of two messages instead, which gives its piece of the
+text. That is believed only where it is proved for the row at hand: the pieces, one behind the other, are the
+rendering of the whole conversation, character for character. Where they are not, everything before the turn is
+rendered after all, and the row is refused unless each of these beginnings is a beginning of the whole.
+
+Many templates write what came before differently once more follows: Qwen3 and DeepSeek strip earlier reasoning,
 Phi-3 closes the whole conversation. For the well-known ones TRL has a version with markers, which is used instead;
 with any other, a row whose turns cannot be told apart is refused: guessing would put the loss on the wrong words.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_LEAD: tuple[Row, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+"""What stands before a later turn where it is rendered alone: something said, so that it is not the first."""
+
+_FEW_TURNS = 2
+"""So many turns cost less with all that came before them than behind a lead."""
+
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 _REMEDY = "name a template with {% generation %} markers in model.chat_template, or set data.loss_on=all"
 
@@ -38,11 +52,15 @@ class Rendered:
 class ChatRenderer:
     """Renders conversations through the chat template of one tokenizer.
 
+    Args:
+        tokenizer: The tokenizer, with its chat template.
+        last_only: Only the last assistant turn of a conversation counts.
+
     Raises:
         DataError: The tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, last_only: bool = False) -> None:
         if tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, so messages cannot become text",
@@ -50,11 +68,12 @@ class ChatRenderer:
                 "or use rows of prompt and completion",
             )
         self._tokenizer = tokenizer
+        self._last_only = last_only
         self._template: str = tokenizer.get_chat_template()
         self._added_tokens: tuple[str, ...] = tuple(tokenizer.get_added_vocab())
         self._marked = _MARKER.search(self._template) is not None
 
-    def prepare(self, messages: Sequence[Row], place: str) -> list[str]:
+    def prepare(self, messages: Sequence[Row], place: str, *, tools: list[Row] | None = None) -> list[str]:
         """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
 
         Returns:
@@ -64,7 +83,6 @@ class ChatRenderer:
             DataError: The template refuses the row, or leaves the end of an assistant turn out of the loss.
         """
         notes = []
-        self.text(messages, place)
         if not self._marked and not self._can_be_told_apart():
             version = _training_version(self._tokenizer)
             if version is not None:
@@ -73,16 +91,25 @@ class ChatRenderer:
                     "the model's chat template does not mark the assistant's turns; TRL's version of it for training "
                     "does and is used here, and the model keeps its own"
                 )
-        unended = self._check_end_of_turn(messages, place)
+        self.text(messages, place, tools=tools)
+        unended = self._check_end_of_turn(messages, place, tools)
         return notes if unended is None else [*notes, unended]
 
-    def text(self, messages: Sequence[Row], place: str, *, add_generation_prompt: bool = False) -> str:
+    def text(
+        self,
+        messages: Sequence[Row],
+        place: str,
+        *,
+        tools: list[Row] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
         """The conversation as text, as `apply_chat_template` writes it."""
         from jinja2 import TemplateError
 
         try:
             rendered = self._tokenizer.apply_chat_template(
                 list(messages),
+                tools=cast(Any, tools),
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -91,34 +118,45 @@ class ChatRenderer:
             raise _refusal(error, place) from error
         return cast(str, rendered)
 
-    def render(self, messages: Sequence[Row], place: str, *, num_prompt: int = 0) -> Rendered:
+    def render(
+        self, messages: Sequence[Row], place: str, *, num_prompt: int = 0, tools: list[Row] | None = None
+    ) -> Rendered:
         """The conversation with the ranges of its assistant turns.
 
         Args:
             messages: The whole conversation.
             place: Where the row stands, for messages.
             num_prompt: So many messages at the start are given; only what follows them counts.
+            tools: The functions that the assistant may call, as JSON schemas.
 
         Raises:
             DataError: The template refuses the row, or its turns cannot be told apart in the text.
         """
+        if self._last_only:
+            num_prompt = max(num_prompt, _last_turn(messages))
         if self._marked:
-            return self._by_markers(messages, place, num_prompt)
-        return self._by_difference(messages, place, num_prompt)
+            return self._by_markers(messages, place, num_prompt, tools)
+        text = self.text(messages, place, tools=tools)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= num_prompt]
+        spans = None
+        if len(turns) > _FEW_TURNS:
+            spans = self._by_windows(messages, place, num_prompt, tools, text)
+        if spans is None:
+            spans = self._by_prefixes(messages, place, turns, tools, text)
+        return Rendered(text, tuple(spans))
 
     def _can_be_told_apart(self) -> bool:
         """Whether rendering twice finds the turns of a longer conversation, each with a token that ends it."""
-        turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+        messages = [*_LEAD, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
         try:
-            rendered = self._by_difference([{"role": r, "content": c} for r, c in turns], "a conversation", 0)
+            rendered = self.render(messages, "a conversation")
         except DataError:
             return False
         return all(rendered.text[:end].rstrip().endswith(self._added_tokens) for _, end in rendered.spans)
 
-    def _check_end_of_turn(self, messages: Sequence[Row], place: str) -> str | None:
+    def _check_end_of_turn(self, messages: Sequence[Row], place: str, tools: list[Row] | None) -> str | None:
         """Whether the token that ends an assistant turn is in the loss: an error, a note or nothing."""
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        rendered = self.render(messages[: last + 1], place)
+        rendered = self.render(messages[: _last_turn(messages) + 1], place, tools=tools)
         end = rendered.spans[-1][1] if rendered.spans else 0
         if not rendered.spans or rendered.text[:end].rstrip().endswith(self._added_tokens):
             return None
@@ -135,7 +173,25 @@ class ChatRenderer:
             "the model learns no sign of its own to stop"
         )
 
-    def _by_markers(self, messages: Sequence[Row], place: str, num_prompt: int) -> Rendered:
+    def _by_markers(self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None) -> Rendered:
+        text, spans = self._marked_spans(messages, place, tools)
+        given = 0
+        if num_prompt:
+            asked, earlier = self._marked_spans(messages[:num_prompt], place, tools, add_generation_prompt=True)
+            given = common_prefix_length(asked, text)
+            if earlier and given < earlier[-1][1]:
+                raise _rewritten(place, num_prompt)
+        inside = ((max(start, given), end) for start, end in spans)
+        return Rendered(text, tuple((start, end) for start, end in inside if start < end))
+
+    def _marked_spans(
+        self,
+        messages: Sequence[Row],
+        place: str,
+        tools: list[Row] | None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
         # apply_chat_template gives the marked tokens, not the marked characters, and goes wrong where a range begins
         # or ends on white space that belongs to no token; its renderer gives the characters.
         from jinja2 import TemplateError
@@ -144,46 +200,133 @@ class ChatRenderer:
         try:
             texts, ranges = render_jinja_template(
                 conversations=[list(messages)],
+                tools=cast(Any, tools),
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._tokenizer.special_tokens_map,
             )
         except (TemplateError, TypeError) as error:
             raise _refusal(error, place) from error
-        text: str = texts[0]
-        given = 0
-        if num_prompt:
-            asked = self.text(messages[:num_prompt], place, add_generation_prompt=True)
-            given = common_prefix_length(asked, text)
-        spans = ((max(start, given), end) for start, end in ranges[0])
-        return Rendered(text, tuple((start, end) for start, end in spans if start < end))
+        return texts[0], ranges[0]
 
-    def _by_difference(self, messages: Sequence[Row], place: str, num_prompt: int) -> Rendered:
-        text = self.text(messages, place)
+    def _by_windows(
+        self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, text: str
+    ) -> list[tuple[int, int]] | None:
+        """The ranges from short renderings; None where their pieces are not proved to make up the text."""
         spans = []
-        for i, message in enumerate(messages):
-            if i < num_prompt or message["role"] != "assistant":
-                continue
+        length = 0
+        begin = 0
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in turns:
+            pieces = self._pieces(messages, place, begin, i, tools if begin == 0 else None)
+            if pieces is None or not text.startswith("".join(pieces), length):
+                return None
+            asked, answer = pieces
+            length += len(asked)
+            if i >= num_prompt:
+                spans.append((length, length + len(self._said(answer))))
+            length += len(answer)
+            begin = i + 1
+        rest = self._rest(messages, place, begin)
+        return spans if rest is not None and text[length:] == rest else None
+
+    def _pieces(
+        self, messages: Sequence[Row], place: str, begin: int, turn: int, tools: list[Row] | None
+    ) -> tuple[str, str] | None:
+        """What `messages[begin:turn + 1]` add to a conversation: up to where the assistant speaks, and what it says."""
+        lead = _lead(messages, begin)
+        window = [*lead, *messages[begin : turn + 1]]
+        if len(window) == 1:
+            return None
+        try:
+            before = self.text(lead, place) if lead else ""
+            asked = self.text(window[:-1], place, tools=tools, add_generation_prompt=True)
+            answered = self.text(window, place, tools=tools)
+        except DataError:
+            return None  # the template takes the conversation, not this part of it
+        if not answered.startswith(asked) or not asked.startswith(before):
+            return None
+        return asked[len(before) :], answered[len(asked) :]
+
+    def _rest(self, messages: Sequence[Row], place: str, begin: int) -> str | None:
+        """What the messages behind the last assistant turn add to a conversation."""
+        if begin == len(messages):
+            return ""
+        lead = _lead(messages, begin)
+        try:
+            before, whole = self.text(lead, place), self.text([*lead, *messages[begin:]], place)
+        except DataError:
+            return None
+        return whole[len(before) :] if whole.startswith(before) else None
+
+    def _by_prefixes(
+        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
+    ) -> list[tuple[int, int]]:
+        """The ranges from the renderings of all that came before each of the turns."""
+        spans = []
+        for i in turns:
             if i == 0:
                 raise DataError(
                     f"{place}: the row begins with an assistant turn, whose start the chat template does not show",
                     hint=_REMEDY,
                 )
-            asked = self.text(messages[:i], place, add_generation_prompt=True)
-            answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place)
+            asked = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
+            answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place, tools=tools)
             if not answered.startswith(asked) or not text.startswith(answered):
-                raise DataError(
-                    f"{place}: the chat template writes earlier turns differently once messages[{i}] or a later "
-                    "message follows, so the assistant's words cannot be told from the rest",
-                    hint=_REMEDY,
-                )
+                raise _rewritten(place, i)
             spans.append((len(asked), len(asked) + len(self._said(answered[len(asked) :]))))
-        return Rendered(text, tuple(spans))
+        return spans
 
     def _said(self, turn: str) -> str:
         # What a template writes behind the end-of-turn token, mostly a line break, is never generated.
         bare = turn.rstrip()
         return bare if bare.endswith(self._added_tokens) else turn
+
+
+def left_out(messages: Sequence[Row], tools: list[Row] | None, text: str) -> set[str]:
+    """What of a conversation the chat template did not write, by kind: `system messages`, `reasoning`, `tools`.
+
+    A word that the template writes elsewhere hides a lost one, so this can miss a loss and never invents one of what
+    is written as it stands or as JSON.
+    """
+    parts = [part for message in messages for part in _parts(message)]
+    parts += [("tools", name) for name in _function_names(tools)]
+    return {kind for kind, said in parts if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text}
+
+
+def _parts(message: Row) -> Iterator[tuple[str, str]]:
+    role = message["role"]
+    reasoning, _, said = (
+        message["content"].rpartition("</think>") if role == "assistant" else ("", "", message["content"])
+    )
+    yield f"{role} messages", said.strip()
+    yield "reasoning", reasoning.strip().removeprefix("<think>").strip()
+    for key in _REASONING_KEYS:
+        if isinstance(message.get(key), str):
+            yield "reasoning", message[key].strip()
+    for name in _function_names(message.get("tool_calls")):
+        yield "tool calls", name
+
+
+def _function_names(functions: object) -> Iterator[str]:
+    # What only a chat template reads has no checked shape.
+    for entry in functions if isinstance(functions, list) else ():
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            yield function["name"]
+
+
+def _last_turn(messages: Sequence[Row]) -> int:
+    return max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+
+
+def _lead(messages: Sequence[Row], begin: int) -> list[Row]:
+    """What is put before `messages[begin]`, which follows an assistant turn, to render it alone."""
+    if begin == 0:
+        return []
+    # A tool answers the call before it, and the template may look back at that.
+    return list(_LEAD) if messages[begin]["role"] == "user" else [_LEAD[0], messages[begin - 1]]
 
 
 def in_loss(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
@@ -221,6 +364,14 @@ def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
         return cast(str | None, get_training_chat_template(tokenizer))
     except ValueError:
         return None
+
+
+def _rewritten(place: str, index: int) -> DataError:
+    return DataError(
+        f"{place}: the chat template writes earlier turns differently once messages[{index}] or a later "
+        "message follows, so the assistant's words cannot be told from the rest",
+        hint=_REMEDY,
+    )
 
 
 def _refusal(error: Exception, place: str) -> DataError:

@@ -19,11 +19,12 @@ a sequence to predict it from, so it never counts, and packed behind another seq
 which no token counts teaches nothing; it is dropped, and counted.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunekit.data.chat import ChatRenderer, common_prefix_length, in_loss, offsets_of
+from tunekit.data.chat import ChatRenderer, common_prefix_length, in_loss, left_out, offsets_of
 from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
@@ -35,7 +36,13 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a token that does not count in the loss (PyTorch's `ignore_index`)."""
 
+LossOn = Literal["assistant", "last", "all"]
+"""Which tokens of a conversation count in the loss."""
+
 _BATCH_ROWS = 500
+
+_ROWS_LOOKED_AT = 100
+"""So many conversations are searched for what the chat template left out."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     max_length: int,
-    loss_on: Literal["assistant", "all"],
+    loss_on: LossOn,
 ) -> Tokenised:
     """Turn rows into token ids and labels.
 
@@ -99,7 +106,7 @@ def tokenize(
         rows: Valid rows of one source.
         tokenizer: Tokenizer of the model, with its chat template for rows of messages.
         max_length: Longest sequence, in tokens.
-        loss_on: Whether only the assistant's turns and completions count, or every token.
+        loss_on: Whether the assistant's turns and completions count, only its last turn, or every token.
 
     Raises:
         DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
@@ -119,13 +126,16 @@ def tokenize(
 class _Encoder:
     """Encodes rows of one format with one tokenizer."""
 
-    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", loss_on: Literal["assistant", "all"]) -> None:
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase", loss_on: LossOn) -> None:
         self._rows = rows
         self._tokenizer = tokenizer
         self._all = loss_on == "all"
+        self._last_only = loss_on == "last"
         self._chat: ChatRenderer | None = None
         self._notes: list[str] = []
         self._num_straddling = 0
+        self._num_looked_at = 0
+        self._num_left_out: Counter[str] = Counter()
         self._ends_by_itself = False
         first = rows.rows[0]
         if rows.format == "messages" or isinstance(first.get("prompt"), list):
@@ -145,16 +155,22 @@ class _Encoder:
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know, after all rows were encoded."""
-        if not self._num_straddling:
-            return tuple(self._notes)
-        straddling = (
-            f"{self._rows.source}: in {counted(self._num_straddling, 'row')} the end of the prompt and the start of "
-            "the completion fall into one token, which counts in the loss; end prompts on a line break or a full stop"
+        notes = list(self._notes)
+        if self._num_straddling:
+            notes.append(
+                f"{self._rows.source}: in {counted(self._num_straddling, 'row')} the end of the prompt and the start "
+                "of the completion fall into one token, which counts in the loss; end prompts on a line break or a "
+                "full stop"
+            )
+        notes += (
+            f"{self._rows.source}: the chat template leaves out {kind}, in {number:,} of the "
+            f"{counted(self._num_looked_at, 'row')} looked at: the model never sees them"
+            for kind, number in sorted(self._num_left_out.items())
         )
-        return (*self._notes, straddling)
+        return tuple(notes)
 
     def _prepare_chat(self, first: Row) -> None:
-        self._chat = ChatRenderer(self._tokenizer)
+        self._chat = ChatRenderer(self._tokenizer, last_only=self._last_only)
         if self._all:
             return
         if not self._tokenizer.is_fast:
@@ -163,7 +179,7 @@ class _Encoder:
                 "be found among the tokens",
                 hint="use a model with a tokenizer.json, or set data.loss_on=all",
             )
-        self._notes += self._chat.prepare(_conversation(first), self._rows.place(0))
+        self._notes += self._chat.prepare(_conversation(first), self._rows.place(0), tools=first.get("tools"))
 
     def _prepare_plain(self) -> None:
         if self._tokenizer.eos_token_id is None:
@@ -181,14 +197,19 @@ class _Encoder:
 
     def _encode_chats(self, chat: ChatRenderer, rows: list[Row], places: list[str]) -> Iterator[_Encoded]:
         if self._all:
-            texts = [chat.text(_conversation(row), place) for row, place in zip(rows, places, strict=True)]
+            texts = [
+                chat.text(_conversation(row), place, tools=row.get("tools"))
+                for row, place in zip(rows, places, strict=True)
+            ]
+            self._look_for_losses(rows, texts)
             for ids in self._ids(texts, add_special_tokens=False):
                 yield _Encoded(ids, [True] * len(ids))
             return
         rendered = [
-            chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())))
+            chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())), tools=row.get("tools"))
             for row, place in zip(rows, places, strict=True)
         ]
+        self._look_for_losses(rows, [r.text for r in rendered])
         encoding = self._tokenizer(
             [r.text for r in rendered],
             add_special_tokens=False,
@@ -198,6 +219,12 @@ class _Encoder:
         )
         for ids, offsets, r in zip(encoding["input_ids"], offsets_of(encoding), rendered, strict=True):
             yield _Encoded(ids, in_loss(offsets, r.spans))
+
+    def _look_for_losses(self, rows: list[Row], texts: list[str]) -> None:
+        num_left = _ROWS_LOOKED_AT - self._num_looked_at
+        for row, text in zip(rows[:num_left], texts[:num_left], strict=True):
+            self._num_looked_at += 1
+            self._num_left_out.update(left_out(_conversation(row), row.get("tools"), text))
 
     def _encode_completions(self, rows: list[Row]) -> Iterator[_Encoded]:
         prompts = self._ids([row["prompt"] for row in rows], add_special_tokens=True)

@@ -131,9 +131,9 @@ class DataSection(Section):
     """Shape of the rows: `messages` (a list of {role, content}), `prompt_completion` (columns prompt and
     completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
 
-    loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens that count in the loss. `assistant`: assistant turns, or completions; `all`: every token. Plain text
-    always counts wholly."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
+    turn, or completions; `all`: every token. Plain text always counts wholly."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest sequence, in tokens. A longer chat or completion is cut at the end, a longer text goes on in the next
