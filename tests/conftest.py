@@ -1,7 +1,10 @@
 """What all tests share: the number of processes and threads, and what is skipped on this machine."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -10,6 +13,12 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
+# What is prepared in tests is kept apart from what the user prepared, and shared by the processes that tests start.
+if "TUNEKIT_TEST_CACHE" not in os.environ:
+    os.environ["TUNEKIT_TEST_CACHE"] = tempfile.mkdtemp(prefix="tunekit-cache-")
+    atexit.register(shutil.rmtree, os.environ["TUNEKIT_TEST_CACHE"], ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = os.environ["TUNEKIT_TEST_CACHE"]
 
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 """Accelerators that this machine offers to the tests."""

@@ -1,18 +1,19 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunekit.data.cache import Entry, cached, key_of
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.pack import pack
-from tunekit.data.tokenize import tokenize
+from tunekit.data.tokenize import Tokenised, tokenize
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
 from tunekit.recipe.schema import DataSection, DataSource, Recipe
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -22,42 +23,33 @@ NUM_SAMPLE_PROMPTS = 3
 class Prepared:
     """Tokenised rows and what was counted in them."""
 
-    train: "Dataset"
-    eval: "Dataset | None"
+    train: Entry
+    eval: Entry | None
     facts: DataFacts
     notes: tuple[str, ...]
     """What was found and decided on the way, a sentence each."""
 
     def save(self, folder: Path) -> None:
-        """Write the tokens where the processes of the run read them."""
-        self.train.save_to_disk(str(folder / "train"))
+        """Put the tokens where the processes of the run read them."""
+        self.train.link_into(folder / "train")
         if self.eval is not None:
-            self.eval.save_to_disk(str(folder / "eval"))
+            self.eval.link_into(folder / "eval")
 
 
 def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
-    """Tokenise, mask and pack the rows.
+    """Tokenise, mask and pack the rows, or find them in the cache.
 
     Raises:
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    section: DataSection = recipe.data
-    train = tokenize(data.train, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
+    train = _prepare_rows(data.train, recipe.data, tokenizer)
+    held_out = None if data.eval is None else _prepare_rows(data.eval, recipe.data, tokenizer)
     report = train.report
-    notes = [*data.notes, *report.notes]
-    held_out = None
-    if data.eval is not None:
-        tokenised = tokenize(data.eval, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
-        held_out = tokenised.dataset
-        notes += tokenised.report.notes
-    packed = train.dataset
-    if section.packing:
-        packed = pack(packed, section.max_length)
-        held_out = None if held_out is None else pack(held_out, section.max_length)
+    notes = [*data.notes, *report.notes, *(held_out.report.notes if held_out else ())]
     facts = DataFacts(
-        num_train=len(packed),
-        num_eval=None if held_out is None else len(held_out),
+        num_train=train.num_sequences,
+        num_eval=None if held_out is None else held_out.num_sequences,
         tokenized=True,
         num_train_tokens=report.num_tokens,
         num_trainable_tokens=report.num_trainable_tokens,
@@ -66,7 +58,18 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         num_split=report.num_split,
         num_dropped=report.num_dropped,
     )
-    return Prepared(packed, held_out, facts, tuple(dict.fromkeys(notes)))
+    return Prepared(train, held_out, facts, tuple(dict.fromkeys(notes)))
+
+
+def _prepare_rows(rows: Rows, section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> Entry:
+    """The sequences of one source."""
+
+    def make() -> Tokenised:
+        made = tokenize(rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
+        return replace(made, dataset=pack(made.dataset, section.max_length)) if section.packing else made
+
+    key = key_of(rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on, packing=section.packing)
+    return cached(key, rows.source, make)
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
