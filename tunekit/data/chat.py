@@ -145,6 +145,28 @@ class ChatRenderer:
             spans = self._by_prefixes(messages, place, turns, tools, text)
         return Rendered(text, tuple(spans))
 
+    def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
+        """What of a conversation is not in its text, by kind: `system messages`, `reasoning`, `tools`.
+
+        A word that the template writes elsewhere hides a lost one, so this can miss a loss, but invents none of what
+        is written as it stands or as JSON.
+        """
+        kinds = {
+            kind
+            for message in messages
+            for kind, said in _parts(message)
+            if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
+        }
+        if tools and self._is_text_without_tools(messages, place, text):
+            kinds.add("tools")
+        return kinds
+
+    def _is_text_without_tools(self, messages: Sequence[Row], place: str, text: str) -> bool:
+        try:
+            return self.text(messages, place) == text
+        except DataError:
+            return False
+
     def _can_be_told_apart(self) -> bool:
         """Whether rendering twice finds the turns of a longer conversation, each with a token that ends it."""
         messages = [*_LEAD, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
@@ -282,17 +304,6 @@ class ChatRenderer:
         # What a template writes behind the end-of-turn token, mostly a line break, is never generated.
         bare = turn.rstrip()
         return bare if bare.endswith(self._added_tokens) else turn
-
-
-def left_out(messages: Sequence[Row], tools: list[Row] | None, text: str) -> set[str]:
-    """What of a conversation the chat template did not write, by kind: `system messages`, `reasoning`, `tools`.
-
-    A word that the template writes elsewhere hides a lost one, so this can miss a loss and never invents one of what
-    is written as it stands or as JSON.
-    """
-    parts = [part for message in messages for part in _parts(message)]
-    parts += [("tools", name) for name in _function_names(tools)]
-    return {kind for kind, said in parts if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text}
 
 
 def _parts(message: Row) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunekit.data.chat import ChatRenderer, common_prefix_length, in_loss, left_out, offsets_of
+from tunekit.data.chat import ChatRenderer, common_prefix_length, in_loss, offsets_of
 from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
@@ -163,8 +163,8 @@ class _Encoder:
                 "full stop"
             )
         notes += (
-            f"{self._rows.source}: the chat template leaves out {kind}, in {number:,} of the "
-            f"{counted(self._num_looked_at, 'row')} looked at: the model never sees them"
+            f"{self._rows.source}: in {number:,} of {counted(self._num_looked_at, 'row')} looked at, the chat "
+            f"template leaves out {kind}, which the model never reads"
             for kind, number in sorted(self._num_left_out.items())
         )
         return tuple(notes)
@@ -201,7 +201,7 @@ class _Encoder:
                 chat.text(_conversation(row), place, tools=row.get("tools"))
                 for row, place in zip(rows, places, strict=True)
             ]
-            self._look_for_losses(rows, texts)
+            self._look_for_losses(chat, rows, places, texts)
             for ids in self._ids(texts, add_special_tokens=False):
                 yield _Encoded(ids, [True] * len(ids))
             return
@@ -209,7 +209,7 @@ class _Encoder:
             chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())), tools=row.get("tools"))
             for row, place in zip(rows, places, strict=True)
         ]
-        self._look_for_losses(rows, [r.text for r in rendered])
+        self._look_for_losses(chat, rows, places, [r.text for r in rendered])
         encoding = self._tokenizer(
             [r.text for r in rendered],
             add_special_tokens=False,
@@ -220,11 +220,11 @@ class _Encoder:
         for ids, offsets, r in zip(encoding["input_ids"], offsets_of(encoding), rendered, strict=True):
             yield _Encoded(ids, in_loss(offsets, r.spans))
 
-    def _look_for_losses(self, rows: list[Row], texts: list[str]) -> None:
+    def _look_for_losses(self, chat: ChatRenderer, rows: list[Row], places: list[str], texts: list[str]) -> None:
         num_left = _ROWS_LOOKED_AT - self._num_looked_at
-        for row, text in zip(rows[:num_left], texts[:num_left], strict=True):
+        for row, place, text in zip(rows[:num_left], places, texts, strict=False):
             self._num_looked_at += 1
-            self._num_left_out.update(left_out(_conversation(row), row.get("tools"), text))
+            self._num_left_out.update(chat.left_out(_conversation(row), place, row.get("tools"), text))
 
     def _encode_completions(self, rows: list[Row]) -> Iterator[_Encoded]:
         prompts = self._ids([row["prompt"] for row in rows], add_special_tokens=True)
