@@ -19,6 +19,7 @@ with any other, a row whose turns cannot be told apart is refused: guessing woul
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,6 +73,7 @@ class ChatRenderer:
         self._template: str = tokenizer.get_chat_template()
         self._added_tokens: tuple[str, ...] = tuple(tokenizer.get_added_vocab())
         self._marked = _MARKER.search(self._template) is not None
+        self._lead_text: str | None = None
 
     def prepare(self, messages: Sequence[Row], place: str, *, tools: list[Row] | None = None) -> list[str]:
         """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
@@ -140,7 +142,8 @@ class ChatRenderer:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= num_prompt]
         spans = None
         if len(turns) > _FEW_TURNS:
-            spans = self._by_windows(messages, place, num_prompt, tools, text)
+            with suppress(DataError):  # a template can take a conversation, but not every part of it
+                spans = self._by_windows(messages, place, num_prompt, tools, text)
         if spans is None:
             spans = self._by_prefixes(messages, place, turns, tools, text)
         return Rendered(text, tuple(spans))
@@ -261,12 +264,9 @@ class ChatRenderer:
         window = [*lead, *messages[begin : turn + 1]]
         if len(window) == 1:
             return None
-        try:
-            before = self.text(lead, place) if lead else ""
-            asked = self.text(window[:-1], place, tools=tools, add_generation_prompt=True)
-            answered = self.text(window, place, tools=tools)
-        except DataError:
-            return None  # the template takes the conversation, not this part of it
+        before = self._before(lead, place)
+        asked = self.text(window[:-1], place, tools=tools, add_generation_prompt=True)
+        answered = self.text(window, place, tools=tools)
         if not answered.startswith(asked) or not asked.startswith(before):
             return None
         return asked[len(before) :], answered[len(asked) :]
@@ -276,11 +276,17 @@ class ChatRenderer:
         if begin == len(messages):
             return ""
         lead = _lead(messages, begin)
-        try:
-            before, whole = self.text(lead, place), self.text([*lead, *messages[begin:]], place)
-        except DataError:
-            return None
+        before, whole = self._before(lead, place), self.text([*lead, *messages[begin:]], place)
         return whole[len(before) :] if whole.startswith(before) else None
+
+    def _before(self, lead: list[Row], place: str) -> str:
+        if not lead:
+            return ""
+        if lead != list(_LEAD):
+            return self.text(lead, place)
+        if self._lead_text is None:
+            self._lead_text = self.text(lead, place)
+        return self._lead_text
 
     def _by_prefixes(
         self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
