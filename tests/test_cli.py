@@ -57,7 +57,7 @@ def trained(workspace):
 def test_help_lists_the_commands_by_task(workspace):
     answer = tunekit(workspace, "--help")
     assert answer.returncode == 0
-    panels = ("─ Train ─", "│ train ", "│ plan ", "│ check ", "─ Recipes ─", "│ explain ", "│ recipes ")
+    panels = ("─ Train ─", "│ train ", "│ plan ", "│ check ", "│ data ", "─ Recipes ─", "│ explain ", "│ recipes ")
     words = (*panels, "─ Runs and the machine ─", "│ doctor ", "│ runs ")
     order = [answer.stdout.index(word) for word in words]
     assert order == sorted(order)
@@ -109,6 +109,31 @@ def test_check_says_ok_and_what_it_found(workspace):
     assert not (workspace / "nothing").exists()
 
 
+def test_data_shows_counts_lengths_and_samples_in_which_trained_text_is_marked(workspace):
+    answer = tunekit(workspace, "data", "double.yaml", "--rows", "1")
+    assert answer.returncode == 0, answer.stderr
+    assert "warning: 16 rows of eval also in train (rows.jsonl:1 = rows.jsonl:1, ...)" in answer.stdout
+    assert re.search(r"^rows +16 in, 16 out *$", answer.stdout, re.MULTILINE)
+    assert re.search(r"^max_length +╌+ +64", answer.stdout, re.MULTILINE)
+    sample = "<|im_start|>user↵\ndouble 0<|im_end|>↵\n<|im_start|>assistant↵\n⟦0<|im_end|>⟧↵\n"
+    assert answer.stdout.count(sample) == 2
+    assert "double 1<" not in answer.stdout
+
+
+def test_data_in_a_terminal_colours_what_is_trained(workspace):
+    output = in_terminal(workspace, "data", "double.yaml", "--rows", "1")
+    assert re.search(r"\x1b\[32m0\x1b\[0m\x1b\[1;32m<\|im_end\|>", output)
+    assert "⟦" not in output
+
+
+def test_data_as_json_and_as_a_page(workspace):
+    answer = tunekit(workspace, "data", "double.yaml", "--json", "--html", "data.html")
+    found = json.loads(answer.stdout)
+    assert [split["num_rows"] for split in found["splits"]] == [16, 16]
+    assert found["leaked"]["num_rows"] == 16
+    assert "double 0" in re.sub("<[^>]*>", "", (workspace / "data.html").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,6 +147,8 @@ def test_check_says_ok_and_what_it_found(workspace):
             ["check", "double.yaml", "train.learning_rate=-1"],
             "command line: train.learning_rate: must be greater than 0",
         ),
+        (["data", "double.yaml", "data.train=row.jsonl"], "data.train.path: no file 'row.jsonl'"),
+        (["data", "double.yaml", "--html", "nowhere/data.html"], "cannot write 'nowhere/data.html'"),
         (["runs", "show", "nothing"], "no run 'nothing' in runs"),
         (["explain", "adapter.rnak"], "did you mean"),
         (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),

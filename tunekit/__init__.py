@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import plan, train
+    from tunekit.api import data_report, plan, train
+    from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
     from tunekit.planner.plan import Plan
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DataReport",
     "Plan",
     "Progress",
     "Recipe",
     "Run",
     "TunekitError",
+    "data_report",
     "find_run",
     "list_runs",
     "load_recipe",
@@ -37,11 +40,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DataReport": "tunekit.data.report",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "TunekitError": "tunekit.errors",
+    "data_report": "tunekit.api",
     "find_run": "tunekit.run.run",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",

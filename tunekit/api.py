@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.load import LoadedData, load_data
+from tunekit.data.report import DataReport, report_data
+from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
@@ -72,6 +74,32 @@ def train(
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
     work(run, on_event)
     return run
+
+
+def data_report(source: Source, overrides: Sequence[str] = (), *, num_samples: int = 3) -> DataReport:
+    """What a recipe trains and evaluates on, as its model will see it. Loads the tokenizer and no weights.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.max_length=512`.
+        num_samples: Sequences of each split to take as samples.
+
+    Raises:
+        TunekitError: The recipe, the tokenizer or the data has a fault.
+    """
+    recipe = load_recipe(source, overrides)
+    section = recipe.data
+    data = load_data(section)
+    with library_words_to(StringIO()):
+        return report_data(
+            data,
+            load_tokenizer(recipe.model),
+            max_length=section.max_length,
+            loss_on=section.loss_on,
+            packing=section.packing,
+            batch_size=recipe.train.micro_batch_size or recipe.train.global_batch_size,
+            num_samples=num_samples,
+        )
 
 
 def _plan(recipe: Recipe) -> tuple[Plan, LoadedData]:

@@ -106,6 +106,35 @@ def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     print(f"{recipe}: ok")
 
 
+@app.command(rich_help_panel=TRAIN)
+def data(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option("--rows", help="Sample rows to show of each split.", min=0)] = 3,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Look at the data as the model will see it, before any training."""
+    from tunekit import api
+    from tunekit.display import make_console
+    from tunekit.display_data import data_report_parts
+
+    source, notes = _load(recipe, overrides)
+    report = api.data_report(source, num_samples=rows)
+    if html is not None:
+        _write(html, report.to_html())
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    if html is not None:
+        print(html)
+        return
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(*data_report_parts(report, console), sep="\n")
+
+
 @app.command(rich_help_panel=RECIPES)
 def explain(
     key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
@@ -197,3 +226,12 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TunekitError(
+            f"cannot write '{path}': {error.strerror}", hint="name a file in a folder that exists"
+        ) from error

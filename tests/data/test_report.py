@@ -1,0 +1,199 @@
+"""The data report, against numbers worked out by hand.
+
+With the byte-level tokenizer a chat of a question q and an answer a has 21 + len(q) + len(a) tokens, of which
+len(a) + 1 count: the answer and the end of its turn.
+"""
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.tiny import make_tokenizer, save_chats
+from tunekit.data.load import load_data
+from tunekit.data.report import Bin, Quantiles, Repeats, histogram, padded_share, quantile, report_data, visible
+from tunekit.recipe.schema import DataSection
+
+CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
+"""24, 24, 27 and 40 tokens."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(folder, train, held_out=None, *, max_length=64, packing=False, num_samples=3):
+    save_chats(folder / "train.jsonl", train)
+    section = {"train": "train.jsonl"}
+    if held_out is not None:
+        save_chats(folder / "eval.jsonl", held_out)
+        section["eval"] = "eval.jsonl"
+    return report_data(
+        load_data(DataSection.model_validate(section)),
+        make_tokenizer(),
+        max_length=max_length,
+        loss_on="assistant",
+        packing=packing,
+        batch_size=2,
+        num_samples=num_samples,
+    )
+
+
+def text(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def test_rows_tokens_and_lengths_are_counted(folder):
+    (train,) = report(folder, CHATS).splits
+    assert (train.num_rows, train.num_sequences, train.num_dropped, train.num_truncated) == (4, 4, 0, 0)
+    assert (train.num_tokens, train.num_trained) == (24 + 24 + 27 + 40, 2 + 2 + 4 + 10)
+    assert train.trained_share == pytest.approx(18 / 115)
+    assert train.lengths == Quantiles(min=24, median=24, p95=40, max=40)
+    assert train.histogram == (Bin(21, 25, 2), Bin(26, 30, 1), Bin(31, 35, 0), Bin(36, 40, 1))
+
+
+def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_shown(folder):
+    found = report(folder, CHATS, max_length=24)
+    (train,) = found.splits
+    # 27 tokens lose one letter of the answer and its end; of 40 tokens the first 24 are all prompt.
+    assert (train.num_rows, train.num_truncated, train.num_dropped, train.num_sequences) == (4, 2, 1, 3)
+    assert (train.num_tokens, train.num_trained) == (72, 2 + 2 + 2)
+    assert train.lengths.max == 40
+    assert Bin(21, 24, 2) in train.histogram
+    rows = dict(train.facts(24, is_packed=False))["rows"]
+    assert rows == "4 in, 3 out; 1 left out without a token that counts; 2 cut at 24 tokens"
+    assert any("50.0% of the rows are cut" in warning for warning in found.warnings())
+
+
+def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):
+    packing = report(folder, CHATS).splits[0].packing
+    # 40 + 24 and 27 + 24 fit into 64. Of the six pairs, three are 40 wide, two 27 and one 24: 33 on average.
+    assert packing.num_packed == 2
+    assert packing.packed_share == pytest.approx(115 / 128)
+    assert packing.padded_share == pytest.approx(115 / (4 * 33))
+
+
+def test_padding_costs_nothing_one_by_one_and_the_longest_width_all_together():
+    assert padded_share([3, 5, 10], 1) == pytest.approx(1)
+    assert padded_share([3, 5, 10], 3) == pytest.approx(18 / 30)
+    assert padded_share([7], 1) == pytest.approx(1)
+
+
+def test_quantiles_are_lengths_of_rows():
+    assert [quantile(range(1, 21), part) for part in (0, 0.5, 0.95, 1)] == [1, 10, 19, 20]
+    assert quantile([8], 0.95) == 8
+
+
+def test_histogram_has_an_edge_at_the_longest_sequence():
+    assert histogram([24, 24, 27, 40], 32) == (
+        Bin(21, 25, 2),
+        Bin(26, 30, 1),
+        Bin(31, 32, 0),
+        Bin(33, 35, 0),
+        Bin(36, 40, 1),
+    )
+
+
+def test_histogram_keeps_its_edge_where_every_row_is_longer():
+    assert histogram([90, 95], 50)[0] == Bin(41, 50, 0)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5] * 9, list(range(1, 1000)), [10] * 99 + [100_000], [1, 10**6]])
+def test_histogram_has_every_row_once_in_few_bars(lengths):
+    bars = histogram(sorted(lengths), 512)
+    assert sum(bar.num_rows for bar in bars) == len(lengths)
+    assert len(bars) <= 14
+    assert all(before.high + 1 == after.low for before, after in itertools.pairwise(bars))
+
+
+def test_duplicates_and_rows_of_eval_in_train_are_found_with_their_places(folder):
+    found = report(folder, CHATS, [("new", "row"), ("ab", "c")])
+    assert found.splits[0].duplicates == Repeats(1, ("train.jsonl:2", "train.jsonl:1"))
+    assert found.splits[1].duplicates == Repeats(0)
+    assert found.leaked == Repeats(1, ("eval.jsonl:2", "train.jsonl:1"))
+    assert any(w.startswith("1 row of eval also in train (eval.jsonl:2 = train.jsonl:1)") for w in found.warnings())
+
+
+def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
+    (train,) = report(folder, CHATS).splits
+    counts = {token.text: (token.roles, token.num_tokens, token.num_trained) for token in train.special_tokens}
+    assert counts == {
+        "<|im_end|>": (("eos",), 8, 4),
+        "<|endoftext|>": (("pad",), 0, 0),
+        "<|im_start|>": ((), 8, 0),
+    }
+    assert (train.end_token.text, train.end_token.num_sequences_trained) == ("<|im_end|>", 4)
+
+
+def test_an_end_that_is_never_trained_is_a_warning(folder):
+    found = report(folder, CHATS)
+    silent = replace(found.splits[0], special_tokens=())
+    assert any("does not learn where its answers end" in w for w in replace(found, splits=(silent,)).warnings())
+    assert not any("answers end" in warning for warning in found.warnings())
+
+
+def test_samples_are_what_the_model_sees_with_what_counts(folder):
+    first, second = report(folder, CHATS[1:], num_samples=2).splits[0].samples
+    assert text(first.pieces) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+    assert text(piece for piece in first.pieces if piece.trained) == "c<|im_end|>"
+    assert (first.num_tokens, first.num_trained) == (24, 2)
+    assert text(piece for piece in second.pieces if piece.trained) == "def<|im_end|>"
+    assert {piece.text for piece in second.pieces if piece.special} == {"<|im_start|>", "<|im_end|>"}
+
+
+def test_a_character_of_several_tokens_is_one_piece(folder):
+    (sample,) = report(folder, [("é", "日本")]).splits[0].samples
+    assert [(piece.text, len(piece.ids)) for piece in sample.pieces if piece.trained] == [
+        ("日", 3),
+        ("本", 3),
+        ("<|im_end|>", 1),
+    ]
+
+
+def test_line_breaks_and_control_characters_are_shown():
+    assert visible("a\n\tb\x1b[31m\x7f") == "a↵\n\tb␛[31m␡"
+
+
+class Page(HTMLParser):
+    """Collects tags with their attributes, and the text outside of styles."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.words = [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_page_escapes_what_is_in_the_rows_and_loads_nothing(folder):
+    page = report(folder, [("<script>alert(1)</script>", "<b>&amp;")]).to_html()
+    seen = Page(page)
+    assert "<script>alert(1)</script>" in seen.words and "<b>&amp;" in seen.words
+    assert not {tag for tag, _ in seen.tags} & {"script", "b", "link", "img", "iframe"}
+    assert not {name for _, attributes in seen.tags for name in attributes} & {"src", "href"}
+    assert not re.search(r"https?:|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
+    found = report(folder, CHATS, CHATS)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["splits"][0]["packing"]["num_packed"] == 2
+    assert plain["splits"][0]["samples"][0]["pieces"][0] == {
+        "text": "<|im_start|>",
+        "ids": [make_tokenizer().convert_tokens_to_ids("<|im_start|>")],
+        "trained": False,
+        "special": True,
+    }
+    assert plain["warnings"] == found.warnings()
+    assert "4 in, 4 out" in str(found)
+    assert "<html" not in found._repr_html_() and "max_length 64" in found._repr_html_()

@@ -1,0 +1,110 @@
+"""What people see of data before it is trained on, drawn by rich.
+
+Tokens that count in the loss are green and the others dim; where there is no colour they stand between ⟦ and ⟧.
+"""
+
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.data.report import DataReport, Piece, Sample, SplitReport, visible
+
+BAR_WIDTH = 40
+"""Columns of a histogram's longest bar."""
+
+HEAD_PIECES, TAIL_PIECES = 400, 200
+"""So many tokens of a long sample are shown, from its beginning and its end."""
+
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def data_report_parts(report: DataReport, console: Console) -> list[RenderableType]:
+    """A report in sections: what to look at, then each split with its numbers, lengths, special tokens and samples."""
+    in_colour = console.color_system is not None and not console.no_color
+    parts: list[RenderableType] = [Text(f"note: {note}", style="dim") for note in report.notes]
+    parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings()]
+    for split in report.splits:
+        parts += ["", _heading(split.split), _facts_table(split, report)]
+        parts += ["", _heading(f"{split.split}: row lengths", "tokens, before anything is cut")]
+        parts.append(_histogram_table(split, report.max_length))
+        parts += ["", _heading(f"{split.split}: special tokens"), _special_tokens_table(split)]
+        if split.samples:
+            key = "green tokens count in the loss" if in_colour else "tokens between ⟦ and ⟧ count in the loss"
+            parts += ["", _heading(f"{split.split}: samples", key)]
+        for number, sample in enumerate(split.samples, start=1):
+            head = f"{number}: {sample.num_tokens:,} tokens, {sample.num_trained:,} count"
+            parts += ["", Text(head, style="dim"), sample_text(sample, in_colour=in_colour)]
+    return parts
+
+
+def sample_text(sample: Sample, *, in_colour: bool) -> Text:
+    """A sample as running text in which one sees what counts in the loss; its middle is left out if it is long."""
+    text = Text()
+    pieces = sample.pieces
+    if len(pieces) <= HEAD_PIECES + TAIL_PIECES:
+        _append(text, pieces, in_colour=in_colour)
+        text.rstrip()
+        return text
+    middle = pieces[HEAD_PIECES:-TAIL_PIECES]
+    counting = sum(piece.trained for piece in middle)
+    _append(text, pieces[:HEAD_PIECES], in_colour=in_colour)
+    text.append(f"\n[{len(middle):,} more, of which {counting:,} count]\n", style="italic")
+    _append(text, pieces[-TAIL_PIECES:], in_colour=in_colour)
+    text.rstrip()
+    return text
+
+
+def _append(text: Text, pieces: Iterable[Piece], *, in_colour: bool) -> None:
+    trained = False
+    for piece in pieces:
+        if piece.trained != trained and not in_colour:
+            text.append("⟦" if piece.trained else "⟧")
+        trained = piece.trained
+        style = "green" if trained else "dim"
+        text.append(visible(piece.text), style=f"bold {style}" if piece.special else style)
+    if trained and not in_colour:
+        text.append("⟧")
+
+
+def _heading(title: str, explanation: str = "") -> Text:
+    return Text.assemble((title, "bold"), (f"  {explanation}", "dim"))
+
+
+def _facts_table(split: SplitReport, report: DataReport) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    for name, words in split.facts(report.max_length, is_packed=report.is_packed):
+        table.add_row(name, Text(words))
+    return table
+
+
+def _histogram_table(split: SplitReport, max_length: int) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(width=BAR_WIDTH, no_wrap=True)
+    table.add_column(justify="right")
+    most = max(bar.num_rows for bar in split.histogram)
+    last = split.histogram[-1].high
+    for bar in split.histogram:
+        table.add_row(bar.label, Text(_bar(bar.num_rows / most), style="cyan"), f"{bar.num_rows:,}")
+        if bar.high == max_length or bar.high == last < max_length:
+            table.add_row(Text("max_length", style="red"), Text("╌" * BAR_WIDTH, style="red"), f"{max_length:,}")
+    return table
+
+
+def _bar(share: float) -> str:
+    eighths = max(round(share * BAR_WIDTH * 8), 1 if share else 0)
+    return "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
+
+
+def _special_tokens_table(split: SplitReport) -> Table:
+    table = Table("token", "used as", box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for title in ("id", "times", "trained"):
+        table.add_column(title, justify="right")
+    for token in split.special_tokens:
+        numbers = (f"{number:,}" for number in (token.num_tokens, token.num_trained))
+        table.add_row(Text(visible(token.text)), ", ".join(token.roles), str(token.id), *numbers)
+    return table
