@@ -1,5 +1,6 @@
 """What a user sees for a broken data file: every message in full."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from tunekit.recipe.schema import DataSection, DataSource
 
 TURN = '{"role":"user","content":"hi"}'
 GOOD = '{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}'
+KNOWN = "known are .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst"
 DEEP = '{"text":' + "[" * 100_000
 
 
@@ -95,8 +97,9 @@ CASES = {
     "unknown_columns": (
         "chats.jsonl",
         '{"a":1,"b":2}',
-        "chats.jsonl:1: no known format has the columns a, b; rename them to those of a format "
-        "(messages: messages; prompt_completion: prompt, completion; text: text)",
+        "chats.jsonl:1: no known format has the columns a, b; say with data.columns which of them are those of "
+        "a format (messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: "
+        "prompt, completion; text: text)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
@@ -104,29 +107,125 @@ CASES = {
         "chats.jsonl:1: the columns can be read as messages (messages) or text (text); "
         "choose one with data.format=messages or data.format=text",
     ),
-    "sharegpt": (
+    "sharegpt_without_an_answer": (
         "chats.jsonl",
         '{"conversations":[{"from":"human","value":"hi"}]}',
-        "chats.jsonl:1: no known format has the columns conversations; ShareGPT's column conversations is not "
-        "understood yet: rename it to messages and write each entry as {role, content}, with the roles system, user, "
-        "assistant and tool",
+        "chats.jsonl:1: conversations has no assistant turn",
+    ),
+    "sharegpt_turns": (
+        "chats.jsonl",
+        "\n".join(
+            f'{{"conversations":[{turn}]}}'
+            for turn in (
+                '"hi"',
+                '{"from":"human"}',
+                '{"from":7,"value":"hi"}',
+                '{"from":"function_call","value":"hi"}',
+                '{"from":"gpt","value":null}',
+            )
+        ),
+        "chats.jsonl:1: conversations[0] must be an object {from, value}, got a string\n"
+        "chats.jsonl:2: conversations[0] has no value\n"
+        "chats.jsonl:3: conversations[0].from must be a string, got the number 7\n"
+        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_call'; known are system, user, assistant, "
+        "tool, human, gpt, chatgpt, bot, chatbot, model, observation\n"
+        "chats.jsonl:5: conversations[0].value must be a string, got null",
+    ),
+    "sharegpt_turn_said_twice": (
+        "chats.jsonl",
+        '{"conversations":[{"from":"human","value":"hi","role":"user"}]}',
+        "chats.jsonl:1: conversations[0] has both from and role, or value and content; only one of them can be meant",
+    ),
+    "sharegpt_with_two_system_turns": (
+        "chats.jsonl",
+        '{"system":"a","conversations":[{"from":"system","value":"b"},{"from":"gpt","value":"c"}]}',
+        "chats.jsonl:1: the column system and a first turn of the system: only one of them can stand there",
     ),
     "sharegpt_entries": (
         "chats.jsonl",
         '{"messages":[{"from":"human","value":"hi"}]}',
-        "chats.jsonl:1: messages[0] has from and value (ShareGPT); rename them to role and content",
+        "chats.jsonl:1: messages[0] has from and value (ShareGPT); set data.columns={conversations: messages}",
     ),
-    "alpaca": (
+    "alpaca_rows": (
+        "alpaca.jsonl",
+        '{"instruction":"add","output":""}\n{"instruction":" ","output":"3"}\n'
+        '{"instruction":"add","input":7,"output":"3"}\n{"instruction":"add","system":["a"],"output":"3"}',
+        "alpaca.jsonl:1: output is empty\n"
+        "alpaca.jsonl:2: instruction is empty\n"
+        "alpaca.jsonl:3: input must be a string, got the number 7\n"
+        "alpaca.jsonl:4: system must be a string, got a list",
+    ),
+    "alpaca_history": (
+        "alpaca.jsonl",
+        "\n".join(
+            f'{{"instruction":"add","output":"3","history":{history}}}'
+            for history in ('"hi"', '["hi"]', '[["hi"]]', '[["hi",""]]')
+        ),
+        "alpaca.jsonl:1: history must be a list of [question, answer], got a string\n"
+        "alpaca.jsonl:2: history[0] must be a list [question, answer], got a string\n"
+        "alpaca.jsonl:3: history[0] must be a list [question, answer], got a list of 1\n"
+        "alpaca.jsonl:4: history[0][1] is empty",
+    ),
+    "alpaca_or_text": (
         "alpaca.json",
-        '[{"instruction":"add","input":"1 2","output":"3"}]',
-        "alpaca.json:1: no known format has the columns instruction, input, output; Alpaca's columns are not "
-        "understood yet: join instruction and input into a column prompt, and rename output to completion",
+        '[{"instruction":"add","output":"3","text":"add: 3"}]',
+        "alpaca.json:1: the columns can be read as alpaca (instruction, output) or text (text); "
+        "choose one with data.format=alpaca or data.format=text",
+    ),
+    "columns_of_dolly": (
+        "dolly.jsonl",
+        '{"instruction":"add","response":"3"}',
+        "dolly.jsonl:1: no known format has the columns instruction, response; set data.columns={output: response}",
+    ),
+    "question_and_answer": (
+        "qa.jsonl",
+        '{"question":"a","answer":"b"}',
+        "qa.jsonl:1: no known format has the columns question, answer; "
+        "set data.columns={prompt: question, completion: answer}",
+    ),
+    # Tools
+    "tools": (
+        "chats.jsonl",
+        "\n".join(f'{GOOD[:-1]},"tools":{tools}}}' for tools in ('"[{"', "7", '["add"]', '[{"type":"function"}]')),
+        "chats.jsonl:1: tools is a string, but not JSON\n"
+        "chats.jsonl:2: tools must be a list of functions, got the number 7\n"
+        "chats.jsonl:3: tools[0] must be an object, got a string\n"
+        "chats.jsonl:4: tools[0] names no function: {type: function, function: {name, ...}} is expected",
+    ),
+    "tools_beside_plain_text": (
+        "qa.jsonl",
+        '{"prompt":"a","completion":"b","tools":[{"name":"add"}]}',
+        "qa.jsonl:1: tools beside a prompt that is plain text: only a conversation can name tools",
+    ),
+    "tool_calls": (
+        "chats.jsonl",
+        "\n".join(
+            messages(f'{{"role":"assistant","content":null,"tool_calls":{calls}}}')
+            for calls in (
+                '"add"',
+                "[3]",
+                '[{"function":"add"}]',
+                '[{"function":{"arguments":"{}"}}]',
+                '[{"function":{"name":"add","arguments":"{1"}}]',
+            )
+        ),
+        "chats.jsonl:1: messages[0].tool_calls must be a list of calls, got a string\n"
+        "chats.jsonl:2: messages[0].tool_calls[0] must be an object {function}, got the number 3\n"
+        "chats.jsonl:3: messages[0].tool_calls[0].function must be an object {name, arguments}, got a string\n"
+        "chats.jsonl:4: messages[0].tool_calls[0].function.name must be a string, got null\n"
+        "chats.jsonl:5: messages[0].tool_calls[0].function.arguments is a string, but not JSON",
+    ),
+    "tool_call_with_a_list": (
+        "chats.jsonl",
+        messages('{"role":"assistant","content":"","tool_calls":[{"name":"add","arguments":"[1]"}]}'),
+        "chats.jsonl:1: messages[0].tool_calls[0].arguments must hold an object, got a list",
     ),
     "preferences": (
         "pairs.jsonl",
         '{"prompt":"a","chosen":"b","rejected":"c"}',
         "pairs.jsonl:1: no known format has the columns prompt, chosen, rejected; these are preference pairs; to "
-        "imitate the better answers, rename chosen to completion, or to messages if it holds whole conversations",
+        "imitate the better answers, set data.columns={completion: chosen}, or {messages: chosen} if it holds whole "
+        "conversations",
     ),
     "prompt_alone": (
         "qa.jsonl",
@@ -227,7 +326,8 @@ CASES = {
         "wide.csv",
         ",".join(f"c{i}" for i in range(500)) + "\n",
         "wide.csv:1: no known format has the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
-        "rename them to those of a format (messages: messages; prompt_completion: prompt, completion; text: text)",
+        "say with data.columns which of them are those of a format (messages: messages; sharegpt: conversations; "
+        "alpaca: instruction, output; prompt_completion: prompt, completion; text: text)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",
@@ -296,7 +396,7 @@ CASES = {
     "gzip": (
         "chats.jsonl",
         b"\x1f\x8b\x08\x00rest",
-        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; decompress it first",
+        "chats.jsonl: the file is compressed with gzip, not UTF-8 text; let its name end in .gz",
     ),
     "parquet_named_csv": (
         "qa.csv",
@@ -310,14 +410,41 @@ CASES = {
         "this is not a parquet file)",
     ),
     "unknown_suffix": (
-        "chats.tsv",
-        "a\tb",
-        "data.train.path: 'chats.tsv': the suffix '.tsv' is not known; known are .jsonl, .json, .csv, .parquet, .txt",
+        "chats.xlsx",
+        "a",
+        "data.train.path: 'chats.xlsx': the suffix '.xlsx' is not known; " + KNOWN,
     ),
-    "no_suffix": (
-        "chats",
-        GOOD,
-        "data.train.path: 'chats': the file has no suffix; known are .jsonl, .json, .csv, .parquet, .txt",
+    "no_suffix": ("chats", GOOD, "data.train.path: 'chats': the file has no suffix; " + KNOWN),
+    "compressed_table": (
+        "chats.parquet.gz",
+        "a",
+        "data.train.path: 'chats.parquet.gz': only text is read compressed, and the name does not end in .jsonl.gz or "
+        "the like; " + KNOWN,
+    ),
+    "gzip_cut_short": (
+        "notes.jsonl.gz",
+        gzip.compress(b'{"text":"a"}\n' * 1000)[:30],
+        "notes.jsonl.gz: the file cannot be read to its end (Truncated compressed stream)",
+    ),
+    "text_named_zstd": (
+        "notes.txt.zst",
+        b"hello",
+        "notes.txt.zst: the file cannot be read to its end (ZSTD decompress failed: Unknown frame descriptor)",
+    ),
+    "tsv_with_semicolons": (
+        "qa.tsv",
+        "prompt;completion\na;b\n",
+        "qa.tsv:1: the columns are separated by semicolons; save the file with tabs",
+    ),
+    "tsv_number_of_cells": (
+        "qa.tsv",
+        "prompt\tcompletion\na\tb\tc\n",
+        "qa.tsv:2: 3 cells, but the header has 2; a cell that holds a tab must stand in quotes",
+    ),
+    "csv_with_tabs": (
+        "qa.csv",
+        "prompt\tcompletion\na\tb\n",
+        "qa.csv:1: the columns are separated by tabs; give the file the suffix .tsv",
     ),
 }
 
@@ -356,8 +483,106 @@ def test_a_misspelt_file_name_is_recognised(here):
     assert refusal(train="org/chats.jsonl") == ("data.train.path: no file 'org/chats.jsonl'; there is no folder 'org'")
 
 
-def test_a_folder_is_no_file_and_what_it_holds_is_named(here):
-    assert refusal(train=".") == "data.train.path: '.' is a folder; name a file in it: chats.jsonl"
+def test_a_folder_of_several_kinds_is_refused(here):
+    (here / "more.csv").write_text("text\na\n")
+    several = "files of several kinds: chats.jsonl, more.csv; choose one kind with a pattern: '*.jsonl'"
+    assert refusal(train=".") == f"data.train.path: the folder '.' holds {several}"
+    assert refusal(train="*") == f"data.train.path: '*' fits {several}"
+
+
+def test_a_folder_or_pattern_without_files_is_refused(here):
+    (here / "empty").mkdir()
+    assert refusal(train="empty") == (
+        "data.train.path: there is no file to read in the folder 'empty'; " + KNOWN.replace("known are", "read are")
+    )
+    assert refusal(train="empty/*.jsonl") == "data.train.path: no file fits 'empty/*.jsonl'"
+
+
+def test_what_only_a_hub_dataset_has_is_refused_for_a_folder(here):
+    assert refusal(train=DataSource(path=".", name="en")) == (
+        "data.train.name: only a hub dataset has one, and '.' is read from files; leave it out"
+    )
+
+
+def test_every_file_of_a_folder_is_checked_and_named(here):
+    (here / "more.jsonl").write_text(f'{GOOD}\n{{"text":"a"}}')
+    assert refusal(train=".") == "./more.jsonl:2: no column messages; the columns are text"
+    (here / "more.jsonl").write_text("")
+    assert refusal(train="*.jsonl") == "data.train.path: 'more.jsonl' is empty"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"promt": "q"}, "data.columns.promt: no format has a column 'promt'; did you mean 'prompt'?"),
+        (
+            {"x": "y"},
+            "data.columns.x: no format has a column 'x'; the columns are messages, conversations, instruction, output, "
+            "prompt, completion, text, tools, system, input, history",
+        ),
+        ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; our name stands first: {prompt: q}"),
+        (
+            {"prompt": "q", "completion": "q"},
+            "data.columns: prompt, completion are all read from the column 'q'",
+        ),
+        (
+            {"prompt": "quest", "completion": "answer"},
+            "qa.jsonl:1: no column quest, which data.columns reads as prompt; did you mean question?",
+        ),
+        (
+            {"prompt": "question", "completion": "x"},
+            "qa.jsonl:1: no column x, which data.columns reads as completion; the columns are question, answer",
+        ),
+        ({"text": "question", "tools": "x"}, "data.columns: 'qa.jsonl' has no column x in any row"),
+        (
+            {"prompt": "question", "completion": "answer"},
+            "qa.jsonl:2: no column answer, which data.columns reads as completion",
+        ),
+    ],
+)
+def test_a_column_that_is_not_there_is_refused(columns, message, here):
+    (here / "qa.jsonl").write_text('{"question":"a","answer":"b"}\n{"question":"a"}\n')
+    assert refusal(train="qa.jsonl", columns=columns) == message
+
+
+def test_more_bad_rows_than_allowed_are_told_with_the_cap(here):
+    (here / "notes.jsonl").write_text('{"text":"a"}\n' + '{"text":""}\n' * 7)
+    lines = [f"notes.jsonl:{line}: text is empty" for line in range(2, 7)]
+    assert refusal(train="notes.jsonl", max_bad_rows=6).splitlines() == [
+        *lines,
+        "notes.jsonl: and 2 more bad rows",
+        "notes.jsonl: 7 bad rows, and data.max_bad_rows=6 allows no more",
+    ]
+    (here / "notes.jsonl").write_text('{"text":""}\n')
+    assert refusal(train="notes.jsonl", max_bad_rows=6) == (
+        "notes.jsonl:1: text is empty\nnotes.jsonl: no good row is left"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("notes.json", '[{"text":"a"}, {"text"]', "notes.json:1:23: broken JSON: expecting ':' delimiter"),
+        ("notes.csv", 'text\na\n"b\nc\n', "notes.csv:3: a quote that opens in this row is never closed"),
+    ],
+)
+def test_a_fault_that_hides_the_rows_behind_it_is_never_left_out(file, content, message, here):
+    (here / file).write_text(content)
+    assert refusal(train=file, max_bad_rows=9) == (
+        f"{message}\n{file}: what stands behind a fault like this cannot be read, so data.max_bad_rows does not apply"
+    )
+
+
+def test_a_share_that_holds_out_nothing_is_refused(here):
+    assert refusal(train="chats.jsonl", eval_size=0.001) == (
+        "data.eval_size=0.001: no row of the 1 row of 'chats.jsonl' would be held out; "
+        "choose another share, or name rows to evaluate on in data.eval"
+    )
+
+
+def test_a_file_that_is_no_arrow_file_is_refused(here):
+    (here / "notes.arrow").write_bytes(b"ARROW1 and nothing more")
+    assert refusal(train="notes.arrow").startswith("notes.arrow: not an Arrow file (")
 
 
 def test_the_eval_source_is_named_by_its_own_key(here):

@@ -512,7 +512,10 @@ BROKEN = {
     ),
     "letters_beyond_ascii": (
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
-        ("recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing"),
+        (
+            "recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing, "
+            "columns, max_bad_rows, eval_size"
+        ),
     ),
     "json_with_a_missing_comma": (
         ('{"model": "pico",\n "data": {"train": "x.jsonl"}\n "train": {"seed": 1}}\n'),

@@ -1,20 +1,22 @@
-"""Local files as numbered records: JSON lines, JSON lists, CSV, Parquet and plain text.
+"""Local files as numbered records: JSON lines, JSON lists, CSV, TSV, Parquet, Arrow and plain text.
 
 Every reader gives each record the line where it starts in the file, as an editor counts lines, so that a bad row
 can be found. Records are read one at a time and checked here for syntax only; `formats` judges what they say.
 A record that cannot be read is a `Fault` among the records, so that one pass reports all of them; what makes
-the rest of a file unreadable (another encoding, a binary file) stops at once with a `DataError`.
+the rest of a file unreadable (another encoding, a binary file) stops at once with a `DataError`. Text may be
+compressed with gzip or zstd; its lines are counted as they stand in the text.
 """
 
 import codecs
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from tunekit.data.formats import counted, listed
 from tunekit.errors import DataError
@@ -22,10 +24,17 @@ from tunekit.errors import DataError
 
 @dataclass(frozen=True)
 class Fault:
-    """A record that cannot be read, and why."""
+    """A record that cannot be read, and why.
+
+    Attributes:
+        what: What is wrong.
+        column: Where in its line, counted from 1, if that is known.
+        ends: Nothing can be read behind it: more than one row may be lost.
+    """
 
     what: str
     column: int | None = None
+    ends: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,16 @@ def open_json(path: Path, name: str) -> Table:
 
 def open_csv(path: Path, name: str) -> Table:
     """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
-    header = next(_csv_records(path, name), None)
+    return _open_cells(path, name, ",", "comma")
+
+
+def open_tsv(path: Path, name: str) -> Table:
+    """Tab-separated values with a header; cells in quotes may hold tabs and line breaks."""
+    return _open_cells(path, name, "\t", "tab")
+
+
+def _open_cells(path: Path, name: str, delimiter: str, spoken: str) -> Table:
+    header = next(_csv_records(path, name, delimiter), None)
     if header is None:
         raise DataError(f"{name}: there are no rows in it")
     names = header.value
@@ -98,20 +116,18 @@ def open_csv(path: Path, name: str) -> Table:
     doubled = sorted({column for column in names if column and names.count(column) > 1})
     if doubled:
         raise DataError(f"{name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them")
-    for mark, meaning in ((";", "semicolons"), ("\t", "tabs")):
+    others = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
+    for mark, meaning, advice in others:
         if len(names) == 1 and mark in names[0]:
-            raise DataError(
-                f"{name}:{header.number}: the columns are separated by {meaning}",
-                hint="save the file with commas",
-            )
+            raise DataError(f"{name}:{header.number}: the columns are separated by {meaning}", hint=advice)
 
     def read(_: Sequence[str]) -> Iterator[Record]:
-        records = _csv_records(path, name)
+        records = _csv_records(path, name, delimiter)
         next(records)
         for record in records:
             cells = record.value
             if isinstance(cells, list) and len(cells) != len(names):
-                advice = "; a cell that holds a comma must stand in quotes" if len(cells) > len(names) else ""
+                advice = f"; a cell that holds a {spoken} must stand in quotes" if len(cells) > len(names) else ""
                 what = f"{counted(len(cells), 'cell')}, but the header has {len(names)}{advice}"
                 yield Record(record.number, Fault(what))
             elif isinstance(cells, list):
@@ -138,11 +154,66 @@ def open_parquet(path: Path, name: str) -> Table:
             for batch in pq.ParquetFile(path).iter_batches(batch_size=1000, columns=list(wanted)):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Record(number, value)
+                    yield Record(number, without_nested_nulls(value))
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{name} row {number + 1}: the Parquet file is damaged ({_first_line(error)})") from error
 
     return Table(columns=columns, read=read, unit="row")
+
+
+def open_arrow(path: Path, name: str) -> Table:
+    """An Arrow file or stream (IPC), also called Feather; only the wanted columns are read."""
+    import pyarrow as pa
+
+    try:
+        columns = tuple(next(_arrow_batches(path)).schema.names)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{name}: not an Arrow file ({_first_line(error)})") from error
+    except StopIteration:
+        raise DataError(f"{name}: there are no rows in it") from None
+
+    def read(wanted: Sequence[str]) -> Iterator[Record]:
+        number = 0
+        try:
+            for batch in _arrow_batches(path):
+                chosen = batch.select(list(wanted))
+                for start in range(0, len(chosen), 1000):
+                    for value in chosen.slice(start, 1000).to_pylist():
+                        number += 1
+                        yield Record(number, without_nested_nulls(value))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{name} row {number + 1}: the Arrow file is damaged ({_first_line(error)})") from error
+
+    return Table(columns=columns, read=read, unit="row")
+
+
+def _arrow_batches(path: Path) -> Iterator[Any]:
+    """The batches of an Arrow file, or of a stream, which begins without the name of the format."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(file)
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i)
+        else:
+            file.seek(0)
+            yield from pa.ipc.open_stream(file)
+
+
+def without_nested_nulls(value: Any) -> Any:
+    """A row of a table without what its messages, tools and calls do not have.
+
+    A table gives every object in a column the keys of all objects in it, as nulls; an object that has no such key
+    cannot be told from one whose key is null.
+    """
+    return {name: _without_nulls(held) for name, held in value.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def open_text(path: Path, name: str) -> Table:
@@ -176,17 +247,34 @@ OPENERS: dict[str, Callable[[Path, str], Table]] = {
     ".jsonl": open_jsonl,
     ".json": open_json,
     ".csv": open_csv,
+    ".tsv": open_tsv,
     ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".feather": open_arrow,
     ".txt": open_text,
 }
-"""How a file is read, by its suffix."""
+"""How a file is read, by its kind."""
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+
+SUFFIXES = (*OPENERS, *(kind + ending for ending in _COMPRESSIONS for kind in _COMPRESSIBLE))
+"""Every suffix of a file that is read."""
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a file by its name (`.jsonl` for `chats.jsonl.gz`), or None if it is not read."""
+    lowered = name.lower()
+    suffix = next((suffix for suffix in SUFFIXES if lowered.endswith(suffix)), None)
+    return None if suffix is None else "." + suffix.split(".")[1]
+
 
 _BINARY_STARTS = {
-    b"\x1f\x8b": ("compressed with gzip", "decompress it first"),
-    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "decompress it first"),
+    b"\x1f\x8b": ("compressed with gzip", "let its name end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "let its name end in .zst"),
     b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
     b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
-    b"ARROW1": ("an Arrow file", "save it as Parquet"),
+    b"ARROW1": ("an Arrow file", "give it the suffix .arrow"),
     b"SQLite format 3": ("a SQLite database", "export it as CSV or JSON lines"),
     codecs.BOM_UTF16_LE: ("encoded as UTF-16", "save it as UTF-8"),
     codecs.BOM_UTF16_BE: ("encoded as UTF-16", "save it as UTF-8"),
@@ -201,8 +289,8 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
 
     Lines end at line feeds only: `str.splitlines` would also split at characters that may stand in a JSON string.
     """
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    with _open(path) as file:
+        for number, raw in enumerate(_raw_lines(file, name), start=1):
             if number == 1:
                 for start, (kind, advice) in _BINARY_STARTS.items():
                     if raw.startswith(start):
@@ -223,6 +311,22 @@ def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
             yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
+def _open(path: Path) -> BinaryIO:
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow as pa
+
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression=compression)))
+
+
+def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    try:
+        yield from file
+    except OSError as error:
+        raise DataError(f"{name}: the file cannot be read to its end ({_first_line(error)})") from error
+
+
 def _parse(text: str) -> object:
     """One JSON value, or a Fault."""
     try:
@@ -241,7 +345,7 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         return
     if text[start] != "[":
         line = text.count("\n", 0, start) + 1
-        yield Record(line, Fault("a .json file must hold a list of objects: [{...}, {...}]"))
+        yield Record(line, Fault("a .json file must hold a list of objects: [{...}, {...}]", ends=True))
         return
     decoder = json.JSONDecoder()
     position = _skip_space(text, start + 1)
@@ -252,10 +356,10 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         try:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            yield Record(error.lineno, Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno))
+            yield Record(error.lineno, Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno, ends=True))
             return
         except (RecursionError, ValueError) as error:
-            yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}"))
+            yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}", ends=True))
             return
         yield Record(line, value)
         position = _skip_space(text, position)
@@ -267,12 +371,14 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
             what = (
                 "broken JSON: the list is not closed" if position >= len(text) else "broken JSON: expecting ',' or ']'"
             )
-            yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position)))
+            yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position), ends=True))
             return
         position = _skip_space(text, position + 1)
     behind = _skip_space(text, position + 1)
     if behind < len(text):
-        yield Record(line + text.count("\n", counted, behind), Fault("broken JSON: text after the end of the list"))
+        yield Record(
+            line + text.count("\n", counted, behind), Fault("broken JSON: text after the end of the list", ends=True)
+        )
 
 
 def _refuse_single_object(text: str, name: str) -> None:
@@ -285,9 +391,9 @@ def _refuse_single_object(text: str, name: str) -> None:
     raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
 
 
-def _csv_records(path: Path, name: str) -> Iterator[Record]:
-    """The rows of a CSV file as lists of cells, each with the line where it starts; blank lines are left out."""
-    reader = csv.reader((line for _, line in _lines(path, name)), strict=True)
+def _csv_records(path: Path, name: str, delimiter: str) -> Iterator[Record]:
+    """The rows of a CSV or TSV file as lists of cells, each with the line where it starts; blank lines are left out."""
+    reader = csv.reader((line for _, line in _lines(path, name)), delimiter=delimiter, strict=True)
     while True:
         start = reader.line_num + 1
         try:
@@ -298,7 +404,7 @@ def _csv_records(path: Path, name: str) -> Iterator[Record]:
         except csv.Error as error:
             unclosed = "unexpected end of data" in str(error)
             what = "a quote that opens in this row is never closed" if unclosed else f"broken CSV: {error}"
-            yield Record(start, Fault(what))
+            yield Record(start, Fault(what, ends=unclosed))
             continue
         if cells:
             yield Record(start, cells)

@@ -1,8 +1,9 @@
 """The shapes a training row can have, and what makes a row of each shape good.
 
 A row is told apart by its columns: `messages` is a conversation, `prompt` with `completion` is a question and its
-answer, `text` is plain text. A row is checked completely before anything is tokenised, because what a tokenizer
-would do with a missing answer or a misspelt role is worse than an error: it trains on it.
+answer, `text` is plain text. Shapes that other tools write (ShareGPT, Alpaca) are recognised as well; `convert` makes
+conversations of them. A row is checked completely before anything is tokenised, because what a tokenizer would do
+with a missing answer or a misspelt role is worse than an error: it trains on it.
 
 Nothing here knows files: a complaint about a row says what is wrong, and the caller says where.
 """
@@ -13,17 +14,40 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 Format = Literal["messages", "prompt_completion", "text"]
-"""Shape of the rows of a source."""
+"""Shape of rows that can be trained on."""
+
+SourceFormat = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+"""Shape of rows as they stand in a source."""
 
 Row = dict[str, Any]
 """One valid row: the columns of its format and no others."""
 
-COLUMNS: dict[Format, tuple[str, ...]] = {
+BECOMES: dict[SourceFormat, Format] = {
+    "messages": "messages",
+    "sharegpt": "messages",
+    "alpaca": "messages",
+    "prompt_completion": "prompt_completion",
+    "text": "text",
+}
+"""What the rows of each format become."""
+
+COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
     "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
 """The columns that make a row of each format."""
+
+OPTIONAL_COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", "system", "history"),
+    "prompt_completion": ("tools",),
+    "text": (),
+}
+"""The columns that a row of each format may have beside those. What else it has is left aside, and said."""
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who can speak in a conversation."""
@@ -41,23 +65,14 @@ _ROLES_ELSEWHERE = {
 
 _FOREIGN_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
     (
-        frozenset({"conversations"}),
-        "ShareGPT's column conversations is not understood yet: rename it to messages and write each entry as "
-        "{role, content}, with the roles system, user, assistant and tool",
-    ),
-    (
-        frozenset({"instruction", "output"}),
-        "Alpaca's columns are not understood yet: join instruction and input into a column prompt, and rename "
-        "output to completion",
-    ),
-    (
         frozenset({"chosen", "rejected"}),
-        "these are preference pairs; to imitate the better answers, rename chosen to completion, or to messages if "
-        "it holds whole conversations",
+        "these are preference pairs; to imitate the better answers, set data.columns={completion: chosen}, or "
+        "{messages: chosen} if it holds whole conversations",
     ),
-    (frozenset({"question", "answer"}), "rename question to prompt and answer to completion"),
-    (frozenset({"input", "output"}), "rename input to prompt and output to completion"),
-    (frozenset({"conversation"}), "rename conversation to messages"),
+    (frozenset({"question", "answer"}), "set data.columns={prompt: question, completion: answer}"),
+    (frozenset({"instruction", "response"}), "set data.columns={output: response}"),
+    (frozenset({"input", "output"}), "set data.columns={prompt: input, completion: output}"),
+    (frozenset({"conversation"}), "set data.columns={messages: conversation}"),
 )
 
 
@@ -70,14 +85,14 @@ class BadRow(Exception):
     """A row, or a set of columns, that cannot be trained on. The text says what is wrong, not where."""
 
 
-def recognise(columns: Iterable[str]) -> Format:
+def recognise(columns: Iterable[str]) -> SourceFormat:
     """Tell the format from the names of the columns.
 
     Raises:
         BadRow: No format fits, or several do.
     """
     names = tuple(columns)
-    fitting: list[Format] = [format for format, needed in COLUMNS.items() if set(needed) <= set(names)]
+    fitting: list[SourceFormat] = [format for format, needed in COLUMNS.items() if set(needed) <= set(names)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -87,7 +102,7 @@ def recognise(columns: Iterable[str]) -> Format:
     raise BadRow(f"no known format has the columns {listed(names)}; {_suggestion(names)}")
 
 
-def check_columns(columns: Sequence[str], format: Format) -> None:
+def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
     """Check that a table has the columns of a format.
 
     Raises:
@@ -112,11 +127,18 @@ def check_row(value: object, format: Format) -> Row:
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
     check_columns(list(value), format)
-    if format == "messages":
-        return {"messages": _conversation(value["messages"], "messages")}
     if format == "text":
-        return {"text": _text(value["text"], "text")}
-    return _prompt_completion(value["prompt"], value["completion"])
+        return {"text": text(value["text"], "text")}
+    if format == "messages":
+        row: Row = {"messages": conversation(value["messages"], "messages")}
+    else:
+        row = _prompt_completion(value["prompt"], value["completion"])
+    tools = tools_of(value.get("tools"))
+    if not tools:
+        return row
+    if isinstance(row.get("prompt"), str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    return {**row, "tools": tools}
 
 
 def listed(names: Iterable[str]) -> str:
@@ -170,10 +192,10 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
     if missing is not None:
         return f"the columns are {listed(columns)}"
     formats = "; ".join(f"{format}: {listed(needed)}" for format, needed in COLUMNS.items())
-    return f"rename them to those of a format ({formats})"
+    return f"say with data.columns which of them are those of a format ({formats})"
 
 
-def _text(value: object, where: str) -> str:
+def text(value: object, where: str) -> str:
     """A string that holds something."""
     if not isinstance(value, str):
         raise BadRow(f"{where} must be a string, got {described(value)}")
@@ -181,10 +203,11 @@ def _text(value: object, where: str) -> str:
         raise BadRow(f"{where} is empty")
     if value in ("nan", "NaN"):
         raise BadRow(f"{where} is '{value}', which is how pandas writes a missing value")
-    return _encodable(value, where)
+    return encodable(value, where)
 
 
-def _encodable(value: str, where: str) -> str:
+def encodable(value: str, where: str) -> str:
+    """A string that is all characters."""
     # JSON can spell half of a surrogate pair (\ud83d); no tokenizer can encode one.
     try:
         value.encode()
@@ -202,16 +225,16 @@ def _prompt_completion(prompt: object, completion: object) -> Row:
             f"got {described(prompt)} and {described(completion)}"
         )
     if not isinstance(prompt, list):
-        return {"prompt": _text(prompt, "prompt"), "completion": _text(completion, "completion")}
+        return {"prompt": text(prompt, "prompt"), "completion": text(completion, "completion")}
     messages = [_message(entry, f"prompt[{i}]") for i, entry in enumerate(prompt)]
     if not messages:
         raise BadRow("prompt is empty")
     if messages[-1]["role"] == "assistant":
         raise BadRow("prompt ends with an assistant turn; move that turn to completion")
-    return {"prompt": messages, "completion": _conversation(completion, "completion")}
+    return {"prompt": messages, "completion": conversation(completion, "completion")}
 
 
-def _conversation(value: object, where: str) -> list[Row]:
+def conversation(value: object, where: str) -> list[Row]:
     """A list of messages in which the assistant says something."""
     if isinstance(value, str):
         raise BadRow(
@@ -223,18 +246,26 @@ def _conversation(value: object, where: str) -> list[Row]:
     if not value:
         raise BadRow(f"{where} is empty")
     messages = [_message(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+    if not any(_says_something(message) for message in messages if message["role"] == "assistant"):
         said = any(message["role"] == "assistant" for message in messages)
         raise BadRow(f"{where} has no assistant turn" if not said else f"{where}: every assistant turn is empty")
     return messages
+
+
+def _says_something(message: Row) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def _message(entry: object, where: str) -> Row:
     """One turn. Further keys (name, tool_calls) stay: they are the chat template's to read."""
     if not isinstance(entry, dict):
         raise BadRow(f"{where} must be an object {{role, content}}, got {described(entry)}")
+    if entry.get("tool_calls") and entry.get("role") == "assistant" and entry.get("content") is None:
+        entry = {**entry, "content": ""}  # as OpenAI writes a turn that only calls tools
     if "role" not in entry and {"from", "value"} <= set(entry):
-        raise BadRow(f"{where} has from and value (ShareGPT); rename them to role and content")
+        raise BadRow(
+            f"{where} has from and value (ShareGPT); set data.columns={{conversations: {where.partition('[')[0]}}}"
+        )
     for key in ("role", "content"):
         if key not in entry:
             near = get_close_matches(key, [name for name in entry if isinstance(name, str)], n=1, cutoff=0.7)
@@ -251,15 +282,79 @@ def _message(entry: object, where: str) -> Row:
         raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
     if not isinstance(content, str):
         raise BadRow(f"{where}.content must be a string, got {described(content)}")
-    _encodable(content, f"{where}.content")
+    encodable(content, f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
     kept = {key: held for key, held in entry.items() if held is not None}
     for key in kept.keys() - {"role", "content"}:
-        _plain(kept[key], f"{where}.{_name(key)}")
+        plain(kept[key], f"{where}.{_name(key)}")
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
     return kept
 
 
-def _plain(value: object, where: str) -> None:
+def _tool_calls(calls: object, where: str) -> list[Row]:
+    """Calls of functions, their arguments as objects.
+
+    OpenAI writes the arguments as JSON in a string. Chat templates write them as JSON themselves, as transformers
+    documents, and would put a string in quotes a second time.
+    """
+    if not isinstance(calls, list):
+        raise BadRow(f"{where} must be a list of calls, got {described(calls)}")
+    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: object, where: str) -> Row:
+    if not isinstance(call, dict):
+        raise BadRow(f"{where} must be an object {{function}}, got {described(call)}")
+    if "function" in call:
+        if not isinstance(call["function"], dict):
+            raise BadRow(f"{where}.function must be an object {{name, arguments}}, got {described(call['function'])}")
+        return {**call, "function": _called(call["function"], f"{where}.function")}
+    return _called(call, where)
+
+
+def _called(function: Row, where: str) -> Row:
+    if not isinstance(function.get("name"), str):
+        raise BadRow(f"{where}.name must be a string, got {described(function.get('name'))}")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        read = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        raise BadRow(f"{where}.arguments is a string, but not JSON") from None
+    if not isinstance(read, dict):
+        raise BadRow(f"{where}.arguments must hold an object, got {described(read)}")
+    return {**function, "arguments": read}
+
+
+def tools_of(value: object) -> list[Row]:
+    """The functions that a conversation may call, as JSON schemas; a list of them, or its JSON in a string.
+
+    Raises:
+        BadRow: It is something else.
+    """
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow("tools is a string, but not JSON") from None
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise BadRow(f"tools must be a list of functions, got {described(value)}")
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict):
+            raise BadRow(f"tools[{i}] must be an object, got {described(tool)}")
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(f"tools[{i}] names no function: {{type: function, function: {{name, ...}}}} is expected")
+        plain(tool, f"tools[{i}]")
+    return value
+
+
+def plain(value: object, where: str) -> None:
+    """Check that a value can be written as JSON."""
     # What only the chat template reads may be of any shape, but not of any type: Parquet can hold dates and bytes.
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunekit.data.files import Record, Table
+from tunekit.data.files import Record, Table, without_nested_nulls
 from tunekit.data.formats import listed
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSource
@@ -57,7 +57,7 @@ def open_dataset(dataset: "datasets.Dataset") -> Table:
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         rows: Any = dataset.select_columns(list(wanted))
         for number, row in enumerate(rows, start=1):
-            yield Record(number, row)
+            yield Record(number, without_nested_nulls(row))
 
     return Table(columns=tuple(dataset.column_names), read=read, unit="row")
 

@@ -7,11 +7,12 @@ from. They no longer need that file: it may change or vanish while a run uses th
 
 import json
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, cast, overload
 
-from tunekit.data.formats import Format, Row
+from tunekit.data.formats import Format, Row, SourceFormat
 
 
 class RowStore(Sequence[Row]):
@@ -43,6 +44,22 @@ class RowStore(Sequence[Row]):
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A bad row that was left out: where it stands, and what is wrong with it."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several files that rows come from: its name, and the index of its first row."""
+
+    first: int
+    name: str
+
+
+@dataclass(frozen=True)
 class Rows:
     """The valid rows of one source.
 
@@ -53,6 +70,9 @@ class Rows:
         numbers: For each row the line, or the row of a table without lines, where it starts, counted from 1.
         unit: What `numbers` count: `line` or `row`.
         notes: What was found while reading, a sentence each.
+        read_as: The format that the source has, where its rows were converted.
+        parts: The files of the source, in order, where it is a folder or a pattern.
+        skipped: Bad rows that were left out.
     """
 
     format: Format
@@ -61,13 +81,34 @@ class Rows:
     numbers: Sequence[int]
     unit: Literal["line", "row"] = "line"
     notes: tuple[str, ...] = ()
+    read_as: SourceFormat | None = None
+    parts: tuple[Part, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def place(self, index: int) -> str:
         """Where a row stands: `chats.jsonl:17`, or `chats.parquet row 17`."""
-        return place(self.source, self.unit, self.numbers[index])
+        if not self.parts:
+            return place(self.source, self.unit, self.numbers[index])
+        position = index + len(self) if index < 0 else index
+        part = self.parts[bisect_right(self.parts, position, key=lambda part: part.first) - 1]
+        return place(part.name, self.unit, self.numbers[position])
+
+    def select(self, indices: Iterable[int]) -> "Rows":
+        """Some of the rows, which keep their places.
+
+        Args:
+            indices: Which rows, in rising order.
+        """
+        chosen = list(indices)
+        store = RowStore()
+        for index in chosen:
+            store.append(self.rows[index])
+        numbers = array("Q", (self.numbers[index] for index in chosen))
+        parts = tuple(Part(bisect_left(chosen, part.first), part.name) for part in self.parts)
+        return replace(self, rows=store, numbers=numbers, parts=parts)
 
 
 def place(source: str, unit: Literal["line", "row"], number: int) -> str:

@@ -103,9 +103,9 @@ class DataSource(Section):
     shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
-    """A file (.jsonl, .json, .csv, .parquet, .txt) relative to the working directory, `example:NAME` for a file that
-    ships with tunekit, or a dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new
-    document."""
+    """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst) relative to the
+    working directory, a folder of files of one kind, a pattern (`chats/*.jsonl`), `example:NAME` for a file that ships
+    with tunekit, or a dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new document."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -127,9 +127,10 @@ class DataSection(Section):
     eval: DataSource | None = None
     """Rows to evaluate on before, during and after training."""
 
-    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
-    """Shape of the rows: `messages` (a list of {role, content}), `prompt_completion` (columns prompt and
-    completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    """Shape of the rows: `messages` (a list of {role, content}), `sharegpt` (conversations, a list of {from, value}),
+    `alpaca` (instruction, output, and input, system and history where they hold something), `prompt_completion`
+    (columns prompt and completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
 
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
@@ -141,6 +142,23 @@ class DataSection(Section):
 
     packing: bool = False
     """Put several documents into one sequence of `max_length` tokens. They do not see each other."""
+
+    columns: dict[str, str] = {}
+    """The columns of the rows where they have other names: `{prompt: question, completion: answer}` reads the column
+    question as prompt and answer as completion. It holds for `train` and for `eval`."""
+
+    max_bad_rows: Annotated[int, Field(ge=0)] = 0
+    """So many rows of a source may be bad; they are left out, and said. One more, and nothing is trained."""
+
+    eval_size: Annotated[float, Field(gt=0, le=0.5)] | None = None
+    """Share of the rows of `train` to hold out for evaluation, instead of `eval`. A row is chosen by its content alone:
+    the same rows stay held out when the file grows or is reordered, and equal rows stand on the same side."""
+
+    @model_validator(mode="after")
+    def _one_evaluation(self) -> "DataSection":
+        if self.eval is not None and self.eval_size is not None:
+            raise ValueError("eval and eval_size are both given; keep one of them")
+        return self
 
 
 class SFTMethod(Section):
