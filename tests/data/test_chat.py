@@ -139,6 +139,14 @@ def test_pieces_that_do_not_make_up_the_whole_are_not_believed():
     assert "9 assistant: a3" in rendered.text
 
 
+def test_what_only_the_whole_conversation_ends_with_is_no_piece_and_not_lost():
+    renderer = ChatRenderer(
+        byte_tokenizer(CHATML.replace("{% if", "{% if messages | length > 6 %}<|pad|>{% endif %}{% if"))
+    )
+    rendered = renderer.render(long_chat(3), "a row")
+    assert said(rendered) == ["a0 <|im_end|>", "a1 x<|im_end|>", "a2 xx<|im_end|>\n<|pad|>"]
+
+
 def test_a_template_that_refuses_a_part_of_a_conversation_is_given_all_of_it():
     template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     renderer = ChatRenderer(byte_tokenizer(template))
