@@ -120,7 +120,9 @@ def data(
     from tunekit.display_data import data_report_parts
 
     source, notes = _load(recipe, overrides)
-    report = api.data_report(source, num_samples=rows)
+    console = make_console()
+    with console.status("reading the data and the model's tokenizer"):
+        report = api.data_report(source, num_samples=rows)
     if html is not None:
         _write(html, report.to_html())
     if as_json:
@@ -129,7 +131,6 @@ def data(
     if html is not None:
         print(html)
         return
-    console = make_console()
     for note in notes:
         console.print(f"note: {note}")
     console.print(*data_report_parts(report, console), sep="\n")

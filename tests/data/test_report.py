@@ -11,10 +11,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.data.load import load_data
 from tunekit.data.report import Bin, Quantiles, Repeats, histogram, padded_share, quantile, report_data, visible
+from tunekit.display_data import sample_text
 from tunekit.recipe.schema import DataSection
 
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
@@ -153,6 +156,29 @@ def test_a_character_of_several_tokens_is_one_piece(folder):
         ("本", 3),
         ("<|im_end|>", 1),
     ]
+
+
+def test_the_space_before_a_word_is_kept_where_the_tokenizer_takes_it_from_a_texts_first_word(folder):
+    words = {"▁hello": 0, "▁world": 1, "<unk>": 2, "</s>": 3}
+    model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
+    assert tokenizer.decode([1]) == "world"
+    (folder / "rows.txt").write_text("hello world moon", encoding="utf-8")
+    data = load_data(DataSection.model_validate({"train": "rows.txt"}))
+    settings = {"max_length": 64, "loss_on": "assistant", "packing": False, "batch_size": 16, "num_samples": 1}
+    found = report_data(data, tokenizer, **settings)
+    assert [piece.text for piece in found.splits[0].samples[0].pieces] == ["hello", " world", "<unk>", "</s>"]
+    assert "train: <unk> stands in 1 place for what the tokenizer does not know" in found.warnings()
+
+
+def test_a_long_sample_is_shown_without_its_middle(folder):
+    (sample,) = report(folder, [("q", "a" * 1000)], max_length=2000).splits[0].samples
+    shown = sample_text(sample, in_colour=False).plain
+    # 1,022 tokens: the prompt of 20, 1,000 letters, the end and a line break; 600 are shown.
+    assert shown.startswith("<|im_start|>user↵\nq<|im_end|>↵\n<|im_start|>assistant↵\n⟦" + "a" * 380 + "⟧")
+    assert "\n[422 more, of which 422 count]\n⟦" in shown
+    assert shown.endswith("]\n⟦" + "a" * 198 + "<|im_end|>⟧↵")
 
 
 def test_line_breaks_and_control_characters_are_shown():

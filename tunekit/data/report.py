@@ -279,7 +279,8 @@ class DataReport:
             if split.duplicates.num_rows:
                 found.append(f"{split.split}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
             found += (
-                f"{split.split}: {token.text} stands {token.num_tokens:,} times for what the tokenizer does not know"
+                f"{split.split}: {token.text} stands in {counted(token.num_tokens, 'place')} for what the "
+                "tokenizer does not know"
                 for token in split.special_tokens
                 if token.roles == ("unk",) and token.num_tokens
             )
