@@ -107,9 +107,9 @@ def load_rows(
     *,
     key: str,
     format: AnyFormat,
-    columns: Mapping[str, str],
-    max_bad_rows: int,
     default_split: Literal["train", "eval"],
+    columns: Mapping[str, str] = {},
+    max_bad_rows: int = 0,
 ) -> Rows:
     """Read and check the rows of one source.
 
@@ -117,9 +117,9 @@ def load_rows(
         source: The source as the recipe gives it.
         key: The recipe's key of the source (`data.train`), for messages.
         format: The format that the rows must have; `auto` recognises it from the columns.
+        default_split: What is wanted of a hub dataset where the source names no split.
         columns: From our names of columns to those of the source, where they differ.
         max_bad_rows: So many bad rows are left out.
-        default_split: What is wanted of a hub dataset where the source names no split.
 
     Raises:
         DataError: The source cannot be found or read, or rows are not valid; the message names the first of them.
