@@ -1,10 +1,15 @@
 """Which files are read, and how: folders, patterns, compressed text, tables."""
 
 import gzip
+import json
+import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tunekit.data.load import load_data
+from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 
 
@@ -155,3 +160,28 @@ def test_the_cap_of_bad_rows_holds_for_all_files_of_a_folder_together(folder):
     data = load("data", max_bad_rows=2)
     assert [skipped.place for skipped in data.skipped] == ["data/a.jsonl:4", "data/c.jsonl:2"]
     assert [data.train.place(i) for i in range(5)] == PLACES
+
+
+TEXTS = ["a\u2028b", "é", '"{', "\n\n", "end"]
+WHOLE = {
+    "rows.jsonl": "".join(json.dumps({"text": f"x{text}"}, ensure_ascii=False) + "\n" for text in TEXTS).encode(),
+    "rows.json": json.dumps([{"text": f"x{text}"} for text in TEXTS], indent=1).encode(),
+    "rows.jsonl.gz": gzip.compress("".join(json.dumps({"text": f"x{text}"}) + "\n" for text in TEXTS).encode()),
+}
+
+
+@given(st.data(), st.sampled_from(sorted(WHOLE)))
+def test_a_file_cut_anywhere_gives_its_first_rows_or_an_error_with_its_place(tmp_path_factory, data, name):
+    whole = WHOLE[name]
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    file = tmp_path_factory.mktemp("cut") / name
+    file.write_bytes(cut)
+    try:
+        rows = load(file).train
+    except DataError as error:
+        assert re.match(rf"(data\.train\.path: '{re.escape(str(file))}' is empty|{re.escape(str(file))}:)", str(error))
+        assert cut != whole
+    else:
+        read = [row["text"] for row in rows.rows]
+        assert read == [f"x{text}" for text in TEXTS][: len(read)]
+        assert len(read) == len(TEXTS) or name == "rows.jsonl"
