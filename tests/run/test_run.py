@@ -1,5 +1,6 @@
 """The run folder: what is in it, what it says while and after, and that no run collides with another."""
 
+import json
 import math
 import os
 import subprocess
@@ -80,7 +81,7 @@ def test_the_kept_recipe_is_complete_and_works_from_anywhere(finished, workspace
     assert kept["train"]["optim"] == "adamw_torch_fused"
     assert kept["model"]["path"] == str(workspace / "model")
     assert kept["data"]["train"]["path"] == str(workspace / "rows.jsonl")
-    assert kept["data"]["format"] == "messages"
+    assert run.plan.data.format == "messages"
     assert kept["output"]["sample_prompts"] == ["double 0", "double 1", "double 2"]
     monkeypatch.chdir(tmp_path)
     assert tunekit.plan(run.path / "recipe.yaml").num_trainable_params == run.plan.num_trainable_params
@@ -173,6 +174,21 @@ def test_an_unknown_run_is_said_to_be_so(here):
         find_run("nothing")
     with pytest.raises(RunError, match="is not the folder of a run"):
         Run("model")
+
+
+def test_rows_left_out_are_written_down_and_rows_held_out_are_evaluated(here, tmp_path):
+    lines = (here / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    lines[4] = '{"messages": []}'
+    (tmp_path / "mended.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    data = [f"data.train={tmp_path / 'mend*.jsonl'}", "data.eval=null", "data.eval_size=0.3", "data.max_bad_rows=1"]
+    run = tunekit.train(recipe(), [*data, "output.name=mended"])
+    (skipped,) = [json.loads(line) for line in (run.path / "data" / "skipped.jsonl").read_text().splitlines()]
+    assert skipped["place"].endswith("mended.jsonl:5")
+    facts = run.plan.data
+    assert facts.num_train + facts.num_eval == 23
+    assert facts.num_eval >= 2
+    assert run.metrics()["eval_loss"].notna().all()
+    assert run.recipe.data.train.path == str(tmp_path / "mend*.jsonl")
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_the_status_says_so(here, tmp_path):

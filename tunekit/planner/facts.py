@@ -103,6 +103,8 @@ class DataFacts(Facts):
 
     num_train: int
     num_eval: int | None = None
+    format: Literal["messages", "prompt_completion", "text"] = "messages"
+    """Shape of the rows, after other shapes were converted to it."""
     tokenized: bool = False
     num_train_tokens: int | None = None
     num_trainable_tokens: int | None = None

@@ -1,12 +1,14 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.data.cache import Entry, cached, key_of
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.pack import pack
+from tunekit.data.rows import Skipped
 from tunekit.data.tokenize import Tokenised, tokenize
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
@@ -26,14 +28,19 @@ class Prepared:
     train: Entry
     eval: Entry | None
     facts: DataFacts
+    skipped: tuple[Skipped, ...]
+    """Bad rows that were left out."""
     notes: tuple[str, ...]
     """What was found and decided on the way, a sentence each."""
 
     def save(self, folder: Path) -> None:
-        """Put the tokens where the processes of the run read them."""
+        """Put the tokens where the processes of the run read them, and beside them what was left out."""
         self.train.link_into(folder / "train")
         if self.eval is not None:
             self.eval.link_into(folder / "eval")
+        if self.skipped:
+            lines = (json.dumps(asdict(skipped), ensure_ascii=False) + "\n" for skipped in self.skipped)
+            (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
@@ -51,6 +58,7 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         num_train=train.num_sequences,
         num_eval=None if held_out is None else held_out.num_sequences,
         tokenized=True,
+        format=data.train.format,
         num_train_tokens=report.num_tokens,
         num_trainable_tokens=report.num_trainable_tokens,
         longest_tokens=report.longest_tokens,
@@ -58,7 +66,7 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         num_split=report.num_split,
         num_dropped=report.num_dropped,
     )
-    return Prepared(train, held_out, facts, tuple(dict.fromkeys(notes)))
+    return Prepared(train, held_out, facts, data.skipped, tuple(dict.fromkeys(notes)))
 
 
 def _prepare_rows(rows: Rows, section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> Entry:
@@ -73,12 +81,11 @@ def _prepare_rows(rows: Rows, section: DataSection, tokenizer: "PreTrainedTokeni
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
-    """The recipe as the run folder keeps it: paths absolute, the recognised format and the sample prompts named."""
+    """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
     section = recipe.data.model_copy(
         update={
             "train": _absolute_source(recipe.data.train),
             "eval": _absolute_source(recipe.data.eval) if recipe.data.eval else None,
-            "format": data.train.format,
         }
     )
     model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
@@ -91,7 +98,10 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
 
 
 def _absolute_source(source: DataSource) -> DataSource:
-    return source.model_copy(update={"path": _absolute(source.path)})
+    path = _absolute(source.path)
+    if path == source.path and any(sign in path for sign in "*?["):
+        path = str(Path(path).resolve())
+    return source.model_copy(update={"path": path})
 
 
 def _absolute(path: str | None) -> str | None:

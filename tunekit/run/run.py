@@ -5,7 +5,7 @@
     status.json    phase, step, process, and why it ended
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
-    data/          the token ids and labels that are trained on
+    data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
     checkpoints/   the last two
     model/         the result with tokenizer, chat template and model card
 

@@ -67,7 +67,7 @@ def _train(run: Run, log: EventLog) -> None:
     _enter(run, log, "loading")
     trainer, watch, tokenizer = _build(run, log, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
-    chat = recipe.data.format == "messages"
+    chat = plan.data.format == "messages"
     _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
     _enter(run, log, "training")
     _fit(trainer, plan)
@@ -134,7 +134,7 @@ def _build(
         model=model,
         tokenizer=tokenizer,
         train_dataset=_load_tokens(run.path / "data" / "train"),
-        eval_dataset=_load_tokens(run.path / "data" / "eval") if recipe.data.eval else None,
+        eval_dataset=_load_tokens(run.path / "data" / "eval") if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=[watch],
     )
