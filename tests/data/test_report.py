@@ -23,6 +23,8 @@ from tunekit.recipe.schema import DataSection
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
 """24, 24, 27 and 40 tokens."""
 
+SETTINGS = {"max_length": 64, "loss_on": "assistant", "packing": False, "batch_size": 2, "num_samples": 3}
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -30,21 +32,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def report(folder, train, held_out=None, *, max_length=64, packing=False, num_samples=3):
+def report(folder, train, held_out=None, **settings):
     save_chats(folder / "train.jsonl", train)
     section = {"train": "train.jsonl"}
     if held_out is not None:
         save_chats(folder / "eval.jsonl", held_out)
         section["eval"] = "eval.jsonl"
-    return report_data(
-        load_data(DataSection.model_validate(section)),
-        make_tokenizer(),
-        max_length=max_length,
-        loss_on="assistant",
-        packing=packing,
-        batch_size=2,
-        num_samples=num_samples,
-    )
+    return report_data(load_data(DataSection.model_validate(section)), make_tokenizer(), **{**SETTINGS, **settings})
 
 
 def text(pieces):
@@ -122,6 +116,17 @@ def test_duplicates_and_rows_of_eval_in_train_are_found_with_their_places(folder
     assert any(w.startswith("1 row of eval also in train (eval.jsonl:2 = train.jsonl:1)") for w in found.warnings())
 
 
+def test_bad_rows_that_the_recipe_allows_are_named(folder):
+    save_chats(folder / "rows.jsonl", CHATS)
+    with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write("{broken\n")
+    data = load_data(DataSection.model_validate({"train": "rows.jsonl", "max_bad_rows": 1}))
+    found = report_data(data, make_tokenizer(), **SETTINGS)
+    assert [bad.place.split(":")[:2] for bad in found.skipped] == [["rows.jsonl", "5"]]
+    assert found.splits[0].num_rows == 4
+    assert any(warning.startswith("1 bad row left out (rows.jsonl:5") for warning in found.warnings())
+
+
 def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
     (train,) = report(folder, CHATS).splits
     counts = {token.text: (token.roles, token.num_tokens, token.num_trained) for token in train.special_tokens}
@@ -166,8 +171,7 @@ def test_the_space_before_a_word_is_kept_where_the_tokenizer_takes_it_from_a_tex
     assert tokenizer.decode([1]) == "world"
     (folder / "rows.txt").write_text("hello world moon", encoding="utf-8")
     data = load_data(DataSection.model_validate({"train": "rows.txt"}))
-    settings = {"max_length": 64, "loss_on": "assistant", "packing": False, "batch_size": 16, "num_samples": 1}
-    found = report_data(data, tokenizer, **settings)
+    found = report_data(data, tokenizer, **SETTINGS)
     assert [piece.text for piece in found.splits[0].samples[0].pieces] == ["hello", " world", "<unk>", "</s>"]
     assert "train: <unk> stands in 1 place for what the tokenizer does not know" in found.warnings()
 

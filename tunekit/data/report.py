@@ -21,7 +21,7 @@ from tunekit.data.cache import Entry, cached, key_of
 from tunekit.data.formats import counted
 from tunekit.data.load import LoadedData
 from tunekit.data.pack import pack
-from tunekit.data.rows import Rows
+from tunekit.data.rows import Rows, Skipped
 from tunekit.data.tokenize import IGNORED, LossOn, TokenReport, tokenize
 
 if TYPE_CHECKING:
@@ -250,6 +250,7 @@ class DataReport:
         is_packed: Whether the recipe asks for packing.
         splits: `train`, and `eval` where the recipe has one.
         leaked: Rows of `eval` that stand in `train` too.
+        skipped: Bad rows that were left out, as the recipe allows; no split counts them.
         notes: What was found and decided while reading, a sentence each.
     """
 
@@ -257,6 +258,7 @@ class DataReport:
     is_packed: bool
     splits: tuple[SplitReport, ...]
     leaked: Repeats
+    skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
 
     def warnings(self) -> list[str]:
@@ -267,6 +269,9 @@ class DataReport:
                 f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}: the eval loss "
                 "will look better than the model is"
             )
+        if self.skipped:
+            first, rest = self.skipped[0], ", ..." if len(self.skipped) > 1 else ""
+            found.append(f"{counted(len(self.skipped), 'bad row')} left out ({first.place}: {first.reason}{rest})")
         for split in self.splits:
             if split.split == "train" and split.end_token is None:
                 found.append("no special token is trained: the model does not learn where its answers end")
@@ -361,6 +366,7 @@ def report_data(
         is_packed=packing,
         splits=tuple(splits),
         leaked=Repeats(0) if data.eval is None else find_repeats(data.eval, within=data.train),
+        skipped=data.skipped,
         notes=tuple(dict.fromkeys(notes)),
     )
 
