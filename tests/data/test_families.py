@@ -132,6 +132,7 @@ FAMILIES = {
     "ChatML": Family(CHATML, "<s>", "<|im_end|>", QWEN_SPECIAL),
     "Zephyr": Family(ZEPHYR, "<s>", "</s>"),
     "Command R": Family(trl_template("cohere"), "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", COMMAND_SPECIAL),
+    "GLM-4.5": Family(trl_template("glm4moe"), "[gMASK]", "<|endoftext|>", ("<|system|>", "<|user|>", "<|assistant|>")),
     "Granite 3": Family(GRANITE_3, "<|end_of_text|>", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>")),
     "Tulu 3": Family(TULU_3, "<|begin_of_text|>", "<|end_of_text|>"),
 }
@@ -375,6 +376,12 @@ GOLDENS = [
         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>more?<|END_OF_TURN_TOKEN|>"
         "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>⟦no<|END_OF_TURN_TOKEN|>⟧",
     ),
+    (  # a turn ends where the model writes the header of the next one
+        "GLM-4.5",
+        TWO_TURNS,
+        "[gMASK]<sop><|system|>\nbe<|user|>\nhi<|assistant|>⟦\n<think></think>\nho<|user|>⟧\nmore?"
+        "<|assistant|>⟦\n<think></think>\nno<|user|>⟧",
+    ),
     (
         "Granite 3",
         TWO_TURNS,
@@ -393,8 +400,7 @@ GOLDENS = [
 
 
 def rows(row: dict) -> Rows:
-    checked = check_row(row, "messages") | {key: row[key] for key in ("tools",) if key in row}
-    return Rows(format="messages", rows=[checked], source="data.jsonl", numbers=range(1, 2))
+    return Rows(format="messages", rows=[check_row(row, "messages")], source="data.jsonl", numbers=range(1, 2))
 
 
 def trained(name: str, row: dict) -> tuple[PreTrainedTokenizerFast, Tokenised]:
@@ -415,7 +421,7 @@ def test_a_family_is_rendered_and_trained_as_worked_out_by_hand(name, row, golde
     assert re.sub(r"Current date: [\d-]+", "Current date: TODAY", shown.replace("⟧⟦", "")) == golden
 
 
-KNOWN_TO_TRL = ("Llama 3", "Qwen 2.5", "Qwen 3", "Gemma 3", "Phi-3", "DeepSeek V3", "GPT-OSS", "Command R")
+KNOWN_TO_TRL = ("Llama 3", "Qwen 2.5", "Qwen 3", "Gemma 3", "Phi-3", "DeepSeek V3", "GPT-OSS", "Command R", "GLM-4.5")
 
 
 @pytest.mark.parametrize(
