@@ -269,9 +269,6 @@ class DataReport:
                 f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}: the eval loss "
                 "will look better than the model is"
             )
-        if self.skipped:
-            first, rest = self.skipped[0], ", ..." if len(self.skipped) > 1 else ""
-            found.append(f"{counted(len(self.skipped), 'bad row')} left out ({first.place}: {first.reason}{rest})")
         for split in self.splits:
             if split.split == "train" and split.end_token is None:
                 found.append("no special token is trained: the model does not learn where its answers end")
