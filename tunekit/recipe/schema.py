@@ -278,8 +278,8 @@ class TrainSection(Section):
     """Steps between two logged losses."""
 
     eval_steps: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two evaluations. Left out: four evaluations a run. With `data.eval`, the run always evaluates
-    before the first and after the last step."""
+    """Steps between two evaluations. Left out: four evaluations a run. With rows to evaluate on, the run always
+    evaluates before the first and after the last step."""
 
     save_steps: Annotated[int, Field(gt=0)] | None = None
     """Steps between two checkpoints. Left out: four checkpoints a run. The last two are kept."""

@@ -38,7 +38,7 @@ FAMILIAR_NAMES = {
     "eval_dataset": "data.eval",
     "eval_file": "data.eval",
     "test_file": "data.eval",
-    "val_set_size": "split the rows yourself, and name both files in data.train and data.eval",
+    "val_set_size": "data.eval_size",
     "validation": "data.eval",
     "validation_file": "data.eval",
     "cutoff_len": "data.max_length",
