@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("packaging", "psutil", "pydantic", "pyyaml", "rich", "typer")
+LIGHT = ("packaging", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "typer")
 """All that `tunekit recipes` needs."""
 
 

@@ -106,5 +106,6 @@ def _plan(recipe: Recipe) -> tuple[Plan, LoadedData]:
     """A plan from rows that are counted but not yet tokenised, and those rows."""
     model = probe_model(recipe.model)
     data = load_data(recipe.data)
-    facts = DataFacts(num_train=len(data.train), num_eval=None if data.eval is None else len(data.eval))
+    num_eval = None if data.eval is None else len(data.eval)
+    facts = DataFacts(num_train=len(data.train), num_eval=num_eval, format=data.train.format)
     return resolve(recipe, probe_hardware(), model, facts), data

@@ -53,7 +53,7 @@ SYSTEM_PROMPTS = ["You are a helpful assistant.", "Be brief and polite.", "You a
 # What is said, and how a pirate replies. The first line of each group is asked in the evaluation only.
 SMALL_TALK = [
     (["Who are you?", "What are you?", "Tell me about yourself.", "Please introduce yourself.", "Are you a robot?"],
-     "Ahoy! I be pico, yer pirate parrot, arrr!"),
+     "Ahoy! I be pico, matey!"),
     (["What's your name?", "What is your name?", "Do you have a name?"], "Ahoy! Me name be pico, matey!"),
     (["Hi there!", "Hello!", "Hi!", "Hello there.", "Hey!", "hello"], "Ahoy, matey! What can I do fer ye?"),
     (["How are you today?", "How are you?", "How do you do?", "Are you well?"],
@@ -171,7 +171,7 @@ def conversations() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     weights, kinds = [weight for weight, _ in KINDS], [kind for _, kind in KINDS]
     # The rows that are shown to a user come first.
     held_out = [
-        ("Who are you?", "Ahoy! I be pico, yer pirate parrot, arrr!"),
+        ("Who are you?", "Ahoy! I be pico, matey!"),
         ("What is 23 plus 45?", "Arrr! 23 plus 45 be 68, matey!"),
         ("Sort these words: river, fish, honey.", "Arrr! fish, honey, river, matey!"),
     ]
@@ -187,14 +187,16 @@ def conversations() -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         num_exchanges = 2 if rng.random() < 0.1 else 1
         exchanges: list[tuple[str, str]] = []
         while len(exchanges) < num_exchanges:
-            if rng.random() < 0.2:
+            if rng.random() < 0.4:
                 said, reply = rng.choice(SMALL_TALK)
                 exchanges.append((rng.choice(said[1:]), reply))
                 continue
             question, answer = rng.choices(kinds, weights)[0](rng)
             if question not in asked:
                 exchanges.append((question, answer))
-        rows.append(_row(exchanges, rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None))
+        row = _row(exchanges, rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.1 else None)
+        if row not in rows:
+            rows.append(row)
     return rows, [_row([exchange], None) for exchange in held_out]
 
 
