@@ -204,6 +204,8 @@ def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in the background with the signal ignored, and the tests may run there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stdout:
         if line.startswith("step 1/"):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,28 @@ def test_an_interrupted_run_says_so(here):
         tunekit.train(recipe(), ["output.name=interrupted"], on_event=interrupt)
     run = find_run("interrupted")
     assert (run.state, run.status()["exit_reason"]) == ("interrupted", "interrupted by the user")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_in_a_place_where_python_drops_it_still_ends_the_run(here):
+    class Interrupting:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt(event):
+        if event["event"] == "log" and event["step"] == 1:
+            Interrupting()
+
+    # A shell starts what runs in the background with the signal ignored, and the tests may run there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tunekit.train(recipe(max_steps=20), ["output.name=dropped"], on_event=interrupt)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    run = find_run("dropped")
+    assert (run.state, run.status()["step"]) == ("interrupted", 2)
 
 
 def test_a_half_written_event_is_left_for_the_next_read(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import time
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -20,11 +21,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         run: The run whose status follows the steps.
         log: Where events go.
+        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
     """
 
-    def __init__(self, run: Run, log: EventLog) -> None:
+    def __init__(self, run: Run, log: EventLog, asked_to_stop: Event) -> None:
         self.run = run
         self.log = log
+        self.asked_to_stop = asked_to_stop
         self.seconds = 0.0
         """Time spent in optimizer steps, without evaluations and checkpoints."""
         self.num_tokens = 0.0
@@ -46,6 +49,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Stop the clock of a step and tell the status."""
         self.seconds += time.perf_counter() - self._step_began
         self.run.update_status(step=state.global_step)
+        if self.asked_to_stop.is_set():
+            raise KeyboardInterrupt
 
     def on_log(
         self,

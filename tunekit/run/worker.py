@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import RunError, TunekitError
@@ -15,6 +16,7 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
+from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
@@ -37,8 +39,12 @@ def work(run: Run, listener: Listener | None = None) -> None:
     """
     log = EventLog(run.path / "events.jsonl", listener)
     try:
-        with (run.path / "log.txt").open("a", encoding="utf-8") as stream, library_words_to(stream):
-            _train(run, log)
+        with (
+            (run.path / "log.txt").open("a", encoding="utf-8") as stream,
+            library_words_to(stream),
+            remembered_interrupts() as asked_to_stop,
+        ):
+            _train(run, log, asked_to_stop)
     except KeyboardInterrupt:
         _end(run, log, "interrupted", "interrupted by the user")
         raise
@@ -58,14 +64,14 @@ def _end(run: Run, log: EventLog, phase: str, reason: str) -> None:
     log.write("phase", phase=phase)
 
 
-def _train(run: Run, log: EventLog) -> None:
+def _train(run: Run, log: EventLog, asked_to_stop: Event) -> None:
     recipe, plan = run.recipe, run.plan
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     began = time.time()
     _enter(run, log, "loading")
-    trainer, watch, tokenizer = _build(run, log, recipe, plan, schedule)
+    trainer, watch, tokenizer = _build(run, log, asked_to_stop, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = plan.data.format == "messages"
     _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
@@ -105,7 +111,7 @@ def _enter(run: Run, log: EventLog, phase: str) -> None:
 
 
 def _build(
-    run: Run, log: EventLog, recipe: Recipe, plan: Plan, schedule: Schedule
+    run: Run, log: EventLog, asked_to_stop: Event, recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[SFTTrainer, Watch, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     _use_planned_device(plan)
@@ -124,7 +130,7 @@ def _build(
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    watch = Watch(run, log)
+    watch = Watch(run, log, asked_to_stop)
     trainer = sft.build(
         recipe.method,
         recipe.train,
