@@ -1,6 +1,7 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.report import DataReport, report_data
 from tunekit.model.load import load_tokenizer
-from tunekit.planner.facts import DataFacts
+from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe import probe_hardware, probe_model
@@ -33,7 +34,8 @@ def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or nothing that it allows fits.
     """
-    return _plan(load_recipe(source, overrides))[0]
+    recipe = load_recipe(source, overrides)
+    return _look(recipe).plan(recipe)
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -42,8 +44,10 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         TunekitError: There is a fault.
     """
-    _, data = _plan(load_recipe(source, overrides))
-    return data.notes
+    recipe = load_recipe(source, overrides)
+    found = _look(recipe)
+    found.plan(recipe)
+    return found.data.notes
 
 
 def train(
@@ -62,11 +66,12 @@ def train(
     from tunekit.run.worker import work
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
-    _, data = _plan(recipe)
+    found = _look(recipe)
+    found.plan(recipe)
     words = StringIO()
     with library_words_to(words):
-        prepared = prepare(recipe, data)
-        final = resolve(record(recipe, data), probe_hardware(), probe_model(recipe.model), prepared.facts)
+        prepared = prepare(recipe, found.data)
+        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts)
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -102,10 +107,20 @@ def data_report(source: Source, overrides: Sequence[str] = (), *, num_samples: i
         )
 
 
-def _plan(recipe: Recipe) -> tuple[Plan, LoadedData]:
-    """A plan from rows that are counted but not yet tokenised, and those rows."""
-    model = probe_model(recipe.model)
-    data = load_data(recipe.data)
-    num_eval = None if data.eval is None else len(data.eval)
-    facts = DataFacts(num_train=len(data.train), num_eval=num_eval, format=data.train.format)
-    return resolve(recipe, probe_hardware(), model, facts), data
+@dataclass(frozen=True)
+class _Found:
+    """What a plan is made from, looked up once."""
+
+    hardware: Hardware
+    model: ModelFacts
+    data: LoadedData
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """A plan from rows that are counted but not yet tokenised."""
+        num_eval = None if self.data.eval is None else len(self.data.eval)
+        facts = DataFacts(num_train=len(self.data.train), num_eval=num_eval, format=self.data.train.format)
+        return resolve(recipe, self.hardware, self.model, facts)
+
+
+def _look(recipe: Recipe) -> _Found:
+    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data), hardware=probe_hardware())

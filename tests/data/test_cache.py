@@ -136,6 +136,23 @@ def test_writers_at_once_end_with_one_whole_entry():
     assert len(list(cache.cache_root().iterdir())) == 1
 
 
+def test_a_whole_entry_that_appears_meanwhile_is_kept():
+    found, tokenizer = rows(), make_tokenizer()
+    key = cache.key_of(found, tokenizer, **SETTINGS)
+    inodes = []
+
+    def make():
+        made = tokenize(found, tokenizer, max_length=64, loss_on="assistant")
+        if not inodes:
+            inodes.append(None)
+            inodes.append((cache.cached(key, found.source, make).path / cache.ACCOUNT).stat().st_ino)
+        return made
+
+    entry = cache.cached(key, found.source, make)
+    assert (entry.path / cache.ACCOUNT).stat().st_ino == inodes[1]
+    assert len(list(cache.cache_root().iterdir())) == 1
+
+
 def test_a_run_keeps_its_rows_when_the_cache_is_cleared(tmp_path):
     from datasets import load_from_disk
 

@@ -16,15 +16,16 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from tunekit.data.pack import pack
 from tunekit.data.rows import Rows
-from tunekit.data.tokenize import Tokenised, TokenReport
+from tunekit.data.tokenize import LossOn, Tokenised, TokenReport, tokenize
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,6 +71,23 @@ class Entry:
         shutil.copytree(self.path / ROWS, folder, copy_function=_link)
 
 
+def prepare_rows(
+    rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, loss_on: LossOn, packing: bool
+) -> Entry:
+    """The sequences of one source: found in the cache, or tokenised, masked and, where asked for, packed.
+
+    Raises:
+        DataError: No token would be trained on, or the rows do not fit the chat template.
+    """
+
+    def make() -> Tokenised:
+        made = tokenize(rows, tokenizer, max_length=max_length, loss_on=loss_on)
+        return replace(made, dataset=pack(made.dataset, max_length)) if packing else made
+
+    key = key_of(rows, tokenizer, max_length=max_length, loss_on=loss_on, packing=packing)
+    return cached(key, rows.source, make)
+
+
 def key_of(rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, loss_on: str, packing: bool) -> str:
     """Name of the entry for these rows, prepared in this way by this code."""
     made_of = {
@@ -97,7 +115,6 @@ def cached(key: str, source: str, make: Callable[[], Tokenised]) -> Entry:
     place = cache_root() / key
     entry = _read(place)
     if entry is None:
-        shutil.rmtree(place, ignore_errors=True)
         _store(place, source, make())
         entry = _read(place)
     if entry is None:
@@ -147,6 +164,9 @@ def _store(place: Path, source: str, made: Tokenised) -> None:
             "files": files,
         }
         (draft / ACCOUNT).write_text(json.dumps(account), encoding="utf-8")
+        # Whole, another writer's entry is as good; only one that is damaged makes way.
+        if place.is_dir() and _read(place) is None:
+            shutil.rmtree(place, ignore_errors=True)
         try:
             draft.rename(place)
         except OSError:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.cache import Entry, cached, key_of
+from tunekit.data.cache import prepare_rows
 from tunekit.data.formats import counted
 from tunekit.data.load import LoadedData
 from tunekit.data.pack import pack
@@ -348,7 +348,8 @@ def report_data(
     for name, rows in (("train", data.train), ("eval", data.eval)):
         if rows is None:
             continue
-        entry = _tokenised(rows, tokenizer, max_length, loss_on)
+        # As a run without packing has them, and kept for that run.
+        entry = prepare_rows(rows, tokenizer, max_length=max_length, loss_on=loss_on, packing=False)
         sequences = _Sequences(entry.dataset())
         lengths = sequences.lengths
         if entry.report.longest_tokens > max_length:
@@ -366,12 +367,6 @@ def report_data(
         skipped=data.skipped,
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _tokenised(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int, loss_on: LossOn) -> Entry:
-    """The sequences as a run without packing has them; kept for that run."""
-    key = key_of(rows, tokenizer, max_length=max_length, loss_on=loss_on, packing=False)
-    return cached(key, rows.source, lambda: tokenize(rows, tokenizer, max_length=max_length, loss_on=loss_on))
 
 
 def _split_report(

@@ -1,21 +1,15 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tunekit.data.cache import Entry, cached, key_of
+from tunekit.data.cache import Entry, prepare_rows
 from tunekit.data.load import LoadedData, Rows
-from tunekit.data.pack import pack
 from tunekit.data.rows import Skipped
-from tunekit.data.tokenize import Tokenised, tokenize
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
 from tunekit.recipe.schema import DataSection, DataSource, Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -50,8 +44,15 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    train = _prepare_rows(data.train, recipe.data, tokenizer)
-    held_out = None if data.eval is None else _prepare_rows(data.eval, recipe.data, tokenizer)
+    section: DataSection = recipe.data
+
+    def sequences(rows: Rows) -> Entry:
+        return prepare_rows(
+            rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on, packing=section.packing
+        )
+
+    train = sequences(data.train)
+    held_out = None if data.eval is None else sequences(data.eval)
     report = train.report
     notes = [*data.notes, *report.notes, *(held_out.report.notes if held_out else ())]
     facts = DataFacts(
@@ -67,17 +68,6 @@ def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
         num_dropped=report.num_dropped,
     )
     return Prepared(train, held_out, facts, data.skipped, tuple(dict.fromkeys(notes)))
-
-
-def _prepare_rows(rows: Rows, section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> Entry:
-    """The sequences of one source."""
-
-    def make() -> Tokenised:
-        made = tokenize(rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on)
-        return replace(made, dataset=pack(made.dataset, section.max_length)) if section.packing else made
-
-    key = key_of(rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on, packing=section.packing)
-    return cached(key, rows.source, make)
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
