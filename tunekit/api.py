@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.load import LoadedData, load_data
-from tunekit.data.report import DataReport, report_data
-from tunekit.model.load import load_tokenizer
-from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
+from tunekit.data.prepare import Progress
+from tunekit.data.report import DataReport
+from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe import probe_hardware, probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
-from tunekit.run.prepare import prepare, record
+from tunekit.run.prepare import counted_facts, prepare, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
@@ -70,41 +70,46 @@ def train(
     found.plan(recipe)
     words = StringIO()
     with library_words_to(words):
-        prepared = prepare(recipe, found.data)
+        prepared = prepare(recipe, found.data, _progress_to(on_event))
         final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts)
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.report.notes})
     work(run, on_event)
     return run
 
 
-def data_report(source: Source, overrides: Sequence[str] = (), *, num_samples: int = 3) -> DataReport:
+def data_report(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    num_samples: int = 3,
+    on_event: Callable[[Event], None] | None = None,
+) -> DataReport:
     """What a recipe trains and evaluates on, as its model will see it. Loads the tokenizer and no weights.
 
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
-        num_samples: Sequences of each split to take as samples.
+        num_samples: Sequences of each source to take as samples.
+        on_event: Told how far the rows are; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    section = recipe.data
-    data = load_data(section)
+    data = load_data(recipe.data)
     with library_words_to(StringIO()):
-        return report_data(
-            data,
-            load_tokenizer(recipe.model),
-            max_length=section.max_length,
-            loss_on=section.loss_on,
-            packing=section.packing,
-            batch_size=recipe.train.micro_batch_size or recipe.train.global_batch_size,
-            num_samples=num_samples,
-        )
+        return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
+
+
+def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
+    """What tells a listener how far the rows of a source are, if there is one."""
+    if on_event is None:
+        return None
+    return lambda source, done, total: on_event({"event": "rows", "source": source, "done": done, "total": total})
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,7 @@ class _Found:
 
     def plan(self, recipe: Recipe) -> Plan:
         """A plan from rows that are counted but not yet tokenised."""
-        num_eval = None if self.data.eval is None else len(self.data.eval)
-        facts = DataFacts(num_train=len(self.data.train), num_eval=num_eval, format=self.data.train.format)
-        return resolve(recipe, self.hardware, self.model, facts)
+        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data))
 
 
 def _look(recipe: Recipe) -> _Found:

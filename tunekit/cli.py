@@ -115,14 +115,19 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Look at the data as the model will see it, before any training."""
+    from rich.console import Console
+
     from tunekit import api
-    from tunekit.display import make_console
+    from tunekit.display import Progress, make_console
     from tunekit.display_data import data_report_parts
 
     source, notes = _load(recipe, overrides)
     console = make_console()
-    with console.status("reading the data and the model's tokenizer"):
-        report = api.data_report(source, num_samples=rows)
+    progress = Progress(Console(stderr=True))
+    try:
+        report = api.data_report(source, num_samples=rows, on_event=progress)
+    finally:
+        progress.stop()
     if html is not None:
         _write(html, report.to_html())
     if as_json:

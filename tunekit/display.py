@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -58,7 +59,9 @@ class Progress:
     def __call__(self, event: Event) -> None:
         """Show one event of a run."""
         kind = event["event"]
-        if kind == "plan":
+        if kind == "rows":
+            self._on_rows(event["source"], event["done"], event["total"])
+        elif kind == "plan":
             self._run = event["run"]
             self._num_steps = event["plan"].schedule.num_steps
             for note in event["notes"]:
@@ -76,8 +79,39 @@ class Progress:
         elif kind == "result" and self._run is not None:
             self.console.print(summary(event, self._run))
 
+    def _on_rows(self, source: str, done: int, total: int) -> None:
+        if not self._is_live:
+            return
+        if self._bar is None:
+            if done == total:  # it was quick
+                return
+            self._bar = Bar(
+                TextColumn("preparing {task.description}"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TimeRemainingColumn(),
+                console=self.console,
+                expand=True,
+                transient=True,
+            )
+            self._task = self._bar.add_task(escape(source), total=total)
+            self._bar.start()
+        self._bar.update(self._task, completed=done)
+        if done == total:
+            self.stop()
+
+    def stop(self) -> None:
+        """Take the bar away, if there is one."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    @property
+    def _is_live(self) -> bool:
+        return self.console.is_terminal or self.console.is_jupyter
+
     def _on_phase(self, phase: str) -> None:
-        if phase == "training" and (self.console.is_terminal or self.console.is_jupyter):
+        if phase == "training" and self._is_live:
             self._bar = Bar(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -93,9 +127,8 @@ class Progress:
             )
             self._task = self._bar.add_task("", total=self._num_steps, numbers="")
             self._bar.start()
-        elif self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        else:
+            self.stop()
         if phase == "loading":
             self.console.print(Text("loading the model", style="dim"))
 

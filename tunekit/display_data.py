@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tunekit.data.report import DataReport, Piece, Sample, SplitReport, visible
+from tunekit.data.report import DataReport, Piece, Sample, SourceReport, visible
 
 BAR_WIDTH = 40
 """Columns of a histogram's longest bar."""
@@ -21,19 +21,21 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 def data_report_parts(report: DataReport, console: Console) -> list[RenderableType]:
-    """A report in sections: what to look at, then each split with its numbers, lengths, special tokens and samples."""
+    """A report in sections: what to look at, then each source with its numbers, lengths, special tokens and samples."""
     in_colour = console.color_system is not None and not console.no_color
     parts: list[RenderableType] = [Text(f"note: {note}", style="dim") for note in report.notes]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings()]
-    for split in report.splits:
-        parts += ["", _heading(split.split), _facts_table(split, report)]
-        parts += ["", _heading(f"{split.split}: row lengths", "tokens, before anything is cut")]
-        parts.append(_histogram_table(split, report.max_length))
-        parts += ["", _heading(f"{split.split}: special tokens"), _special_tokens_table(split)]
-        if split.samples:
+    if report.mixture:
+        parts += ["", _heading("mixture", "what is trained on of each source"), _mixture_table(report)]
+    for source in report.sources:
+        parts += ["", _heading(source.title), _facts_table(source, report)]
+        parts += ["", _heading(f"{source.title}: row lengths", "tokens, before anything is cut")]
+        parts.append(_histogram_table(source, report.max_length))
+        parts += ["", _heading(f"{source.title}: special tokens"), _special_tokens_table(source)]
+        if source.samples:
             key = "green tokens count in the loss" if in_colour else "tokens between ⟦ and ⟧ count in the loss"
-            parts += ["", _heading(f"{split.split}: samples", key)]
-        for number, sample in enumerate(split.samples, start=1):
+            parts += ["", _heading(f"{source.title}: samples", key)]
+        for number, sample in enumerate(source.samples, start=1):
             head = f"{number}: {sample.num_tokens:,} tokens, {sample.num_trained:,} count"
             parts += ["", Text(head, style="dim"), sample_text(sample, in_colour=in_colour)]
     return parts
@@ -72,23 +74,34 @@ def _heading(title: str, explanation: str = "") -> Text:
     return Text.assemble((title, "bold"), (f"  {explanation}", "dim"))
 
 
-def _facts_table(split: SplitReport, report: DataReport) -> Table:
+def _mixture_table(report: DataReport) -> Table:
+    table = Table("source", box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for title in ("weight", "sequences", "trained on", "tokens", "share"):
+        table.add_column(title, justify="right")
+    for part in report.mixture:
+        numbers = (f"{number:,}" for number in (part.num_available, part.num_taken, part.num_tokens))
+        weight = "–" if part.weight is None else f"{part.weight:g}"
+        table.add_row(Text(part.source), weight, *numbers, f"{part.token_share:.1%}")
+    return table
+
+
+def _facts_table(source: SourceReport, report: DataReport) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
-    for name, words in split.facts(report.max_length, is_packed=report.is_packed):
+    for name, words in source.facts(report.max_length, is_packed=report.is_packed):
         table.add_row(name, Text(words))
     return table
 
 
-def _histogram_table(split: SplitReport, max_length: int) -> Table:
+def _histogram_table(source: SourceReport, max_length: int) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(width=BAR_WIDTH, no_wrap=True)
     table.add_column(justify="right")
-    most = max(bar.num_rows for bar in split.histogram)
-    last = split.histogram[-1].high
-    for bar in split.histogram:
+    most = max(bar.num_rows for bar in source.histogram)
+    last = source.histogram[-1].high
+    for bar in source.histogram:
         table.add_row(bar.label, Text(_bar(bar.num_rows / most), style="cyan"), f"{bar.num_rows:,}")
         if bar.high == max_length or bar.high == last < max_length:
             table.add_row(Text("max_length", style="red"), Text("╌" * BAR_WIDTH, style="red"), f"{max_length:,}")
@@ -100,11 +113,11 @@ def _bar(share: float) -> str:
     return "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
 
 
-def _special_tokens_table(split: SplitReport) -> Table:
+def _special_tokens_table(source: SourceReport) -> Table:
     table = Table("token", "used as", box=None, padding=(0, 3, 0, 0), header_style="dim")
     for title in ("id", "times", "trained"):
         table.add_column(title, justify="right")
-    for token in split.special_tokens:
+    for token in source.special_tokens:
         numbers = (f"{number:,}" for number in (token.num_tokens, token.num_trained))
         table.add_row(Text(visible(token.text)), ", ".join(token.roles), str(token.id), *numbers)
     return table

@@ -3,17 +3,17 @@
 import json
 import multiprocessing
 import os
+from dataclasses import replace
 
 import pytest
 
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.data import cache
+from tunekit.data import prepare as preparing
 from tunekit.data.load import load_rows
-from tunekit.data.pack import pack
-from tunekit.data.tokenize import tokenize
+from tunekit.data.mixture import Mixing
+from tunekit.data.prepare import prepare_rows, read_dataset, tokens_of
 from tunekit.recipe.schema import DataSource
-
-SETTINGS = {"max_length": 64, "loss_on": "assistant", "packing": False}
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +27,17 @@ def rows(path="rows.jsonl"):
     return load_rows(DataSource(path=path), key="data.train", format="auto", default_split="train")
 
 
-def prepare(found=None, tokenizer=None, **changes):
-    """The entry, and whether it had to be made."""
-    found, tokenizer, settings = found or rows(), tokenizer or make_tokenizer(), SETTINGS | changes
-    made = []
+def prepare(found=None, tokenizer=None, *, max_length=64, loss_on="assistant", packing=False, mixing=Mixing()):
+    """What a trainer reads, and whether anything had to be made for it."""
+    before = {path.name for path in cache.cache_root().iterdir()} if cache.cache_root().is_dir() else set()
+    found = replace(found or rows(), loss_on=loss_on)
+    tokens = tokens_of(found, tokenizer or make_tokenizer(), max_length=max_length)
+    prepared = prepare_rows([tokens], mixing, max_length=max_length, packing=packing)
+    return prepared, {path.name for path in cache.cache_root().iterdir()} != before
 
-    def make():
-        made.append(True)
-        return tokenize(found, tokenizer, max_length=settings["max_length"], loss_on=settings["loss_on"])
 
-    return cache.cached(cache.key_of(found, tokenizer, **settings), found.source, make), bool(made)
+def texts(prepared):
+    return [make_tokenizer().decode(row["input_ids"]) for row in prepared.dataset()]
 
 
 def test_the_same_rows_are_prepared_once():
@@ -44,9 +45,10 @@ def test_the_same_rows_are_prepared_once():
     again, made_again = prepare()
     assert (made_first, made_again) == (True, False)
     assert again == first
-    assert again.report.num_rows == 20
-    expected = tokenize(rows(), make_tokenizer(), max_length=64, loss_on="assistant").dataset
-    assert again.dataset().to_dict() == expected.to_dict()
+    assert again.reports[0].num_rows == 20
+    assert texts(again) == [
+        f"<|im_start|>user\ndouble {n}<|im_end|>\n<|im_start|>assistant\n{2 * n}<|im_end|>\n" for n in range(20)
+    ]
 
 
 def test_one_edited_row_is_seen_though_size_and_date_stay_the_same(tmp_path):
@@ -57,10 +59,9 @@ def test_one_edited_row_is_seen_though_size_and_date_stay_the_same(tmp_path):
     file.write_text(text.replace("double 7", "double 8"), encoding="utf-8")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    entry, made = prepare()
+    prepared, made = prepare()
     assert made
-    texts = [make_tokenizer().decode(row["input_ids"]) for row in entry.dataset()]
-    assert sum("double 8<" in text for text in texts) == 2
+    assert sum("double 8<" in text for text in texts(prepared)) == 2
 
 
 @pytest.mark.parametrize("change", [{"max_length": 63}, {"loss_on": "all"}, {"packing": True}])
@@ -89,38 +90,53 @@ def test_another_code_of_the_data_path_is_another_entry(tmp_path, monkeypatch):
     assert prepare()[1]
 
 
+def test_tokens_serve_packed_and_unpacked_sequences_and_another_mixture():
+    prepare()
+    num_tokens = len([entry for entry in cache.list_entries() if entry.kind == "tokens"])
+    prepare(packing=True)
+    prepare(mixing=Mixing(mixing="concatenate"))
+    kinds = [entry.kind for entry in cache.list_entries()]
+    assert (kinds.count("tokens"), kinds.count("sequences")) == (num_tokens, 3) == (1, 3)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequences"])
 @pytest.mark.parametrize("damage", ["truncate", "remove", "no-account"])
-def test_a_damaged_entry_is_made_again(damage):
-    entry, _ = prepare()
-    (data,) = (entry.path / "rows").glob("*.arrow")
+def test_a_damaged_entry_is_made_again(damage, kind):
+    first, _ = prepare()
+    (entry,) = (entry for entry in cache.list_entries() if entry.kind == kind)
+    data = entry.path / {"tokens": "ids.bin", "sequences": "rows.arrow"}[kind]
     if damage == "truncate":
         data.write_bytes(data.read_bytes()[:-10])
     elif damage == "remove":
         data.unlink()
     else:
         (entry.path / cache.ACCOUNT).unlink()
-    again, made = prepare()
-    assert made
-    assert len(again.dataset()) == 20
+    again, _ = prepare()
+    assert data.stat().st_size == entry.account["num_tokens"] * 4 if kind == "tokens" else len(texts(again)) == 20
+    assert sorted(cache.list_entries(), key=str) == sorted([entry, *_others(kind)], key=str)
+
+
+def _others(kind):
+    return [entry for entry in cache.list_entries() if entry.kind != kind]
 
 
 def test_a_writer_that_fails_leaves_nothing_behind():
-    def fail():
+    def fail(folder):
+        (folder / "half").write_text("half")
         raise RuntimeError("the tokenizer broke")
 
     with pytest.raises(RuntimeError):
-        cache.cached("0" * 40, "rows.jsonl", fail)
-    assert cache.list_entries() == []
-    assert not list(cache.cache_root().glob("*")) if cache.cache_root().exists() else True
+        cache.cached("0" * 40, "tokens", "rows.jsonl", fail)
+    assert list(cache.cache_root().iterdir()) == []
 
 
 def write_at_once(barrier, queue):
     barrier.wait()
-    entry, _ = prepare()
-    queue.put((str(entry.path), len(entry.dataset())))
+    prepared, _ = prepare()
+    queue.put((str(prepared.path), len(prepared.dataset())))
 
 
-def test_writers_at_once_end_with_one_whole_entry():
+def test_writers_at_once_end_with_one_whole_entry_of_each_kind():
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(4), context.Queue()
     writers = [context.Process(target=write_at_once, args=(barrier, queue)) for _ in range(4)]
@@ -132,37 +148,31 @@ def test_writers_at_once_end_with_one_whole_entry():
         assert writer.exitcode == 0
     assert len(found) == 1
     assert found.pop()[1] == 20
-    assert [path.name[0] for path in cache.cache_root().iterdir()] != ["."]
-    assert len(list(cache.cache_root().iterdir())) == 1
+    assert len(list(cache.cache_root().iterdir())) == len(cache.list_entries()) == 2
 
 
 def test_a_whole_entry_that_appears_meanwhile_is_kept():
-    found, tokenizer = rows(), make_tokenizer()
-    key = cache.key_of(found, tokenizer, **SETTINGS)
     inodes = []
 
-    def make():
-        made = tokenize(found, tokenizer, max_length=64, loss_on="assistant")
+    def make(folder):
         if not inodes:
             inodes.append(None)
-            inodes.append((cache.cached(key, found.source, make).path / cache.ACCOUNT).stat().st_ino)
-        return made
+            inodes.append((cache.cached("0" * 40, "tokens", "a", make).path / cache.ACCOUNT).stat().st_ino)
+        return {"num_tokens": 1}
 
-    entry = cache.cached(key, found.source, make)
+    entry = cache.cached("0" * 40, "tokens", "a", make)
     assert (entry.path / cache.ACCOUNT).stat().st_ino == inodes[1]
     assert len(list(cache.cache_root().iterdir())) == 1
 
 
 def test_a_run_keeps_its_rows_when_the_cache_is_cleared(tmp_path):
-    from datasets import load_from_disk
-
-    entry, _ = prepare()
-    entry.link_into(tmp_path / "run" / "train")
-    (data,) = (tmp_path / "run" / "train").glob("*.arrow")
-    assert data.stat().st_nlink == 2
-    assert cache.clear() >= entry.size_bytes
+    prepared, _ = prepare()
+    kept = tmp_path / "train.arrow"
+    prepared.link_to(kept)
+    assert kept.stat().st_nlink == 2
+    assert cache.clear() >= kept.stat().st_size
     assert cache.list_entries() == []
-    assert len(load_from_disk(str(tmp_path / "run" / "train"))) == 20
+    assert len(read_dataset(kept)) == 20
 
 
 def test_entries_are_listed_with_what_is_in_them(tmp_path):
@@ -170,20 +180,42 @@ def test_entries_are_listed_with_what_is_in_them(tmp_path):
     prepare()
     prepare(rows("more.jsonl"))
     entries = cache.list_entries()
-    assert [(entry.source, entry.num_sequences) for entry in entries] == [("more.jsonl", 400), ("rows.jsonl", 20)]
+    assert [(entry.source, entry.kind, entry.account["num_sequences"]) for entry in entries] == [
+        ("more.jsonl", "sequences", 400),
+        ("more.jsonl", "tokens", 400),
+        ("rows.jsonl", "sequences", 20),
+        ("rows.jsonl", "tokens", 20),
+    ]
     for entry in entries:
         account = json.loads((entry.path / cache.ACCOUNT).read_text(encoding="utf-8"))
         assert entry.size_bytes == sum(account["files"].values())
 
 
-def test_packed_rows_are_counted_as_packed():
-    found, tokenizer = rows(), make_tokenizer()
+def test_packed_rows_are_whole_and_their_lengths_stand_beside_them():
+    plain, packed = prepare()[0], prepare(packing=True, max_length=64)[0]
+    assert packed.num_sequences < plain.num_sequences == 20
+    found = []
+    for pack in packed.dataset():
+        assert len(pack["input_ids"]) == len(pack["labels"]) == sum(pack["seq_lengths"]) <= 64
+        start = 0
+        for length in pack["seq_lengths"]:
+            found.append((pack["input_ids"][start : start + length], pack["labels"][start : start + length]))
+            start += length
+    assert sorted(found) == sorted((row["input_ids"], row["labels"]) for row in plain.dataset())
 
-    def make():
-        from dataclasses import replace
 
-        made = tokenize(found, tokenizer, max_length=128, loss_on="assistant")
-        return replace(made, dataset=pack(made.dataset, 128))
-
-    entry = cache.cached(cache.key_of(found, tokenizer, **SETTINGS | {"packing": True}), found.source, make)
-    assert entry.num_sequences < entry.report.num_sequences == 20
+@pytest.mark.parametrize("packing", [False, True])
+def test_sources_are_gathered_in_the_order_of_the_mixture_however_small_the_batches(tmp_path, monkeypatch, packing):
+    save_chats(tmp_path / "more.jsonl", ((f"triple {n}", f"{3 * n}") for n in range(7)))
+    monkeypatch.setattr(preparing, "_BATCH_TOKENS", 90)
+    tokens = [tokens_of(rows(name), make_tokenizer(), max_length=64) for name in ("rows.jsonl", "more.jsonl")]
+    prepared = prepare_rows(tokens, Mixing(weights=(1, 1)), max_length=64, packing=packing)
+    assert [(share.source, share.num_sequences) for share in prepared.shares] == [("rows.jsonl", 7), ("more.jsonl", 7)]
+    assert prepared.num_tokens == sum(share.num_tokens for share in prepared.shares)
+    whole = "".join(texts(prepared))
+    assert [whole.count("double"), whole.count("triple")] == [7, 7]
+    assert all(whole.count(f"triple {n}<") == 1 for n in range(7))
+    labels = [label for row in prepared.dataset() for label in row["labels"]]
+    assert prepared.num_trainable_tokens == sum(label != -100 for label in labels)
+    if not packing:
+        assert [("double" in text, "triple" in text) for text in texts(prepared)] == [(True, False), (False, True)] * 7

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.tokenised import tokenised
 from tests.data.test_families import FAMILIES, TOOL
 from tests.data.test_tokenize import chat, learned, rows
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
 from tunekit.data.chat import ChatRenderer, Rendered
 from tunekit.data.formats import Row
-from tunekit.data.tokenize import tokenize
 from tunekit.errors import DataError
 
 NUMBERED = (  # the number of a turn depends on all that came before, so no turn can be rendered alone
@@ -224,7 +224,7 @@ def test_a_given_turn_that_markers_write_differently_later_is_refused():
 
 
 def left_out(template: str, *given: dict, loss_on="assistant") -> list[str]:
-    made = tokenize(rows("messages", *given), byte_tokenizer(template), max_length=999, loss_on=loss_on)
+    made = tokenised(rows("messages", *given), byte_tokenizer(template), max_length=999, loss_on=loss_on)
     return [note for note in made.report.notes if "leaves out" in note]
 
 

@@ -13,10 +13,10 @@ import trl.chat_template_utils
 from transformers import PreTrainedTokenizerFast
 from trl import get_training_chat_template
 
+from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
 from tunekit.data.formats import check_row
-from tunekit.data.rows import Rows
-from tunekit.data.tokenize import Tokenised, tokenize
+from tunekit.data.rows import Rows, RowStore
 
 TRL_TEMPLATES = Path(trl.chat_template_utils.__file__).with_name("chat_templates")
 
@@ -400,12 +400,12 @@ GOLDENS = [
 
 
 def rows(row: dict) -> Rows:
-    return Rows(format="messages", rows=[check_row(row, "messages")], source="data.jsonl", numbers=range(1, 2))
+    return Rows(format="messages", rows=RowStore([check_row(row, "messages")]), source="data.jsonl", numbers=range(1, 2))
 
 
 def trained(name: str, row: dict) -> tuple[PreTrainedTokenizerFast, Tokenised]:
     tokenizer = FAMILIES[name].tokenizer()
-    return tokenizer, tokenize(rows(row), tokenizer, max_length=5000, loss_on="assistant")
+    return tokenizer, tokenised(rows(row), tokenizer, max_length=5000, loss_on="assistant")
 
 
 NAMES = [f"{name}, {['two turns', 'tools'][row is TOOLS]}, {i}" for i, (name, row, _) in enumerate(GOLDENS)]
@@ -415,7 +415,7 @@ NAMES = [f"{name}, {['two turns', 'tools'][row is TOOLS]}, {i}" for i, (name, ro
 def test_a_family_is_rendered_and_trained_as_worked_out_by_hand(name, row, golden):
     tokenizer, made = trained(name, row)
     shown = ""
-    for token, label in zip(made.dataset[0]["input_ids"], made.dataset[0]["labels"], strict=True):
+    for token, label in zip(made.sequences[0]["input_ids"], made.sequences[0]["labels"], strict=True):
         piece = tokenizer.decode([token])
         shown += piece if label == -100 else f"⟦{piece}⟧"
     assert re.sub(r"Current date: [\d-]+", "Current date: TODAY", shown.replace("⟧⟦", "")) == golden
@@ -437,7 +437,7 @@ def test_the_mask_of_a_family_is_that_of_trl_but_for_line_breaks_around_a_turn(n
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
-    ours = made.dataset[0]
+    ours = made.sequences[0]
     assert ours["input_ids"] == theirs["input_ids"]
     assert any(theirs["assistant_masks"])
     for token, label, mark in zip(ours["input_ids"], ours["labels"], theirs["assistant_masks"], strict=True):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunekit.data.holdout import fraction, hold_out
 from tunekit.data.load import load_data
-from tunekit.data.rows import Rows
+from tunekit.data.rows import RowStore, Rows
 from tunekit.recipe.schema import DataSection
 
 TEXTS = st.lists(st.sampled_from([f"text {i}" for i in range(40)]), max_size=60)
@@ -22,7 +22,7 @@ def test_the_two_texts_that_the_properties_rest_on_fall_on_either_side():
 
 def parted(texts: list[str], share: float = SHARE) -> tuple[list[str], list[str]]:
     rows = [{"text": text} for text in texts]
-    source = Rows(format="text", rows=rows, source="rows.jsonl", numbers=range(1, len(rows) + 1))
+    source = Rows(format="text", rows=RowStore(rows), source="rows.jsonl", numbers=range(1, len(rows) + 1))
     train, held_out = hold_out(source, share)
     for side in (train, held_out):
         # A row keeps its place, so the place leads back to it.

@@ -16,15 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.data.load import load_data
-from tunekit.data.report import Bin, Quantiles, Repeats, histogram, padded_share, quantile, report_data, visible
+from tunekit.data.measure import histogram, padded_share, quantile, report_data
+from tunekit.data.prepare import prepare_data
+from tunekit.data.report import Bin, Quantiles, Repeats, visible
 from tunekit.display_data import sample_text
 from tunekit.recipe.schema import DataSection
 
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
 """24, 24, 27 and 40 tokens."""
-
-SETTINGS = {"max_length": 64, "loss_on": "assistant", "packing": False, "batch_size": 2, "num_samples": 3}
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -32,13 +31,28 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def report(folder, train, held_out=None, **settings):
+def measured(section, tokenizer=None, *, batch_size=2, num_samples=3):
+    section = DataSection.model_validate({"max_length": 64} | section)
+    data, tokenizer = load_data(section), tokenizer or make_tokenizer()
+    return report_data(
+        prepare_data(section, data, tokenizer),
+        tokenizer,
+        max_length=section.max_length,
+        packing=section.packing,
+        batch_size=batch_size,
+        num_samples=num_samples,
+        notes=data.notes,
+        skipped=data.skipped,
+    )
+
+
+def report(folder, train, held_out=None, *, num_samples=3, **section):
     save_chats(folder / "train.jsonl", train)
-    section = {"train": "train.jsonl"}
+    section["train"] = "train.jsonl"
     if held_out is not None:
         save_chats(folder / "eval.jsonl", held_out)
         section["eval"] = "eval.jsonl"
-    return report_data(load_data(DataSection.model_validate(section)), make_tokenizer(), **{**SETTINGS, **settings})
+    return measured(section, num_samples=num_samples)
 
 
 def text(pieces):
@@ -46,7 +60,7 @@ def text(pieces):
 
 
 def test_rows_tokens_and_lengths_are_counted(folder):
-    (train,) = report(folder, CHATS).splits
+    (train,) = report(folder, CHATS).sources
     assert (train.num_rows, train.num_sequences, train.num_dropped, train.num_truncated) == (4, 4, 0, 0)
     assert (train.num_tokens, train.num_trained) == (24 + 24 + 27 + 40, 2 + 2 + 4 + 10)
     assert train.trained_share == pytest.approx(18 / 115)
@@ -56,7 +70,7 @@ def test_rows_tokens_and_lengths_are_counted(folder):
 
 def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_shown(folder):
     found = report(folder, CHATS, max_length=24)
-    (train,) = found.splits
+    (train,) = found.sources
     # 27 tokens lose one letter of the answer and its end; of 40 tokens the first 24 are all prompt.
     assert (train.num_rows, train.num_truncated, train.num_dropped, train.num_sequences) == (4, 2, 1, 3)
     assert (train.num_tokens, train.num_trained) == (72, 2 + 2 + 2)
@@ -68,7 +82,7 @@ def test_rows_that_are_cut_or_left_out_are_counted_and_their_whole_length_is_sho
 
 
 def test_packing_fills_sequences_and_padding_costs_what_random_batches_waste(folder):
-    packing = report(folder, CHATS).splits[0].packing
+    packing = report(folder, CHATS).sources[0].packing
     # 40 + 24 and 27 + 24 fit into 64. Of the six pairs, three are 40 wide, two 27 and one 24: 33 on average.
     assert packing.num_packed == 2
     assert packing.packed_share == pytest.approx(115 / 128)
@@ -110,8 +124,8 @@ def test_histogram_has_every_row_once_in_few_bars(lengths):
 
 def test_duplicates_and_rows_of_eval_in_train_are_found_with_their_places(folder):
     found = report(folder, CHATS, [("new", "row"), ("ab", "c")])
-    assert found.splits[0].duplicates == Repeats(1, ("train.jsonl:2", "train.jsonl:1"))
-    assert found.splits[1].duplicates == Repeats(0)
+    assert found.sources[0].duplicates == Repeats(1, ("train.jsonl:2", "train.jsonl:1"))
+    assert found.sources[1].duplicates == Repeats(0)
     assert found.leaked == Repeats(1, ("eval.jsonl:2", "train.jsonl:1"))
     assert any(w.startswith("1 row of eval also in train (eval.jsonl:2 = train.jsonl:1)") for w in found.warnings())
 
@@ -120,15 +134,14 @@ def test_bad_rows_that_the_recipe_allows_are_named(folder):
     save_chats(folder / "rows.jsonl", CHATS)
     with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
         file.write("{broken\n")
-    data = load_data(DataSection.model_validate({"train": "rows.jsonl", "max_bad_rows": 1}))
-    found = report_data(data, make_tokenizer(), **SETTINGS)
+    found = measured({"train": "rows.jsonl", "max_bad_rows": 1})
     assert [bad.place.split(":")[:2] for bad in found.skipped] == [["rows.jsonl", "5"]]
-    assert found.splits[0].num_rows == 4
+    assert found.sources[0].num_rows == 4
     assert any("1 bad row left out" in note for note in found.notes)
 
 
 def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
-    (train,) = report(folder, CHATS).splits
+    (train,) = report(folder, CHATS).sources
     counts = {token.text: (token.roles, token.num_tokens, token.num_trained) for token in train.special_tokens}
     assert counts == {
         "<|im_end|>": (("eos",), 8, 4),
@@ -140,13 +153,13 @@ def test_special_tokens_are_counted_and_the_end_token_is_named(folder):
 
 def test_an_end_that_is_never_trained_is_a_warning(folder):
     found = report(folder, CHATS)
-    silent = replace(found.splits[0], special_tokens=())
-    assert any("does not learn where its answers end" in w for w in replace(found, splits=(silent,)).warnings())
+    silent = replace(found.sources[0], special_tokens=())
+    assert any("does not learn where its answers end" in w for w in replace(found, sources=(silent,)).warnings())
     assert not any("answers end" in warning for warning in found.warnings())
 
 
 def test_samples_are_what_the_model_sees_with_what_counts(folder):
-    first, second = report(folder, CHATS[1:], num_samples=2).splits[0].samples
+    first, second = report(folder, CHATS[1:], num_samples=2).sources[0].samples
     assert text(first.pieces) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
     assert text(piece for piece in first.pieces if piece.trained) == "c<|im_end|>"
     assert (first.num_tokens, first.num_trained) == (24, 2)
@@ -155,7 +168,7 @@ def test_samples_are_what_the_model_sees_with_what_counts(folder):
 
 
 def test_a_character_of_several_tokens_is_one_piece(folder):
-    (sample,) = report(folder, [("é", "日本")]).splits[0].samples
+    (sample,) = report(folder, [("é", "日本")]).sources[0].samples
     assert [(piece.text, len(piece.ids)) for piece in sample.pieces if piece.trained] == [
         ("日", 3),
         ("本", 3),
@@ -170,14 +183,13 @@ def test_the_space_before_a_word_is_kept_where_the_tokenizer_takes_it_from_a_tex
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", eos_token="</s>")
     assert tokenizer.decode([1]) == "world"
     (folder / "rows.txt").write_text("hello world moon", encoding="utf-8")
-    data = load_data(DataSection.model_validate({"train": "rows.txt"}))
-    found = report_data(data, tokenizer, **SETTINGS)
-    assert [piece.text for piece in found.splits[0].samples[0].pieces] == ["hello", " world", "<unk>", "</s>"]
+    found = measured({"train": "rows.txt"}, tokenizer)
+    assert [piece.text for piece in found.sources[0].samples[0].pieces] == ["hello", " world", "<unk>", "</s>"]
     assert "train: <unk> stands in 1 place for what the tokenizer does not know" in found.warnings()
 
 
 def test_a_long_sample_is_shown_without_its_middle(folder):
-    (sample,) = report(folder, [("q", "a" * 1000)], max_length=2000).splits[0].samples
+    (sample,) = report(folder, [("q", "a" * 1000)], max_length=2000).sources[0].samples
     shown = sample_text(sample, in_colour=False).plain
     # 1,022 tokens: the prompt of 20, 1,000 letters, the end and a line break; 600 are shown.
     assert shown.startswith("<|im_start|>user↵\nq<|im_end|>↵\n<|im_start|>assistant↵\n⟦" + "a" * 380 + "⟧")
@@ -217,8 +229,8 @@ def test_page_escapes_what_is_in_the_rows_and_loads_nothing(folder):
 def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
     found = report(folder, CHATS, CHATS)
     plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["splits"][0]["packing"]["num_packed"] == 2
-    assert plain["splits"][0]["samples"][0]["pieces"][0] == {
+    assert plain["sources"][0]["packing"]["num_packed"] == 2
+    assert plain["sources"][0]["samples"][0]["pieces"][0] == {
         "text": "<|im_start|>",
         "ids": [make_tokenizer().convert_tokens_to_ids("<|im_start|>")],
         "trained": False,
@@ -227,3 +239,20 @@ def test_report_is_plain_data_readable_text_and_a_notebook_table(folder):
     assert plain["warnings"] == found.warnings()
     assert "4 in, 4 out" in str(found)
     assert "<html" not in found._repr_html_() and "max_length 64" in found._repr_html_()
+
+
+def test_the_shares_of_a_mixture_are_told_and_each_source_is_measured(folder):
+    save_chats(folder / "a.jsonl", CHATS)
+    save_chats(folder / "b.jsonl", [("abc", "def")] * 2)
+    sources = [{"path": "a.jsonl", "weight": 1.0}, {"path": "b.jsonl", "weight": 1.0}]
+    found = measured({"train": sources, "stopping_strategy": "all_exhausted", "packing": True})
+    assert [(part.source, part.num_available, part.num_taken, part.num_tokens) for part in found.mixture] == [
+        ("a.jsonl", 4, 4, 115),
+        ("b.jsonl", 2, 4, 108),
+    ]
+    assert [part.token_share for part in found.mixture] == [pytest.approx(115 / 223), pytest.approx(108 / 223)]
+    assert [source.title for source in found.sources] == ["train: a.jsonl", "train: b.jsonl"]
+    assert [source.num_tokens for source in found.sources] == [115, 54]
+    # 40 + 24, 27 + 27, 27 + 27 and 27 + 24.
+    assert found.num_train == 4
+    assert "b.jsonl" in found.to_html() and "48.4%" in found.to_html()

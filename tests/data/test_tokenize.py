@@ -1,11 +1,14 @@
 """Which tokens count in the loss. What is expected is written out by hand: [brackets] hold the text that counts."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import trl.chat_template_utils
 
+from tests.data.tokenised import tokenised
 from tests.data.tokenizers import (
     CHATML,
     CHATML_MARKED,
@@ -16,15 +19,16 @@ from tests.data.tokenizers import (
     WITH_BOS,
     byte_tokenizer,
 )
+from tunekit.data import tokenize as tokenizing
+from tunekit.data.encode import Encoder
 from tunekit.data.formats import Format, check_row
-from tunekit.data.rows import Rows
-from tunekit.data.tokenize import tokenize
+from tunekit.data.rows import Rows, RowStore
 from tunekit.errors import DataError
 
 
 def rows(format: Format, *given) -> Rows:
     checked = [check_row(row, format) for row in given]
-    return Rows(format=format, rows=checked, source="data.jsonl", numbers=range(1, len(given) + 1))
+    return Rows(format=format, rows=RowStore(checked), source="data.jsonl", numbers=range(1, len(given) + 1))
 
 
 def chat(*turns: str) -> dict:
@@ -35,9 +39,9 @@ def chat(*turns: str) -> dict:
 
 def learned(tokenizer, data: Rows, *, max_length: int = 1000, loss_on="assistant") -> list[str]:
     """The sequences as text, with ⟦ ⟧ around what counts in the loss."""
-    made = tokenize(data, tokenizer, max_length=max_length, loss_on=loss_on)
+    made = tokenised(data, tokenizer, max_length=max_length, loss_on=loss_on)
     shown = []
-    for row in made.dataset:
+    for row in made.sequences:
         assert len(row["input_ids"]) == len(row["labels"]) <= max_length
         text = ""
         for token, label in zip(row["input_ids"], row["labels"], strict=True):
@@ -70,15 +74,15 @@ def test_a_row_may_end_with_the_user_and_turns_may_begin_with_white_space(templa
 
 def test_characters_of_several_bytes_are_wholly_in_or_out_of_the_loss():
     tokenizer = byte_tokenizer(CHATML_MARKED)
-    made = tokenize(rows("messages", chat("u é", "a 日")), tokenizer, max_length=99, loss_on="assistant")
-    kept = [label for label in made.dataset[0]["labels"] if label != -100]
+    made = tokenised(rows("messages", chat("u é", "a 日")), tokenizer, max_length=99, loss_on="assistant")
+    kept = [label for label in made.sequences[0]["labels"] if label != -100]
     assert tokenizer.decode(kept) == "日<|im_end|>"
     assert len(kept) == 4
 
 
 def test_the_mask_is_that_of_transformers_where_the_template_marks_it():
     tokenizer = byte_tokenizer(CHATML_MARKED)
-    made = tokenize(rows("messages", TWO_TURNS), tokenizer, max_length=999, loss_on="assistant").dataset[0]
+    made = tokenised(rows("messages", TWO_TURNS), tokenizer, max_length=999, loss_on="assistant").sequences[0]
     theirs = tokenizer.apply_chat_template(TWO_TURNS["messages"], return_dict=True, return_assistant_tokens_mask=True)
     assert made["input_ids"] == theirs["input_ids"]
     assert [label != -100 for label in made["labels"]] == [bool(m) for m in theirs["assistant_masks"]]
@@ -132,7 +136,7 @@ def family(name: str, *special: str):
 
 def test_a_well_known_template_that_rewrites_earlier_turns_is_trained_through_trl_s_version_of_it():
     tokenizer = family("qwen3")
-    made = tokenize(
+    made = tokenised(
         rows("messages", chat("u hi", "a ho", "u x", "a y")), tokenizer, max_length=999, loss_on="assistant"
     )
     assert learned(tokenizer, rows("messages", chat("u hi", "a ho", "u x", "a y"))) == [
@@ -185,7 +189,7 @@ def test_a_template_without_an_end_token_is_trained_with_a_note():
     tokenizer = byte_tokenizer(NO_END)
     data = rows("messages", chat("u hi", "a ho"))
     assert learned(tokenizer, data) == ["user: hi\nassistant: ⟦ho\n⟧"]
-    assert tokenize(data, tokenizer, max_length=99, loss_on="assistant").report.notes == (
+    assert tokenised(data, tokenizer, max_length=99, loss_on="assistant").report.notes == (
         "the chat template ends an assistant turn with no special token; the model learns no sign of its own to stop",
     )
 
@@ -257,7 +261,7 @@ def test_a_completion_is_plain_text_with_one_end_token():
 
 
 def test_a_chat_model_is_told_that_its_template_is_not_applied():
-    made = tokenize(rows("prompt_completion", PAIR), byte_tokenizer(CHATML), max_length=99, loss_on="assistant")
+    made = tokenised(rows("prompt_completion", PAIR), byte_tokenizer(CHATML), max_length=99, loss_on="assistant")
     assert made.report.notes == (
         "data.jsonl: prompt and completion are joined as plain text, without the model's chat template; for a chat "
         "model, write rows of messages",
@@ -268,7 +272,7 @@ def test_a_token_across_the_boundary_counts_and_is_reported():
     tokenizer = byte_tokenizer(merges=(("=", "4"),))
     data = rows("prompt_completion", PAIR, {"prompt": "2+2=", "completion": "5"})
     assert learned(tokenizer, data) == ["2+2⟦=4<|im_end|>⟧", "2+2=⟦5<|im_end|>⟧"]
-    assert tokenize(data, tokenizer, max_length=99, loss_on="assistant").report.notes[1] == (
+    assert tokenised(data, tokenizer, max_length=99, loss_on="assistant").report.notes[1] == (
         "data.jsonl: in 1 row the end of the prompt and the start of the completion fall into one token, which counts "
         "in the loss; end prompts on a line break or a full stop"
     )
@@ -295,9 +299,9 @@ def test_a_long_text_goes_on_in_the_next_sequence_and_every_token_is_predicted_o
     text = "abcdefghij"
     for max_length in range(8, 12):
         tokenizer = byte_tokenizer()
-        made = tokenize(rows("text", {"text": text}), tokenizer, max_length=max_length, loss_on="assistant")
-        assert {row["labels"][0] for row in made.dataset} == {-100}
-        predicted = "".join(tokenizer.decode(row["labels"][1:]) for row in made.dataset)
+        made = tokenised(rows("text", {"text": text}), tokenizer, max_length=max_length, loss_on="assistant")
+        assert {row["labels"][0] for row in made.sequences} == {-100}
+        predicted = "".join(tokenizer.decode(row["labels"][1:]) for row in made.sequences)
         assert predicted == "bcdefghij<|im_end|>"
         assert made.report.num_trainable_tokens == len(text)
         assert made.report.num_split == (max_length < 11)
@@ -307,7 +311,7 @@ def test_a_long_text_goes_on_in_the_next_sequence_and_every_token_is_predicted_o
 def test_rows_are_cut_at_the_end_and_counted():
     short, long = chat("u h", "a o"), chat("u h", "a ooooooooooooooooooo")
     # <|im_start|>user\nh<|im_end|>\n<|im_start|>assistant\n is 1+5+1+1+1 + 1+10 = 20 tokens.
-    made = tokenize(rows("messages", short, long), byte_tokenizer(CHATML), max_length=23, loss_on="assistant")
+    made = tokenised(rows("messages", short, long), byte_tokenizer(CHATML), max_length=23, loss_on="assistant")
     report = made.report
     assert (report.num_rows, report.num_sequences, report.num_truncated, report.num_dropped) == (2, 2, 1, 0)
     assert (report.num_tokens, report.num_trainable_tokens, report.longest_tokens) == (23 + 23, 2 + 3, 41)
@@ -317,7 +321,7 @@ def test_rows_are_cut_at_the_end_and_counted():
 @pytest.mark.parametrize(("max_length", "num_trainable"), [(20, 0), (21, 1), (22, 2), (23, 2)])
 def test_a_row_whose_answer_is_cut_away_is_dropped(max_length, num_trainable):
     data = rows("messages", chat("u h", "a o"), chat("u ", "a o"))  # 20 and 19 tokens before the answer
-    report = tokenize(data, byte_tokenizer(CHATML), max_length=max_length, loss_on="assistant").report
+    report = tokenised(data, byte_tokenizer(CHATML), max_length=max_length, loss_on="assistant").report
     assert report.num_dropped == (num_trainable == 0)
     assert report.num_trainable_tokens == num_trainable + min(max_length - 19, 2)
 
@@ -333,7 +337,48 @@ def test_zero_trainable_tokens_is_an_error_that_says_what_to_raise():
 
 def test_more_rows_than_a_batch_keep_their_order():
     data = rows("text", *({"text": f"{i}."} for i in range(1100)))
-    made = tokenize(data, byte_tokenizer(), max_length=16, loss_on="assistant")
-    assert len(made.dataset) == 1100
+    made = tokenised(data, byte_tokenizer(), max_length=16, loss_on="assistant")
+    assert len(made.sequences) == 1100
     for i in (0, 499, 500, 1099):
-        assert byte_tokenizer().decode(made.dataset[i]["input_ids"]) == f"{i}.<|im_end|>"
+        assert byte_tokenizer().decode(made.sequences[i]["input_ids"]) == f"{i}.<|im_end|>"
+
+
+@pytest.fixture
+def in_processes(monkeypatch):
+    monkeypatch.setattr(tokenizing, "FEW_ROWS", 0)
+    monkeypatch.setattr(tokenizing, "BATCH_ROWS", 3)
+
+
+MANY = [chat(f"u say {i}", f"a {'x' * i} {i}", "u and", f"a {i}!") for i in range(40)]
+
+
+def test_processes_make_the_same_sequences_in_the_same_order(in_processes, monkeypatch):
+    shared = tokenised(rows("messages", *MANY), byte_tokenizer(CHATML), max_length=85)
+    monkeypatch.setattr(tokenizing, "FEW_ROWS", 1000)
+    alone = tokenised(rows("messages", *MANY), byte_tokenizer(CHATML), max_length=85)
+    assert shared.report == alone.report
+    assert shared.report.num_truncated
+    assert list(shared.sequences) == list(alone.sequences)
+
+
+def test_a_row_that_is_refused_in_a_process_is_named(in_processes):
+    given = [*MANY, chat("s be", "u hi", "a ho")]
+    with pytest.raises(DataError, match=r"^data\.jsonl:41: the chat template refuses the row: System role not"):
+        tokenised(rows("messages", *given), byte_tokenizer(NO_SYSTEM), max_length=99)
+
+
+def test_progress_is_told_up_to_the_last_row(in_processes, tmp_path):
+    told = []
+    data = rows("messages", *MANY)
+    tokenizing.tokenize(
+        data, byte_tokenizer(CHATML), tmp_path, max_length=99, on_progress=lambda done, total: told.append((done, total))
+    )
+    assert told[0] == (3, 40)
+    assert told[-1] == (40, 40)
+    assert told == sorted(told)
+
+
+def test_a_process_that_is_killed_is_an_error_and_not_a_hang(in_processes, monkeypatch):
+    monkeypatch.setattr(Encoder, "encode", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match=r"^a process that prepared the rows was killed from outside"):
+        tokenised(rows("messages", *MANY), byte_tokenizer(CHATML), max_length=99)

@@ -11,35 +11,31 @@ by a full disk or a power cut is seen and made again.
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
-from tunekit.data.pack import pack
-from tunekit.data.rows import Rows
-from tunekit.data.tokenize import LossOn, Tokenised, TokenReport, tokenize
+from tunekit.data.rows import cache_folder
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerBase
 
 ACCOUNT = "tunekit.json"
 """File of an entry that says what is in it; written last."""
 
-ROWS = "rows"
-"""Folder of an entry's sequences, in the form of `Dataset.save_to_disk`."""
-
-LIBRARIES = ("datasets", "jinja2", "tokenizers", "transformers", "trl")
+LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "regex", "tokenizers", "transformers", "trl")
 """Packages whose version can change how rows become tokens."""
+
+Kind = Literal["tokens", "sequences"]
+"""What an entry holds: the tokens of one source, or what a trainer reads."""
 
 
 def cache_root() -> Path:
@@ -49,73 +45,63 @@ def cache_root() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """One set of prepared rows."""
+    """Something prepared.
 
-    path: Path
-    source: str
-    """The rows' source as the recipe names it."""
-    report: TokenReport
-    """What became of the rows."""
-    num_sequences: int
-    """Sequences to train on, packed where the recipe asks for it."""
-    size_bytes: int
-
-    def dataset(self) -> "datasets.Dataset":
-        """The sequences, memory-mapped."""
-        from datasets import load_from_disk
-
-        return load_from_disk(str(self.path / ROWS))
-
-    def link_into(self, folder: Path) -> None:
-        """Give a run its own name for the sequences: no second copy, and still there when the cache is cleared."""
-        shutil.copytree(self.path / ROWS, folder, copy_function=_link)
-
-
-def prepare_rows(
-    rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, loss_on: LossOn, packing: bool
-) -> Entry:
-    """The sequences of one source: found in the cache, or tokenised, masked and, where asked for, packed.
-
-    Raises:
-        DataError: No token would be trained on, or the rows do not fit the chat template.
+    Attributes:
+        path: Its folder.
+        kind: What it holds.
+        source: Where the rows came from, as the recipe names it.
+        account: What its maker had to say about it.
+        size_bytes: What it takes on the disk.
     """
 
-    def make() -> Tokenised:
-        made = tokenize(rows, tokenizer, max_length=max_length, loss_on=loss_on)
-        return replace(made, dataset=pack(made.dataset, max_length)) if packing else made
+    path: Path
+    kind: Kind
+    source: str
+    account: Mapping[str, Any]
+    size_bytes: int
 
-    key = key_of(rows, tokenizer, max_length=max_length, loss_on=loss_on, packing=packing)
-    return cached(key, rows.source, make)
 
+def key_of(kind: Kind, made_of: Mapping[str, Any]) -> str:
+    """Name of the entry that is made of this by this code.
 
-def key_of(rows: Rows, tokenizer: "PreTrainedTokenizerBase", *, max_length: int, loss_on: str, packing: bool) -> str:
-    """Name of the entry for these rows, prepared in this way by this code."""
-    made_of = {
-        "source": rows.source,
-        "format": rows.format,
-        "rows": _digest_rows(rows),
-        "tokenizer": _digest_tokenizer(tokenizer),
-        "max_length": max_length,
-        "loss_on": loss_on,
-        "packing": packing,
+    Args:
+        kind: What the entry holds.
+        made_of: All that its content depends on, as values that JSON can hold.
+    """
+    whole = {
+        "kind": kind,
+        **made_of,
         "code": _digest_files(Path(__file__).parent.glob("*.py")),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
-    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:40]
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def cached(key: str, source: str, make: Callable[[], Tokenised]) -> Entry:
+def digest_of(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Digest of all that a tokenizer saves: vocabulary, merges, special tokens and chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return _digest_files(_files(Path(folder)))
+
+
+def cached(key: str, kind: Kind, source: str, make: Callable[[Path], dict[str, Any]]) -> Entry:
     """The entry of this name, made first if it is not there yet.
 
     Args:
         key: Name of the entry, from `key_of`.
+        kind: What it holds.
         source: Where the rows came from.
-        make: Makes the sequences; called only if they are not there.
+        make: Fills a folder and returns its account, as values that JSON can hold; called only if it is needed.
+
+    Raises:
+        DataError: The cache cannot be written.
     """
+    cache_folder()
     place = cache_root() / key
     entry = _read(place)
     if entry is None:
-        _store(place, source, make())
+        _store(place, kind, source, make)
         entry = _read(place)
     if entry is None:
         raise DataError(f"the prepared rows cannot be kept in {place}", hint="look at the disk, or set XDG_CACHE_HOME")
@@ -142,28 +128,22 @@ def _read(place: Path) -> Entry | None:
     file = place / ACCOUNT
     if not file.is_file():
         return None
-    account: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    for name, size in account["files"].items():
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    for name, size in found["files"].items():
         if not (place / name).is_file() or (place / name).stat().st_size != size:
             return None
-    report = TokenReport(**{**account["report"], "notes": tuple(account["report"]["notes"])})
-    return Entry(place, account["source"], report, account["num_sequences"], sum(account["files"].values()))
+    return Entry(place, found["kind"], found["source"], found["account"], sum(found["files"].values()))
 
 
-def _store(place: Path, source: str, made: Tokenised) -> None:
+def _store(place: Path, kind: Kind, source: str, make: Callable[[Path], dict[str, Any]]) -> None:
     """Write an entry beside its place and move it there, unless another writer was faster."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     draft = place.parent / f".{place.name}-{uuid.uuid4().hex}"
     try:
-        made.dataset.save_to_disk(str(draft / ROWS))
+        draft.mkdir(parents=True)
+        account = make(draft)
         files = {file.relative_to(draft).as_posix(): file.stat().st_size for file in _files(draft)}
-        account = {
-            "source": source,
-            "report": asdict(made.report),
-            "num_sequences": len(made.dataset),
-            "files": files,
-        }
-        (draft / ACCOUNT).write_text(json.dumps(account), encoding="utf-8")
+        whole = {"kind": kind, "source": source, "account": account, "files": files}
+        (draft / ACCOUNT).write_text(json.dumps(whole), encoding="utf-8")
         # Whole, another writer's entry is as good; only one that is damaged makes way.
         if place.is_dir() and _read(place) is None:
             shutil.rmtree(place, ignore_errors=True)
@@ -172,6 +152,11 @@ def _store(place: Path, source: str, made: Tokenised) -> None:
         except OSError:
             if not place.is_dir():
                 raise
+    except OSError as error:
+        raise DataError(
+            f"the prepared rows cannot be kept in {place.parent}: {error.strerror}",
+            hint="free some space (`tunekit data cache` shows what is kept), or set XDG_CACHE_HOME",
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -180,31 +165,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def _digest_rows(rows: Rows) -> str:
-    digest = hashlib.sha256()
-    for row in rows.rows:
-        digest.update(json.dumps(row, ensure_ascii=False).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
-
-
-def _digest_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Digest of all that a tokenizer saves: vocabulary, merges, special tokens and chat template."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return _digest_files(_files(Path(folder)))
-
-
 def _digest_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it where it lies on another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -7,7 +7,7 @@ on.
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,7 +31,7 @@ from tunekit.data.holdout import hold_out
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.schema import CompleteSource, DataSection, DataSource
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 
@@ -47,59 +47,59 @@ class LoadedData:
     """The rows of a recipe.
 
     Attributes:
-        train: Rows to train on.
-        eval: Rows to evaluate on, of the same format.
+        train: Rows to train on, a source after the other.
+        eval: Rows to evaluate on.
         notes: What was found and decided on the way, a sentence each.
-        skipped: Bad rows that were left out, as `data.max_bad_rows` allows.
     """
 
-    train: Rows
-    eval: Rows | None
+    train: tuple[Rows, ...]
+    eval: tuple[Rows, ...]
     notes: list[str]
-    skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Bad rows that were left out, as `data.max_bad_rows` allows."""
+        # Rows held out of a source carry what was skipped in it a second time.
+        return tuple(dict.fromkeys(bad for rows in (*self.train, *self.eval) for bad in rows.skipped))
 
 
 def load_data(section: DataSection) -> LoadedData:
     """Read and check the rows of a recipe.
 
     Raises:
-        DataError: A source cannot be found or read, a row is not valid, or train and eval differ in format.
+        DataError: A source cannot be found or read, or a row is not valid.
     """
-    check_mapping(section.columns)
-    train = _load(section, section.train, key="data.train", default_split="train")
+    train = _load(section.sources, max_bad_rows=section.max_bad_rows, default_split="train")
+    notes = [note for rows in train for note in rows.notes]
     if section.eval_size is not None:
-        kept, held_out = hold_out(train, section.eval_size)
-        note = (
-            f"{train.source}: {len(held_out):,} of {counted(len(train), 'row')} held out for evaluation, chosen by "
-            f"their content (data.eval_size={section.eval_size:g}); {len(kept):,} left to train on"
+        parted = [hold_out(rows, section.eval_size) for rows in train]
+        notes += (
+            f"{kept.source}: {len(held_out):,} of {counted(len(kept) + len(held_out), 'row')} held out for "
+            f"evaluation, chosen by their content (data.eval_size={section.eval_size:g}); {len(kept):,} left to train on"
+            for kept, held_out in parted
         )
-        return LoadedData(train=kept, eval=held_out, notes=[*train.notes, note], skipped=train.skipped)
-    if section.eval is None:
-        return LoadedData(train=train, eval=None, notes=list(train.notes), skipped=train.skipped)
-    evaluated = _load(section, section.eval, key="data.eval", default_split="eval")
-    if evaluated.format != train.format:
-        raise DataError(
-            f"data.eval: '{evaluated.source}' holds rows of {evaluated.format}, "
-            f"but '{train.source}' holds rows of {train.format}",
-            hint="give both the same columns",
-        )
-    return LoadedData(
-        train=train,
-        eval=evaluated,
-        notes=[*train.notes, *evaluated.notes],
-        skipped=train.skipped + evaluated.skipped,
-    )
+        return LoadedData(tuple(kept for kept, _ in parted), tuple(held_out for _, held_out in parted), notes)
+    evaluated = _load(section.eval_sources, max_bad_rows=section.max_bad_rows, default_split="eval")
+    notes += (note for rows in evaluated for note in rows.notes)
+    return LoadedData(train, evaluated, notes)
 
 
-def _load(section: DataSection, source: DataSource, *, key: str, default_split: Literal["train", "eval"]) -> Rows:
-    return load_rows(
-        source,
-        key=key,
-        format=section.format,
-        columns=section.columns,
-        max_bad_rows=section.max_bad_rows,
-        default_split=default_split,
-    )
+def _load(
+    sources: Sequence[CompleteSource], *, max_bad_rows: int, default_split: Literal["train", "eval"]
+) -> tuple[Rows, ...]:
+    loaded = []
+    for source in sources:
+        check_mapping(source.columns)
+        rows = load_rows(
+            source,
+            key=source.key,
+            format=source.format,
+            columns=source.columns,
+            max_bad_rows=max_bad_rows,
+            default_split=default_split,
+        )
+        loaded.append(replace(rows, loss_on=source.loss_on))
+    return tuple(loaded)
 
 
 def load_rows(

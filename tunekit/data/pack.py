@@ -1,36 +1,55 @@
 """Several short sequences in one long one.
 
-Padding short rows to the longest of a batch wastes most of a batch's work. Packing fills sequences of `max_length`
-tokens with whole rows instead (best fit decreasing, arXiv 2404.10830). The lengths of the rows are kept beside them:
-from those come the positions that restart with every row, by which attention keeps the rows apart.
+Padding short sequences to the longest of a batch wastes most of a batch's work. Packing fills sequences of `max_length`
+tokens with whole ones instead: best fit decreasing (arXiv 2404.10830), the longest first, each put where it leaves the
+least room. The lengths are kept beside the tokens: from those come the positions that restart with every document,
+by which attention keeps the documents apart.
+
+Only lengths are looked at. The rooms that packs have left are the bits of one number, so the smallest room that is
+large enough is found by a shift: a million sequences take about a second.
 """
 
+from array import array
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import datasets
+    import numpy as np
 
 
-def pack(dataset: "datasets.Dataset", max_length: int) -> "datasets.Dataset":
-    """Pack tokenised rows into sequences of at most `max_length` tokens.
-
-    No token is lost: rows are never longer than `max_length` after `tokenize`, and TRL's strategy `bfd` cuts none
-    that fits.
+def best_fit(lengths: "np.ndarray", max_length: int) -> tuple["np.ndarray", "np.ndarray"]:
+    """Put sequences into packs of at most `max_length` tokens.
 
     Args:
-        dataset: Columns `input_ids` and `labels`.
-        max_length: Longest packed sequence, in tokens.
+        lengths: Tokens of each sequence, from 1 to `max_length`, `(sequences,)`.
+        max_length: Most tokens of a pack.
 
     Returns:
-        Columns `input_ids`, `labels` and `seq_lengths`, the lengths of the rows in each sequence.
+        The indices of all sequences, those of a pack one behind the other, `(sequences,)`, and how many sequences
+        each pack holds, `(packs,)`.
     """
-    import datasets
-    from trl import pack_dataset
+    import numpy as np
 
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()  # one more bar, of `map`, would stand beside tunekit's own
-    try:
-        return pack_dataset(dataset, seq_length=max_length, strategy="bfd")
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable")
+    packs_with_room: dict[int, list[int]] = {}
+    rooms = 0
+    num_packs = 0
+    pack_of = array("q")
+    for length in lengths[longest_first].tolist():
+        large_enough = rooms >> length
+        if large_enough:
+            room = length + (large_enough & -large_enough).bit_length() - 1
+            packs = packs_with_room[room]
+            pack = packs.pop()
+            if not packs:
+                rooms ^= 1 << room
+        else:
+            room, pack = max_length, num_packs
+            num_packs += 1
+        pack_of.append(pack)
+        left = room - length
+        if left:
+            packs_with_room.setdefault(left, []).append(pack)
+            rooms |= 1 << left
+    assigned = np.frombuffer(pack_of, dtype=np.int64) if pack_of else np.zeros(0, np.int64)
+    order = longest_first[np.argsort(assigned, kind="stable")]
+    return order, np.bincount(assigned, minlength=num_packs)

@@ -9,37 +9,12 @@ longest of `batch_size` sequences drawn at random sets the width of their batch.
 earlier row of its split is equal to it in every field.
 """
 
-import hashlib
-import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tunekit.data.cache import prepare_rows
 from tunekit.data.formats import counted
-from tunekit.data.load import LoadedData
-from tunekit.data.pack import pack
-from tunekit.data.rows import Rows, Skipped
-from tunekit.data.tokenize import IGNORED, LossOn, TokenReport, tokenize
-
-if TYPE_CHECKING:
-    import datasets
-    import numpy as np
-    from transformers import PreTrainedTokenizerBase
-
-NUM_BINS = 12
-"""Bars of a histogram, about."""
-
-UNCUT = 2**31 - 1
-"""A `max_length` that cuts nothing."""
-
-ROLES = ("bos", "eos", "pad", "unk")
-"""Special tokens that are shown even where no row has them."""
-
-_STEPS = (1, 2, 5)
-_PIECE_TOKENS = 8
+from tunekit.data.rows import Skipped
 
 
 @dataclass(frozen=True)
@@ -90,7 +65,7 @@ class SpecialToken:
     Attributes:
         text: The token as the tokenizer writes it.
         id: Its number.
-        roles: What the tokenizer uses it for, of `ROLES`.
+        roles: What the tokenizer uses it for: bos, eos, pad, unk.
         num_tokens: How often it occurs.
         num_trained: How often it counts in the loss.
         num_sequences_trained: Sequences in which it counts at least once.
@@ -147,11 +122,12 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class SplitReport:
-    """What there is in one split.
+class SourceReport:
+    """What there is in one source of a split.
 
     Attributes:
         split: `train` or `eval`.
+        is_alone: Whether the split has no other source.
         source: Where the rows come from, as the recipe names it.
         format: The shape of the rows.
         num_rows: Rows read.
@@ -164,12 +140,13 @@ class SplitReport:
         lengths: Quantiles of the rows' lengths in tokens, before anything is cut.
         histogram: Rows by length, before anything is cut.
         packing: What packing saves.
-        duplicates: Rows that repeat an earlier row of the split.
+        duplicates: Rows that repeat an earlier row of the source.
         special_tokens: Special tokens, those with a role first.
         samples: The first sequences.
     """
 
     split: str
+    is_alone: bool
     source: str
     format: str
     num_rows: int
@@ -185,6 +162,11 @@ class SplitReport:
     duplicates: Repeats
     special_tokens: tuple[SpecialToken, ...]
     samples: tuple[Sample, ...]
+
+    @property
+    def title(self) -> str:
+        """What it is called where there are several: `train`, or `train: chats.jsonl`."""
+        return self.split if self.is_alone else f"{self.split}: {self.source}"
 
     @property
     def end_token(self) -> SpecialToken | None:
@@ -242,13 +224,36 @@ class SplitReport:
 
 
 @dataclass(frozen=True)
+class MixedSource:
+    """What is trained on of one of several sources.
+
+    Attributes:
+        source: The source as the recipe names it.
+        weight: Its weight, where the recipe gives weights.
+        num_available: Sequences that it has.
+        num_taken: Sequences that are trained on in an epoch, each as often as it is.
+        num_tokens: Their tokens.
+        token_share: Part of all tokens that are trained on.
+    """
+
+    source: str
+    weight: float | None
+    num_available: int
+    num_taken: int
+    num_tokens: int
+    token_share: float
+
+
+@dataclass(frozen=True)
 class DataReport:
     """What a recipe trains and evaluates on.
 
     Attributes:
         max_length: Longest sequence, in tokens.
         is_packed: Whether the recipe asks for packing.
-        splits: `train`, and `eval` where the recipe has one.
+        sources: Each source of `train`, then of `eval` where the recipe has one.
+        mixture: What is trained on of each source, where `train` has several.
+        num_train: Sequences that are trained on in an epoch, packed where the recipe asks for it.
         leaked: Rows of `eval` that stand in `train` too.
         skipped: Bad rows that were left out, as the recipe allows; no split counts them.
         notes: What was found and decided while reading, a sentence each.
@@ -256,7 +261,9 @@ class DataReport:
 
     max_length: int
     is_packed: bool
-    splits: tuple[SplitReport, ...]
+    sources: tuple[SourceReport, ...]
+    mixture: tuple[MixedSource, ...]
+    num_train: int
     leaked: Repeats
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
@@ -269,19 +276,19 @@ class DataReport:
                 f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}: the eval loss "
                 "will look better than the model is"
             )
-        for split in self.splits:
+        for split in self.sources:
             if split.split == "train" and split.end_token is None:
                 found.append("no special token is trained: the model does not learn where its answers end")
             if split.num_truncated:
                 share = split.num_truncated / split.num_rows
                 found.append(
-                    f"{split.split}: {share:.1%} of the rows are cut at data.max_length={self.max_length}, and their "
+                    f"{split.title}: {share:.1%} of the rows are cut at data.max_length={self.max_length}, and their "
                     "ends are never trained"
                 )
             if split.duplicates.num_rows:
-                found.append(f"{split.split}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
+                found.append(f"{split.title}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
             found += (
-                f"{split.split}: {token.text} stands in {counted(token.num_tokens, 'place')} for what the "
+                f"{split.title}: {token.text} stands in {counted(token.num_tokens, 'place')} for what the "
                 "tokenizer does not know"
                 for token in split.special_tokens
                 if token.roles == ("unk",) and token.num_tokens
@@ -311,176 +318,13 @@ class DataReport:
 
     def __str__(self) -> str:
         lines = [f"warning: {warning}" for warning in self.warnings()]
-        for split in self.splits:
+        for split in self.sources:
             lines += [
                 "",
-                split.split,
+                split.title,
                 *(f"  {name:<12} {words}" for name, words in split.facts(self.max_length, is_packed=self.is_packed)),
             ]
         return "\n".join(lines).lstrip()
-
-
-def report_data(
-    data: LoadedData,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int,
-    loss_on: LossOn,
-    packing: bool,
-    batch_size: int,
-    num_samples: int,
-) -> DataReport:
-    """Look at the rows of a recipe as its model will see them.
-
-    Args:
-        data: The rows.
-        tokenizer: Tokenizer of the model.
-        max_length: Longest sequence, in tokens.
-        loss_on: Which tokens count in the loss.
-        packing: Whether the recipe asks for packing; the rows are measured either way.
-        batch_size: Sequences of a batch, for what padding costs.
-        num_samples: Sequences of each split to take as samples.
-
-    Raises:
-        DataError: No token would be trained on, or the rows do not fit the chat template.
-    """
-    notes, splits = list(data.notes), []
-    for name, rows in (("train", data.train), ("eval", data.eval)):
-        if rows is None:
-            continue
-        # As a run without packing has them, and kept for that run.
-        entry = prepare_rows(rows, tokenizer, max_length=max_length, loss_on=loss_on, packing=False)
-        sequences = _Sequences(entry.dataset())
-        lengths = sequences.lengths
-        if entry.report.longest_tokens > max_length:
-            uncut = tokenize(rows, tokenizer, max_length=UNCUT, loss_on=loss_on)
-            lengths = _Sequences(uncut.dataset).lengths
-        notes += entry.report.notes
-        splits.append(
-            _split_report(name, rows, entry.report, sequences, lengths, tokenizer, max_length, batch_size, num_samples)
-        )
-    return DataReport(
-        max_length=max_length,
-        is_packed=packing,
-        splits=tuple(splits),
-        leaked=Repeats(0) if data.eval is None else find_repeats(data.eval, within=data.train),
-        skipped=data.skipped,
-        notes=tuple(dict.fromkeys(notes)),
-    )
-
-
-def _split_report(
-    name: str,
-    rows: Rows,
-    counts: TokenReport,
-    sequences: "_Sequences",
-    row_lengths: "np.ndarray",
-    tokenizer: "PreTrainedTokenizerBase",
-    max_length: int,
-    batch_size: int,
-    num_samples: int,
-) -> SplitReport:
-    ordered = sorted(row_lengths.tolist())
-    num_packed = len(pack(sequences.dataset, max_length))
-    batch_size = min(batch_size, counts.num_sequences)
-    return SplitReport(
-        split=name,
-        source=rows.source,
-        format=rows.format,
-        num_rows=counts.num_rows,
-        num_truncated=counts.num_truncated,
-        num_split=counts.num_split,
-        num_dropped=counts.num_dropped,
-        num_sequences=counts.num_sequences,
-        num_tokens=counts.num_tokens,
-        num_trained=counts.num_trainable_tokens,
-        lengths=Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
-        histogram=histogram(ordered, max_length),
-        packing=Packing(
-            num_packed=num_packed,
-            packed_share=counts.num_tokens / (num_packed * max_length),
-            batch_size=batch_size,
-            padded_share=padded_share(sorted(sequences.lengths.tolist()), batch_size),
-        ),
-        duplicates=find_repeats(rows),
-        special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-        samples=tuple(_sample(ids, labels, tokenizer) for ids, labels in sequences.first(num_samples)),
-    )
-
-
-class _Sequences:
-    """The columns of tokenised rows as flat arrays."""
-
-    def __init__(self, dataset: "datasets.Dataset") -> None:
-        import numpy as np
-
-        self.dataset = dataset
-        ids, labels = (dataset.data.column(name).chunks for name in ("input_ids", "labels"))
-        self.lengths: np.ndarray = np.concatenate([chunk.value_lengths().to_numpy() for chunk in ids])
-        self.ids: np.ndarray = np.concatenate([chunk.flatten().to_numpy() for chunk in ids])
-        self.labels: np.ndarray = np.concatenate([chunk.flatten().to_numpy() for chunk in labels])
-
-    def first(self, number: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Token ids and labels of the first sequences."""
-        start = 0
-        for length in self.lengths[:number].tolist():
-            yield self.ids[start : start + length].tolist(), self.labels[start : start + length].tolist()
-            start += length
-
-
-def quantile(ordered: Sequence[int], part: float) -> int:
-    """The smallest of the ordered numbers that at least so large a part of them does not exceed."""
-    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
-
-
-def histogram(ordered: Sequence[int], max_length: int) -> tuple[Bin, ...]:
-    """Ordered lengths in about a dozen bars of equal width; `max_length` is always the end of one.
-
-    A few rows that are far longer than the others share the last bar: it would else leave one for all the rest.
-    """
-    longest, usual = ordered[-1], quantile(ordered, 0.95)
-    top = longest if longest <= 3 * usual else 2 * usual
-    step = next(s for s in _steps() if s * NUM_BINS >= top)
-    edges = set(range(step, top + step, step)) | {max_length}
-    edges = {edge for edge in edges if edge < longest} | {min(edge for edge in edges | {longest} if edge >= longest)}
-    bins: list[Bin] = []
-    low, start = 1, 0
-    for high in sorted(edges):
-        end = start
-        while end < len(ordered) and ordered[end] <= high:
-            end += 1
-        if end or high >= max_length:  # empty bars before the shortest row say nothing
-            bins.append(Bin(low, high, end - start))
-        low, start = high + 1, end
-    return tuple(bins)
-
-
-def padded_share(ordered: Sequence[int], batch_size: int) -> float:
-    """Tokens among the places of batches of random sequences, each padded to its longest.
-
-    A batch is as wide as the longest of its sequences. Of n lengths in order, the k-th is the longest of b drawn
-    without putting back with probability C(k-1, b-1) / C(n, b).
-    """
-    width, probability = 0.0, batch_size / len(ordered)
-    for k in range(len(ordered), batch_size - 1, -1):
-        width += probability * ordered[k - 1]
-        probability *= (k - batch_size) / max(1, k - 1)
-    return sum(ordered) / (len(ordered) * width)
-
-
-def find_repeats(rows: Rows, *, within: Rows | None = None) -> Repeats:
-    """Rows that are equal to an earlier one, or to any row of another source."""
-    places: dict[bytes, int] = {}
-    for i, digest in enumerate(_digests(within) if within is not None else ()):
-        places.setdefault(digest, i)
-    number, first = 0, None
-    for i, digest in enumerate(_digests(rows)):
-        if digest in places:
-            number += 1
-            first = first or (rows.place(i), (within or rows).place(places[digest]))
-        elif within is None:
-            places[digest] = i
-    return Repeats(number, first)
 
 
 def visible(text: str) -> str:
@@ -491,81 +335,7 @@ def visible(text: str) -> str:
     )
 
 
-def _digests(rows: Rows) -> Iterator[bytes]:
-    for row in rows.rows:
-        yield hashlib.blake2b(json.dumps(row, sort_keys=True).encode(), digest_size=16).digest()
-
-
 def _equal(repeats: Repeats) -> str:
     return (
         "" if repeats.first is None else " ({} = {}{})".format(*repeats.first, ", ..." if repeats.num_rows > 1 else "")
     )
-
-
-def _steps() -> Iterator[int]:
-    scale = 1
-    while True:
-        yield from (scale * step for step in _STEPS)
-        scale *= 10
-
-
-def _special_tokens(sequences: _Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[SpecialToken]:
-    """The special tokens that have a role or occur."""
-    import numpy as np
-
-    roles: dict[int, list[str]] = {}
-    for role, token_id in (
-        ("bos", tokenizer.bos_token_id),
-        ("eos", tokenizer.eos_token_id),
-        ("pad", tokenizer.pad_token_id),
-        ("unk", tokenizer.unk_token_id),
-    ):
-        if token_id is not None:
-            roles.setdefault(token_id, []).append(role)
-    ends = np.cumsum(sequences.lengths)
-    for token_id in dict.fromkeys([*roles, *_special_ids(tokenizer)]):
-        trained = np.flatnonzero(sequences.labels == token_id)
-        num_tokens = int((sequences.ids == token_id).sum())
-        if token_id in roles or num_tokens:
-            yield SpecialToken(
-                text=tokenizer.convert_ids_to_tokens(token_id),
-                id=token_id,
-                roles=tuple(roles.get(token_id, ())),
-                num_tokens=num_tokens,
-                num_trained=len(trained),
-                num_sequences_trained=len(np.unique(np.searchsorted(ends, trained, side="right"))),
-            )
-
-
-def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return sorted({*tokenizer.all_special_ids, *added})
-
-
-def _sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sample:
-    """Tokens with the text of each, as it reads behind the one before it."""
-    special = set(_special_ids(tokenizer))
-    pieces: list[Piece] = []
-    current: list[int] = []
-    for i, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
-        current.append(token_id)
-        before = list(pieces[-1].ids) if pieces else []
-        text = _text_behind(before, current, tokenizer)
-        is_last = i + 1 == len(ids)
-        goes_on = not is_last and (labels[i + 1] == IGNORED) == (label == IGNORED) and ids[i + 1] not in special
-        if text.endswith("\ufffd") and goes_on and len(current) < _PIECE_TOKENS:
-            continue  # a character that the next token completes
-        pieces.append(Piece(text, tuple(current), trained=label != IGNORED, special=token_id in special))
-        current = []
-    return Sample(tuple(pieces))
-
-
-def _text_behind(before: list[int], ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What tokens add to the text; some tokenizers take the space from a text's first token."""
-    head, whole = _decode(before, tokenizer), _decode([*before, *ids], tokenizer)
-    return whole[len(head) :] if whole.startswith(head) else _decode(ids, tokenizer)
-
-
-def _decode(ids: Iterable[int], tokenizer: "PreTrainedTokenizerBase") -> str:
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return text

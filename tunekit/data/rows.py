@@ -1,31 +1,103 @@
 """Valid rows in little memory, each with the place it came from.
 
 A million short conversations as Python objects take several gigabytes, most of it overhead. Here a row is kept as
-the bytes of its JSON and decoded when it is asked for, so the rows take about as much memory as the file they came
-from. They no longer need that file: it may change or vanish while a run uses them.
+the bytes of its JSON and decoded when it is asked for. The first megabytes of them stay in memory, the rest goes to a
+file without a name, which is gone when the process ends: however many rows there are, they take little more than eight
+bytes each. They no longer need the file that they came from: it may change or vanish while a run uses them.
 """
 
+import hashlib
 import json
+import os
+import tempfile
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast, overload
+
+import platformdirs
 
 from tunekit.data.formats import Format, Row, SourceFormat
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IN_MEMORY_BYTES = 32 * 2**20
+"""So much of a row store is kept in memory; what is more goes to a file."""
+
+
+def cache_folder() -> Path:
+    """Folder for what can be made again, on a disk rather than in memory: the user's cache folder, made if missing.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    folder = platformdirs.user_cache_path("tunekit")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write to {folder}: {error.strerror}", hint="set XDG_CACHE_HOME") from error
+    return folder
+
+
+LossOn = Literal["assistant", "last", "all"]
+"""Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
 
 
 class RowStore(Sequence[Row]):
-    """A sequence of rows kept as JSON in one block of bytes; rows can only be added at the end."""
+    """A sequence of rows kept as JSON, in memory or, where they are many, in a file; rows are added at the end.
 
-    def __init__(self) -> None:
-        self._block = bytearray()
+    Args:
+        rows: The first rows.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._held = bytearray()
+        self._file: BinaryIO | None = None
+        self._num_filed = 0
         self._ends = array("Q", [0])
+        self._digest = hashlib.sha256()
+        for row in rows:
+            self.append(row)
 
     def append(self, row: Row) -> None:
         """Add a row."""
-        self._block += json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()
-        self._ends.append(len(self._block))
+        self._append(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode())
+
+    def select(self, indices: Iterable[int]) -> "RowStore":
+        """Some of the rows, as a store of its own."""
+        chosen = RowStore()
+        for index in indices:
+            chosen._append(self._raw(index))
+        return chosen
+
+    def batches(self, *, num_rows: int, num_bytes: int) -> Iterator[range]:
+        """The indices of all rows in batches, each of so many rows at most, and of so many bytes unless it is one."""
+        start = 0
+        while start < len(self):
+            fitting = bisect_right(self._ends, self._ends[start] + num_bytes) - 1
+            stop = min(max(fitting, start + 1), start + num_rows, len(self))
+            yield range(start, stop)
+            start = stop
+
+    @property
+    def sizes_bytes(self) -> "np.ndarray":
+        """Bytes of the JSON of each row, int64, `(rows,)`."""
+        import numpy as np
+
+        return np.diff(np.array(self._ends, dtype=np.int64))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all rows, in their order."""
+        return self._digest.hexdigest()
+
+    def digest_of(self, index: int) -> bytes:
+        """BLAKE2b of a row, 16 bytes: equal rows have equal ones."""
+        return hashlib.blake2b(self._raw(index), digest_size=16).digest()
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -40,7 +112,38 @@ class RowStore(Sequence[Row]):
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return cast(Row, json.loads(self._block[self._ends[position] : self._ends[position + 1]]))
+        return cast(Row, json.loads(self._raw(position)))
+
+    def _append(self, raw: bytes) -> None:
+        self._held += raw
+        self._digest.update(raw)
+        self._ends.append(self._ends[-1] + len(raw))
+        if len(self._held) > IN_MEMORY_BYTES:
+            self._move_to_file()
+
+    def _move_to_file(self) -> None:
+        # Not in the system's folder for temporary files: that is often memory.
+        folder = cache_folder()
+        try:
+            if self._file is None:
+                self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+            with memoryview(self._held) as view:
+                written = 0
+                while written < len(view):
+                    written += self._file.write(view[written:])
+        except OSError as error:
+            raise DataError(
+                f"cannot keep the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
+            ) from error
+        self._num_filed += len(self._held)
+        self._held.clear()
+
+    def _raw(self, position: int) -> bytes:
+        start, end = self._ends[position], self._ends[position + 1]
+        if self._file is None or start >= self._num_filed:
+            return bytes(self._held[start - self._num_filed : end - self._num_filed])
+        # A positioned read is the same for every process that shares the file.
+        return os.pread(self._file.fileno(), end - start, start)
 
 
 @dataclass(frozen=True)
@@ -73,10 +176,11 @@ class Rows:
         read_as: The format that the source has, where its rows were converted.
         parts: The files of the source, in order, where it is a folder or a pattern.
         skipped: Bad rows that were left out.
+        loss_on: Which of their tokens count in the loss.
     """
 
     format: Format
-    rows: Sequence[Row]
+    rows: RowStore
     source: str
     numbers: Sequence[int]
     unit: Literal["line", "row"] = "line"
@@ -84,6 +188,7 @@ class Rows:
     read_as: SourceFormat | None = None
     parts: tuple[Part, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    loss_on: LossOn = "assistant"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,12 +208,9 @@ class Rows:
             indices: Which rows, in rising order.
         """
         chosen = list(indices)
-        store = RowStore()
-        for index in chosen:
-            store.append(self.rows[index])
         numbers = array("Q", (self.numbers[index] for index in chosen))
         parts = tuple(Part(bisect_left(chosen, part.first), part.name) for part in self.parts)
-        return replace(self, rows=store, numbers=numbers, parts=parts)
+        return replace(self, rows=self.rows.select(chosen), numbers=numbers, parts=parts)
 
 
 def place(source: str, unit: Literal["line", "row"], number: int) -> str:

@@ -94,6 +94,16 @@ class ModelFacts(Facts):
         }
 
 
+class SourceFacts(Facts):
+    """One of the sources of a mixture."""
+
+    name: str
+    num_rows: int
+    """Rows that are trained on, each as often as it is used."""
+    size: int
+    """Their tokens; before tokenising, their bytes."""
+
+
 class DataFacts(Facts):
     """How much there is to train on.
 
@@ -106,12 +116,21 @@ class DataFacts(Facts):
     format: Literal["messages", "prompt_completion", "text"] = "messages"
     """Shape of the rows, after other shapes were converted to it."""
     tokenized: bool = False
+    sources: tuple[SourceFacts, ...] = ()
+    """What is trained on by source, in the order of the recipe."""
+    num_rows: int | None = None
+    """Rows that were read to train on."""
     num_train_tokens: int | None = None
     num_trainable_tokens: int | None = None
     longest_tokens: int | None = None
     num_truncated: int | None = None
     num_split: int | None = None
     num_dropped: int | None = None
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the rows that were cut."""
+        return (self.num_truncated or 0) / max(1, self.num_rows or 0)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -23,6 +23,9 @@ MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
 ENOUGH_TOKENS = 2048
 """Tokens in a micro-batch from which a device is kept busy: more is not worth recomputing activations."""
 
+MUCH_TRUNCATED = 0.05
+"""Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
+
 RUNS_PER_RECIPE = 4
 """Evaluations and checkpoints in a run whose recipe does not say how often."""
 
@@ -76,6 +79,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     )
     schedule = _schedule(recipe, data)
     reasons.append(_data_reason(recipe, data))
+    reasons += _mixture_reasons(recipe, data)
     reasons.append(_steps_reason(recipe, data, schedule))
     return Plan(
         recipe=recipe,
@@ -354,8 +358,34 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
     for number, what in counts:
         if number:
             why += f"; {number:,} {what}"
+    if data.truncated_share > MUCH_TRUNCATED:
+        why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
     packed = "packed sequences" if recipe.data.packing else "rows"
+    if recipe.data.packing:
+        filled = (data.num_train_tokens or 0) / (data.num_train * cut)
+        why += f"; packing fills {filled:.1%} of the places"
     return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+
+
+def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+    """How much of the training each of several sources is."""
+    if len(data.sources) < 2:
+        return
+    total = sum(source.size for source in data.sources)
+    choice = ", ".join(f"{source.name} {source.size / total:.1%}" for source in data.sources)
+    measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
+    section = recipe.data
+    weights = [source.weight for source in section.sources]
+    if weights[0] is None:
+        why = "every row of each is used once"
+    else:
+        spoken = " : ".join(f"{weight:g}" for weight in weights)
+        ends = (
+            "no row is used twice" if section.stopping_strategy == "first_exhausted" else "small sources are repeated"
+        )
+        why = f"weights {spoken} by {section.weight_by}; {ends}"
+    rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
+    yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
 
 
 def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:

@@ -4,70 +4,110 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunekit.data.cache import Entry, prepare_rows
 from tunekit.data.load import LoadedData, Rows
-from tunekit.data.rows import Skipped
+from tunekit.data.measure import report_data
+from tunekit.data.mixture import mix
+from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
+from tunekit.data.report import DataReport
 from tunekit.model.load import load_tokenizer
-from tunekit.planner.facts import DataFacts
-from tunekit.recipe.schema import DataSection, DataSource, Recipe
+from tunekit.planner.facts import DataFacts, SourceFacts
+from tunekit.recipe.schema import DataSource, Recipe
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
 
+NUM_SAMPLES = 3
+"""Sequences of each source that the report of a run shows."""
+
+FILES = {"train": "train.arrow", "eval": "eval.arrow"}
+"""Files of the sequences in the data folder of a run, by split."""
+
 
 @dataclass(frozen=True)
-class Prepared:
-    """Tokenised rows and what was counted in them."""
+class PreparedData:
+    """What a run trains and evaluates on, and what was counted in it."""
 
-    train: Entry
-    eval: Entry | None
+    splits: tuple[Split, ...]
     facts: DataFacts
-    skipped: tuple[Skipped, ...]
-    """Bad rows that were left out."""
-    notes: tuple[str, ...]
-    """What was found and decided on the way, a sentence each."""
+    report: DataReport
 
     def save(self, folder: Path) -> None:
-        """Put the tokens where the processes of the run read them, and beside them what was left out."""
-        self.train.link_into(folder / "train")
-        if self.eval is not None:
-            self.eval.link_into(folder / "eval")
-        if self.skipped:
-            lines = (json.dumps(asdict(skipped), ensure_ascii=False) + "\n" for skipped in self.skipped)
+        """Put the tokens where the processes of the run read them, and beside them what is known of the rows."""
+        folder.mkdir()
+        for split in self.splits:
+            split.prepared.link_to(folder / FILES[split.name])
+        (folder / "report.json").write_text(json.dumps(self.report.to_dict(), ensure_ascii=False), encoding="utf-8")
+        (folder / "report.html").write_text(self.report.to_html(), encoding="utf-8")
+        if self.report.skipped:
+            lines = (json.dumps(asdict(skipped), ensure_ascii=False) + "\n" for skipped in self.report.skipped)
             (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def prepare(recipe: Recipe, data: LoadedData) -> Prepared:
-    """Tokenise, mask and pack the rows, or find them in the cache.
+def prepare(
+    recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
+) -> PreparedData:
+    """Tokenise, mask, mix and pack the rows, or find them in the cache, and look at what came out.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+        num_samples: Sequences of each source to take as samples.
 
     Raises:
         DataError: No token would be trained on, or the rows do not fit the chat template.
     """
     tokenizer = load_tokenizer(recipe.model)
-    section: DataSection = recipe.data
-
-    def sequences(rows: Rows) -> Entry:
-        return prepare_rows(
-            rows, tokenizer, max_length=section.max_length, loss_on=section.loss_on, packing=section.packing
-        )
-
-    train = sequences(data.train)
-    held_out = None if data.eval is None else sequences(data.eval)
-    report = train.report
-    notes = [*data.notes, *report.notes, *(held_out.report.notes if held_out else ())]
-    facts = DataFacts(
-        num_train=train.num_sequences,
-        num_eval=None if held_out is None else held_out.num_sequences,
-        tokenized=True,
-        format=data.train.format,
-        num_train_tokens=report.num_tokens,
-        num_trainable_tokens=report.num_trainable_tokens,
-        longest_tokens=report.longest_tokens,
-        num_truncated=report.num_truncated,
-        num_split=report.num_split,
-        num_dropped=report.num_dropped,
+    splits = prepare_data(recipe.data, data, tokenizer, on_progress)
+    report = report_data(
+        splits,
+        tokenizer,
+        max_length=recipe.data.max_length,
+        packing=recipe.data.packing,
+        batch_size=recipe.train.micro_batch_size or recipe.train.global_batch_size,
+        num_samples=num_samples,
+        notes=data.notes,
+        skipped=data.skipped,
     )
-    return Prepared(train, held_out, facts, data.skipped, tuple(dict.fromkeys(notes)))
+    return PreparedData(splits, _facts(splits), report)
+
+
+def _facts(splits: tuple[Split, ...]) -> DataFacts:
+    """What the plan needs to know."""
+    train, reports = splits[0].prepared, splits[0].prepared.reports
+    return DataFacts(
+        num_train=train.num_sequences,
+        num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
+        tokenized=True,
+        format=splits[0].rows[0].format,
+        sources=tuple(
+            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens)
+            for share in train.shares
+        ),
+        num_train_tokens=train.num_tokens,
+        num_trainable_tokens=train.num_trainable_tokens,
+        longest_tokens=max(report.longest_tokens for report in reports),
+        num_rows=sum(report.num_rows for report in reports),
+        num_truncated=sum(report.num_truncated for report in reports),
+        num_split=sum(report.num_split for report in reports),
+        num_dropped=sum(report.num_dropped for report in reports),
+    )
+
+
+def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
+    """What is known of the rows before they are tokenised: how many there are, and how much text."""
+    chosen = mix([rows.rows.sizes_bytes for rows in data.train], mixing_of(recipe.data))
+    sources = []
+    for number, rows in enumerate(data.train):
+        taken = chosen.index[chosen.source == number]
+        size = int(rows.rows.sizes_bytes[taken].sum())
+        sources.append(SourceFacts(name=rows.source, num_rows=len(taken), size=size))
+    return DataFacts(
+        num_train=len(chosen.index),
+        num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
+        format=data.train[0].format,
+        sources=tuple(sources),
+    )
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
@@ -82,7 +122,7 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     model = recipe.model.model_copy(update={"path": model_path, "chat_template": _absolute(recipe.model.chat_template)})
     prompts = recipe.output.sample_prompts
     if prompts is None:
-        prompts = _prompts(data.eval if data.eval is not None else data.train)
+        prompts = _prompts((*data.eval, *data.train)[0])
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return recipe.model_copy(update={"model": model, "data": section, "output": output})
 

@@ -11,17 +11,18 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.prepare import read_dataset
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
@@ -139,8 +140,8 @@ def _build(
         schedule,
         model=model,
         tokenizer=tokenizer,
-        train_dataset=_load_tokens(run.path / "data" / "train"),
-        eval_dataset=_load_tokens(run.path / "data" / "eval") if plan.data.num_eval else None,
+        train_dataset=read_dataset(run.path / "data" / FILES["train"]),
+        eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=[watch],
     )
@@ -169,12 +170,6 @@ def _check_device(trainer: "SFTTrainer", plan: Plan) -> None:
             f"planned for {plan.device.kind}, but the trainer runs on {used}",
             hint="`tunekit doctor` says what torch can see",
         )
-
-
-def _load_tokens(path: Path) -> "Dataset":
-    from datasets import load_from_disk
-
-    return load_from_disk(str(path))
 
 
 def _saving(recipe: Recipe) -> dict[str, Any]:

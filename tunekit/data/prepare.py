@@ -1,0 +1,314 @@
+"""From the rows of a recipe to what a trainer reads: tokenised, mixed, packed, and found again next time.
+
+There are two stages, and each is kept in the cache. The tokens of a source depend on its rows, the tokenizer and two
+settings; so they serve every mixture, packed or not, and the report. What the trainer reads is made of the tokens of
+all sources: chosen by weight, put in order, packed where the recipe asks for it, and written as one Arrow file that is
+memory-mapped in training.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.cache import Entry, cached, digest_of, key_of
+from tunekit.data.load import LoadedData
+from tunekit.data.mixture import MIXING_SEED, Mixing, Mixture, mix
+from tunekit.data.pack import best_fit
+from tunekit.data.rows import Rows
+from tunekit.data.sequences import Batch, Sequences
+from tunekit.data.tokenize import TokenReport, tokenize
+from tunekit.recipe.schema import DataSection
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+ROWS = "rows.arrow"
+"""File of what a trainer reads."""
+
+_BATCH_TOKENS = 2**20
+
+Progress = Callable[[str, int, int], None]
+"""Called with a source, how many of its rows are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What a mixture takes of a source.
+
+    Attributes:
+        source: The source as the recipe names it.
+        num_sequences: Sequences taken, each as often as it is taken.
+        num_tokens: Their tokens.
+    """
+
+    source: str
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a trainer reads, and what it was made of.
+
+    Attributes:
+        path: The Arrow file: columns `input_ids` and `labels`, and `seq_lengths` where packed.
+        reports: What became of the rows of each source.
+        shares: What was taken of each source.
+        num_sequences: Sequences to train on, packed where the recipe asks for it.
+        num_tokens: Their tokens.
+        num_trainable_tokens: Those that count in the loss.
+        notes: What the user should know, a sentence each.
+    """
+
+    path: Path
+    reports: tuple[TokenReport, ...]
+    shares: tuple[SourceShare, ...]
+    num_sequences: int
+    num_tokens: int
+    num_trainable_tokens: int
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, a sentence each."""
+        return tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
+
+    def dataset(self) -> "datasets.Dataset":
+        """The sequences, memory-mapped."""
+        return read_dataset(self.path)
+
+    def link_to(self, path: Path) -> None:
+        """Give a run its own name for the sequences: no second copy, and still there when the cache is cleared."""
+        try:
+            os.link(self.path, path)
+        except OSError:  # on another disk
+            shutil.copy2(self.path, path)
+
+
+def read_dataset(path: Path) -> "datasets.Dataset":
+    """What a trainer reads, memory-mapped."""
+    from datasets import Dataset
+
+    return Dataset.from_file(str(path))
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """The tokens of one source.
+
+    Attributes:
+        source: The source as the recipe names it.
+        sequences: The sequences, neither mixed nor packed.
+        report: What became of the rows.
+        key: Their name in the cache.
+    """
+
+    source: str
+    sequences: Sequences
+    report: TokenReport
+    key: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one split, their tokens, and what a trainer reads.
+
+    Attributes:
+        name: `train` or `eval`.
+        rows: The rows of each source.
+        tokens: The tokens of each source.
+        weights: The weight of each source, or None where the recipe gives none.
+        prepared: What a trainer reads.
+    """
+
+    name: str
+    rows: tuple[Rows, ...]
+    tokens: tuple[SourceTokens, ...]
+    weights: tuple[float | None, ...]
+    prepared: Prepared
+
+
+def prepare_data(
+    section: DataSection,
+    data: LoadedData,
+    tokenizer: "PreTrainedTokenizerBase",
+    on_progress: Progress | None = None,
+) -> tuple[Split, ...]:
+    """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache: `train`, and `eval` if there is one.
+
+    Raises:
+        DataError: No token would be trained on, or the rows do not fit the chat template.
+    """
+    splits = []
+    for name, sources, mixing in (
+        ("train", data.train, mixing_of(section)),
+        ("eval", data.eval, Mixing(mixing="concatenate")),
+    ):
+        if not sources:
+            continue
+        tokens = tuple(
+            tokens_of(rows, tokenizer, max_length=section.max_length, on_progress=on_progress) for rows in sources
+        )
+        prepared = prepare_rows(tokens, mixing, max_length=section.max_length, packing=section.packing)
+        splits.append(Split(name, sources, tokens, mixing.weights or (None,) * len(sources), prepared))
+    return tuple(splits)
+
+
+def mixing_of(section: DataSection) -> Mixing:
+    """How the sources of a recipe are mixed."""
+    weights = tuple(source.weight for source in section.sources if source.weight is not None)
+    return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing)
+
+
+def tokens_of(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int,
+    on_progress: Progress | None = None,
+) -> SourceTokens:
+    """The tokens of one source: found in the cache, or made.
+
+    Raises:
+        DataError: No token would be trained on, or the rows do not fit the chat template.
+    """
+
+    def make(folder: Path) -> dict[str, Any]:
+        told = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
+        return asdict(
+            tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=told)
+        )
+
+    made_of = {
+        "source": rows.source,
+        "format": rows.format,
+        "rows": rows.rows.digest,
+        "tokenizer": digest_of(tokenizer),
+        "max_length": max_length,
+        "loss_on": rows.loss_on,
+    }
+    key = key_of("tokens", made_of)
+    entry = cached(key, "tokens", rows.source, make)
+    report = TokenReport(**{**entry.account, "notes": tuple(entry.account["notes"])})
+    return SourceTokens(rows.source, Sequences(entry.path), report, key)
+
+
+def prepare_rows(sources: Sequence[SourceTokens], mixing: Mixing, *, max_length: int, packing: bool) -> Prepared:
+    """What a trainer reads: found in the cache, or mixed and packed.
+
+    Args:
+        sources: The tokens of each source.
+        mixing: How much of each, and in which order.
+        max_length: Longest sequence, in tokens.
+        packing: Put several sequences into one of `max_length` tokens.
+    """
+
+    def make(folder: Path) -> dict[str, Any]:
+        return _write(folder / ROWS, sources, mixing, max_length=max_length if packing else None)
+
+    made_of = {
+        "tokens": [source.key for source in sources],
+        "mixing": asdict(mixing),
+        "seed": MIXING_SEED,
+        "packed": max_length if packing else None,
+    }
+    name = " + ".join(source.source for source in sources)
+    entry: Entry = cached(key_of("sequences", made_of), "sequences", name, make)
+    account = entry.account
+    return Prepared(
+        path=entry.path / ROWS,
+        reports=tuple(source.report for source in sources),
+        shares=tuple(SourceShare(**share) for share in account["shares"]),
+        num_sequences=account["num_sequences"],
+        num_tokens=account["num_tokens"],
+        num_trainable_tokens=account["num_trainable_tokens"],
+    )
+
+
+def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_length: int | None) -> dict[str, Any]:
+    """Write the Arrow file, packed if a length of packs is given; return its account."""
+    import numpy as np
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    chosen = mix([source.sequences.lengths for source in sources], mixing)
+    lengths = np.empty(len(chosen.index), dtype=np.int32)
+    shares = []
+    for number, source in enumerate(sources):
+        of_source = chosen.source == number
+        lengths[of_source] = source.sequences.lengths[chosen.index[of_source]]
+        share = SourceShare(source.source, int(of_source.sum()), int(lengths[of_source].sum(dtype=np.int64)))
+        shares.append(asdict(share))
+    sizes = None
+    if max_length is not None:
+        order, sizes = best_fit(lengths, max_length)
+        chosen, lengths = Mixture(chosen.source[order], chosen.index[order]), lengths[order]
+    columns = ("input_ids", "labels", "seq_lengths")[: 2 if sizes is None else 3]
+    schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
+    num_trainable = 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for start, stop, packs in _batches(lengths, sizes):
+            batch = _gather(sources, chosen.source[start:stop], chosen.index[start:stop])
+            num_trainable += int(batch.counted.sum())
+            held = [batch.ids, batch.labels]
+            if packs is None:
+                arrays = [_lists(column, batch.lengths) for column in held]
+            else:
+                totals = np.add.reduceat(batch.lengths, np.cumsum(packs) - packs)
+                arrays = [*(_lists(column, totals) for column in held), _lists(batch.lengths, packs)]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    return {
+        "shares": shares,
+        "num_sequences": len(lengths) if sizes is None else len(sizes),
+        "num_tokens": int(lengths.sum(dtype=np.int64)),
+        "num_trainable_tokens": num_trainable,
+    }
+
+
+def _batches(
+    lengths: "np.ndarray", sizes: "np.ndarray | None"
+) -> "Iterator[tuple[int, int, np.ndarray | None]]":
+    """Ranges of sequences of about a million tokens, with the sizes of the packs in each; no pack is parted."""
+    import numpy as np
+
+    of_row = np.ones(len(lengths), dtype=np.int64) if sizes is None else sizes
+    ends = np.cumsum(of_row)
+    num_tokens = np.cumsum(lengths, dtype=np.int64)[ends - 1]
+    row = 0
+    while row < len(ends):
+        before = num_tokens[row - 1] if row else 0
+        next_row = max(row + 1, int(np.searchsorted(num_tokens, before + _BATCH_TOKENS, side="right")))
+        start = int(ends[row - 1]) if row else 0
+        yield start, int(ends[next_row - 1]), None if sizes is None else sizes[row:next_row]
+        row = next_row
+
+
+def _gather(sources: Sequence[SourceTokens], source: "np.ndarray", index: "np.ndarray") -> Batch:
+    """Sequences of several sources in the order in which they are asked for."""
+    import numpy as np
+
+    if len(sources) == 1:
+        return sources[0].sequences.take(index)
+    places = [np.flatnonzero(source == number) for number in range(len(sources))]
+    parts = [of.sequences.take(index[at]) for of, at in zip(sources, places, strict=True)]
+    ids = np.concatenate([part.ids for part in parts])
+    counted = np.concatenate([part.counted for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
+    # Where each sequence stands among the parts, and from there each of its tokens.
+    order = np.argsort(np.concatenate(places), kind="stable")
+    starts = (np.cumsum(lengths) - lengths)[order]
+    lengths = lengths[order]
+    tokens = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return Batch(ids[tokens], counted[tokens], lengths)
+
+
+def _lists(values: "np.ndarray", lengths: "np.ndarray") -> Any:
+    import numpy as np
+    import pyarrow as pa
+
+    ends = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.ascontiguousarray(values, dtype=np.int32)))

@@ -1,0 +1,3 @@
+"""stub"""
+def word_encoder(tokenizer):
+    return None
