@@ -31,7 +31,7 @@ from tunekit.data.holdout import hold_out
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.schema import CompleteSource, DataSection, DataSource
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 
@@ -65,8 +65,9 @@ def load_data(section: DataSection) -> LoadedData:
     Raises:
         DataError: A source cannot be found or read, a row is not valid, or train and eval differ in format.
     """
+    _refuse_unsupported(section)
     check_mapping(section.columns)
-    train = _load(section, section.train, key="data.train", default_split="train")
+    train = _load(section, section.sources[0], default_split="train")
     if section.eval_size is not None:
         kept, held_out = hold_out(train, section.eval_size)
         note = (
@@ -76,7 +77,7 @@ def load_data(section: DataSection) -> LoadedData:
         return LoadedData(train=kept, eval=held_out, notes=[*train.notes, note], skipped=train.skipped)
     if section.eval is None:
         return LoadedData(train=train, eval=None, notes=list(train.notes), skipped=train.skipped)
-    evaluated = _load(section, section.eval, key="data.eval", default_split="eval")
+    evaluated = _load(section, section.eval_sources[0], default_split="eval")
     if evaluated.format != train.format:
         raise DataError(
             f"data.eval: '{evaluated.source}' holds rows of {evaluated.format}, "
@@ -91,10 +92,24 @@ def load_data(section: DataSection) -> LoadedData:
     )
 
 
-def _load(section: DataSection, source: DataSource, *, key: str, default_split: Literal["train", "eval"]) -> Rows:
+def _refuse_unsupported(section: DataSection) -> None:
+    """Refuse what a recipe may ask for and is not done here yet."""
+    if section.streaming:
+        raise DataError("data.streaming: is not supported yet")
+    source: CompleteSource
+    for source in (*section.sources, *section.eval_sources):
+        if len(section.sources) > 1 or len(section.eval_sources) > 1:
+            weight = "" if source.weight is None else f", weight {source.weight:g} by {section.weight_by}"
+            how = f"{section.mixing}, {section.stopping_strategy}{weight}"
+            raise DataError(f"{source.key}: several sources ({how}) are not supported yet")
+        if (source.format, source.columns, source.loss_on) != (section.format, section.columns, section.loss_on):
+            raise DataError(f"{source.key}: format, columns and loss_on of its own are not supported yet")
+
+
+def _load(section: DataSection, source: CompleteSource, *, default_split: Literal["train", "eval"]) -> Rows:
     return load_rows(
         source,
-        key=key,
+        key=source.key,
         format=section.format,
         columns=section.columns,
         max_bad_rows=section.max_bad_rows,

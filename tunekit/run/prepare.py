@@ -9,7 +9,7 @@ from tunekit.data.load import LoadedData, Rows
 from tunekit.data.rows import Skipped
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
-from tunekit.recipe.schema import DataSection, DataSource, Recipe
+from tunekit.recipe.schema import DataSection, DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -74,8 +74,8 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
     section = recipe.data.model_copy(
         update={
-            "train": _absolute_source(recipe.data.train),
-            "eval": _absolute_source(recipe.data.eval) if recipe.data.eval else None,
+            "train": _absolute_sources(recipe.data.train),
+            "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
         }
     )
     model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
@@ -85,6 +85,10 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
         prompts = _prompts(data.eval if data.eval is not None else data.train)
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return recipe.model_copy(update={"model": model, "data": section, "output": output})
+
+
+def _absolute_sources(given: Sources) -> Sources:
+    return [_absolute_source(source) for source in given] if isinstance(given, list) else _absolute_source(given)
 
 
 def _absolute_source(source: DataSource) -> DataSource:
