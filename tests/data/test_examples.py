@@ -30,19 +30,18 @@ def test_the_script_makes_the_files_as_they_are(tmp_path):
     ],
 )
 def test_an_example_is_read_without_complaint(name, format, num_rows):
-    rows = load_data(DataSection(train=str(EXAMPLES / name))).train
+    rows = load_data(DataSection(train=str(EXAMPLES / name))).train[0]
     assert (rows.format, len(rows)) == (format, num_rows)
 
 
 def test_an_example_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_data(DataSection(train="example:tales.txt")).train.place(0) == "example:tales.txt:1"
+    assert load_data(DataSection(train="example:tales.txt")).train[0].place(0) == "example:tales.txt:1"
 
 
 def test_no_question_of_the_evaluation_is_trained_on():
     data = load_data(DataSection(train=str(EXAMPLES / "pirate.jsonl"), eval=str(EXAMPLES / "pirate_eval.jsonl")))
-    assert data.eval is not None
-    trained = {m["content"] for row in data.train.rows for m in row["messages"] if m["role"] == "user"}
-    asked = [m["content"] for row in data.eval.rows for m in row["messages"] if m["role"] == "user"]
+    trained = {m["content"] for row in data.train[0].rows for m in row["messages"] if m["role"] == "user"}
+    asked = [m["content"] for row in data.eval[0].rows for m in row["messages"] if m["role"] == "user"]
     assert len(asked) == len(set(asked)) == 80
     assert not trained & set(asked)

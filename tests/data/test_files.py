@@ -116,8 +116,8 @@ def test_arrow_files_and_streams_are_read(here, kind):
         with new(name, table.schema) as writer:
             writer.write_table(table, max_chunksize=2000)
     data = load(name)
-    assert [row["text"] for row in data.train.rows] == [str(i) for i in range(2500)]
-    assert data.train.place(2499) == f"{name} row 2500"
+    assert [row["text"] for row in data.train[0].rows] == [str(i) for i in range(2500)]
+    assert data.train[0].place(2499) == f"{name} row 2500"
     assert data.notes == [f"{name}: 2,500 rows of text (recognised from the column text); ignored: id"]
 
 
@@ -132,8 +132,8 @@ def test_bad_rows_up_to_the_cap_are_left_out_and_told(here):
     lines = ['{"text":"a"}', '{"text"}', '{"text":""}', '{"text":"b"}', "[]", "3"]
     (here / "notes.jsonl").write_text("\n".join(lines))
     data = load("notes.jsonl", max_bad_rows=4)
-    assert [row["text"] for row in data.train.rows] == ["a", "b"]
-    assert [data.train.place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:4"]
+    assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
+    assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:4"]
     assert [(skipped.place, skipped.reason) for skipped in data.skipped] == [
         ("notes.jsonl:2:8", "broken JSON: expecting ':' delimiter"),
         ("notes.jsonl:3", "text is empty"),
@@ -159,7 +159,7 @@ def test_the_cap_of_bad_rows_holds_for_all_files_of_a_folder_together(folder):
     (folder / "a.jsonl").write_text('{"text":"1"}\n\n{"text":"2"}\n{}\n')
     data = load("data", max_bad_rows=2)
     assert [skipped.place for skipped in data.skipped] == ["data/a.jsonl:4", "data/c.jsonl:2"]
-    assert [data.train.place(i) for i in range(5)] == PLACES
+    assert [data.train[0].place(i) for i in range(5)] == PLACES
 
 
 TEXTS = ["a\u2028b", "é", '"{', "\n\n", "end"]

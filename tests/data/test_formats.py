@@ -38,9 +38,9 @@ def test_sharegpt_becomes_messages_and_the_renamed_speakers_are_said(here):
         {"conversations": [{"from": "user", "value": "a"}, {"from": "GPT", "value": "b", "weight": 1}]},
     )
     data = load("chats.jsonl")
-    assert data.train.format == "messages"
-    assert data.train.read_as == "sharegpt"
-    assert list(data.train.rows) == [
+    assert data.train[0].format == "messages"
+    assert data.train[0].read_as == "sharegpt"
+    assert list(data.train[0].rows) == [
         {
             "messages": [
                 {"role": "system", "content": "Be brief."},
@@ -73,7 +73,7 @@ def test_sharegpt_takes_its_system_turn_and_tools_from_columns(here):
         {"role": "tool", "content": "no"},
         {"role": "assistant", "content": "No"},
     ]
-    assert list(data.train.rows) == [
+    assert list(data.train[0].rows) == [
         {"messages": [{"role": "system", "content": "Be brief."}, *said], "tools": [WEATHER]},
         {"messages": said},
     ]
@@ -87,7 +87,7 @@ def test_conversations_may_hold_roles_and_contents_already(here):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     write(here / "chats.jsonl", {"conversations": messages})
     data = load("chats.jsonl")
-    assert list(data.train.rows) == [{"messages": messages}]
+    assert list(data.train[0].rows) == [{"messages": messages}]
     assert data.notes == ["chats.jsonl: 1 row of sharegpt: conversations -> messages"]
 
 
@@ -98,8 +98,8 @@ def test_alpaca_becomes_a_conversation(here):
     ]
     (here / "alpaca.json").write_text(json.dumps(rows))
     data = load("alpaca.json")
-    assert data.train.format == "messages"
-    assert list(data.train.rows) == [
+    assert data.train[0].format == "messages"
+    assert list(data.train[0].rows) == [
         {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]},
         {"messages": [{"role": "user", "content": "Greet."}, {"role": "assistant", "content": "Hi"}]},
     ]
@@ -110,7 +110,7 @@ def test_alpaca_keeps_its_system_words_and_its_history(here):
     row = {"instruction": "And 3?", "output": "6", "system": "Add.", "history": [["1", "1"], ["2", "3"]], "id": 7}
     write(here / "alpaca.jsonl", row)
     data = load("alpaca.jsonl")
-    assert data.train.rows[0] == {
+    assert data.train[0].rows[0] == {
         "messages": [
             {"role": "system", "content": "Add."},
             {"role": "user", "content": "1"},
@@ -148,7 +148,7 @@ def test_calls_of_tools_keep_their_arguments_as_objects(here):
     write(here / "chats.jsonl", row)
     data = load("chats.jsonl")
     function = {"name": "weather", "arguments": {"city": "Oslo"}}
-    assert data.train.rows[0] == {
+    assert data.train[0].rows[0] == {
         "messages": [
             {"role": "user", "content": "Rain?"},
             {
@@ -199,7 +199,7 @@ def test_columns_of_other_names_are_read_from_every_kind_of_file(here, suffix):
     else:
         file.write_text(json.dumps(row if suffix == "jsonl" else [row]))
     data = load(file.name, columns={"prompt": "question", "completion": "answer"})
-    assert list(data.train.rows) == [{"prompt": "a", "completion": "b"}]
+    assert list(data.train[0].rows) == [{"prompt": "a", "completion": "b"}]
     assert data.notes == [
         f"qa.{suffix}: 1 row of prompt_completion (recognised from the columns question and answer); "
         "data.columns: question -> prompt, answer -> completion; ignored: prompt"
@@ -224,7 +224,7 @@ def test_columns_of_other_names_are_read_in_every_format(here, row, columns):
 def test_columns_may_change_places(here):
     write(here / "qa.jsonl", {"prompt": "b", "completion": "a"})
     data = load("qa.jsonl", columns={"prompt": "completion", "completion": "prompt"})
-    assert data.train.rows[0] == {"prompt": "a", "completion": "b"}
+    assert data.train[0].rows[0] == {"prompt": "a", "completion": "b"}
 
 
 def test_an_optional_column_of_another_name_need_not_stand_in_every_row(here):

@@ -24,8 +24,8 @@ def load(path, **section):
 def test_json_lines_survive_a_byte_order_mark_crlf_and_blank_lines(here):
     (here / "notes.jsonl").write_bytes(b'\xef\xbb\xbf{"text":"a\xc3\xa9"}\r\n\r\n{"text":"b","id":1}')
     data = load("notes.jsonl")
-    assert list(data.train.rows) == [{"text": "aé"}, {"text": "b"}]
-    assert [data.train.place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:3"]
+    assert list(data.train[0].rows) == [{"text": "aé"}, {"text": "b"}]
+    assert [data.train[0].place(i) for i in range(2)] == ["notes.jsonl:1", "notes.jsonl:3"]
     assert data.notes == ["notes.jsonl: 2 rows of text (recognised from the column text); ignored: id"]
 
 
@@ -65,10 +65,10 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
     turns = [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho", "name": None}]
     pq.write_table(pa.table({"messages": [turns], "score": [0.5]}), here / "chats.parquet")
     data = load("chats.parquet")
-    assert data.train.rows[0] == {
+    assert data.train[0].rows[0] == {
         "messages": [{"role": "user", "content": "hi", "name": "Ann"}, {"role": "assistant", "content": "ho"}]
     }
-    assert data.train.place(0) == "chats.parquet row 1"
+    assert data.train[0].place(0) == "chats.parquet row 1"
     assert data.notes == [
         "chats.parquet: 1 row of messages (recognised from the column messages); ignored: score; "
         "the chat template also gets name of the messages"
@@ -78,8 +78,8 @@ def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
 def test_a_text_file_is_parted_at_two_blank_lines(here):
     (here / "tales.txt").write_text("\n\nOne.\n\n  Still one.\n\n\n \nTwo.\n\n")
     data = load("tales.txt")
-    assert [row["text"] for row in data.train.rows] == ["One.\n\n  Still one.", "Two."]
-    assert [data.train.place(i) for i in range(2)] == ["tales.txt:3", "tales.txt:9"]
+    assert [row["text"] for row in data.train[0].rows] == ["One.\n\n  Still one.", "Two."]
+    assert [data.train[0].place(i) for i in range(2)] == ["tales.txt:3", "tales.txt:9"]
     assert data.notes == ["tales.txt: 2 documents of plain text (two blank lines begin a new one)"]
 
 
@@ -139,6 +139,5 @@ def test_a_hub_dataset_is_loaded_by_name_and_its_eval_split_is_found():
             {"train": {**source, "split": "train[:20]"}, "eval": {**source, "split": "test[:5]"}}
         )
     )
-    assert (len(data.train), data.train.format) == (20, "text")
-    assert data.eval is not None
-    assert len(data.eval) == 5
+    assert (len(data.train[0]), data.train[0].format) == (20, "text")
+    assert len(data.eval[0]) == 5

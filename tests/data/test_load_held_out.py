@@ -91,10 +91,9 @@ def test_held_out_rows_keep_their_places_in_the_files_of_a_folder(here):
         where |= {line: f"data/{name}.jsonl:{i}" for i, line in enumerate(lines, start=1)}
         (here / "data" / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     data = load_data(DataSection(train="data", eval_size=0.25))
-    assert data.eval is not None
-    for side in (data.train, data.eval):
+    for side in (data.train[0], data.eval[0]):
         assert [side.place(i) for i in range(len(side))] == [where[row["text"]] for row in side.rows]
-    num_held_out = len(data.eval)
+    num_held_out = len(data.eval[0])
     assert data.notes[-1] == (
         f"data: {num_held_out} of 80 rows held out for evaluation, chosen by their content (data.eval_size=0.25); "
         f"{80 - num_held_out} left to train on"

@@ -401,11 +401,12 @@ BROKEN = {
         ),
     ),
     "an_empty_path": (
-        ("model: ''\ndata: {train: 3, eval: [x.jsonl]}\n"),
+        ("model: ''\ndata: {train: 3, eval: ['']}\n"),
         (
             "recipe.yaml:1:8: model.path: must not be empty\n"
-            "recipe.yaml:2:15: data.train: must be a section (with path, name, split, revision), got 3\n"
-            "recipe.yaml:2:24: data.eval: must be a section (with path, name, split, revision), got a list"
+            "recipe.yaml:2:15: data.train: must be a section (with path, name, split, revision, ...) or a list of "
+            "sections, got 3\n"
+            "recipe.yaml:2:25: data.eval[0].path: must not be empty"
         ),
     ),
     "epochs_and_steps": (
@@ -502,6 +503,154 @@ BROKEN = {
         GOOD + "method: {trainer_args: [adam_beta1]}\n",
         "recipe.yaml:3:24: method.trainer_args: must be a mapping, got a list",
     ),
+    "mistakes_in_a_list_of_sources": (
+        (
+            "model: pico\n"
+            "data:\n"
+            "  train:\n"
+            "    - a.jsonl\n"
+            "    - pth: b.jsonl\n"
+            "      weight: 0\n"
+            "    -\n"
+            "    - 3\n"
+            "    - [a.jsonl]\n"
+            "    - ''\n"
+            "    - path: c.jsonl\n"
+            "      loss_on: lst\n"
+            "      columns: [prompt]\n"
+            "      wieght: 1\n"
+        ),
+        (
+            "recipe.yaml:5:7: data.train[1].path: is required, but missing; `tunekit explain data.train.path` says "
+            "what it takes\n"
+            "recipe.yaml:5:7: data.train[1].pth: unknown key; did you mean 'path'?\n"
+            "recipe.yaml:6:15: data.train[1].weight: must be greater than 0, got 0\n"
+            "recipe.yaml:7:6: data.train[2]: must be a section (with path, name, split, revision, ...), got null\n"
+            "recipe.yaml:8:7: data.train[3]: must be a section (with path, name, split, revision, ...), got 3\n"
+            "recipe.yaml:9:7: data.train[4]: must be a section (with path, name, split, revision, ...), got a list\n"
+            "recipe.yaml:10:7: data.train[5].path: must not be empty\n"
+            "recipe.yaml:12:16: data.train[6].loss_on: must be one of assistant, last, all, got 'lst'; "
+            "did you mean 'last'?\n"
+            "recipe.yaml:13:16: data.train[6].columns: must be a mapping, got a list\n"
+            "recipe.yaml:14:7: data.train[6].wieght: unknown key; did you mean 'weight'?"
+        ),
+    ),
+    "an_empty_list_of_sources": (
+        "model: pico\ndata: {train: [], eval: []}\n",
+        "recipe.yaml:2:15: data.train: must not be an empty list\n"
+        "recipe.yaml:2:25: data.eval: must not be an empty list",
+    ),
+    "variables_in_a_list_of_sources": (
+        ("model: pico\ndata:\n  train:\n    - ${TUNEKIT_UNSET}\n    - {path: x.jsonl, split: '${HOME}'}\n"),
+        (
+            "recipe.yaml:4:7: data.train[0].path: the environment variable TUNEKIT_UNSET is not set; export "
+            "TUNEKIT_UNSET=..., or write the path\n"
+            "recipe.yaml:5:30: data.train[1].split: ${HOME} is not expanded here; write the value itself, or $${ "
+            "for a literal ${"
+        ),
+    ),
+    "weights_of_some_sources": (
+        ("model: pico\ndata:\n  train:\n    - {path: a.jsonl, weight: 2}\n    - b.jsonl\n    - path: c.jsonl\n"),
+        (
+            "recipe.yaml:5:7: data.train[1].weight: is missing for 'b.jsonl', while other sources have one; "
+            "give every source a weight, or none\n"
+            "recipe.yaml:6:7: data.train[2].weight: is missing for 'c.jsonl', while other sources have one; "
+            "give every source a weight, or none"
+        ),
+    ),
+    "mixing_of_a_single_source": (
+        (
+            "model: pico\n"
+            "data:\n"
+            "  train: [{path: a.jsonl, weight: 2}]\n"
+            "  eval: {path: b.jsonl, weight: 1}\n"
+            "  weight_by: tokens\n"
+            "  stopping_strategy: all_exhausted\n"
+            "  mixing: concatenate\n"
+        ),
+        (
+            "recipe.yaml:3:27: data.train[0].weight: means nothing with a single source; leave it out\n"
+            "recipe.yaml:4:25: data.eval.weight: means nothing in data.eval: every row counts once; leave it out\n"
+            "recipe.yaml:5:3: data.weight_by: means nothing with a single source; leave it out\n"
+            "recipe.yaml:6:3: data.stopping_strategy: means nothing with a single source; leave it out\n"
+            "recipe.yaml:7:3: data.mixing: means nothing with a single source; leave it out"
+        ),
+    ),
+    "weights_explained_and_not_given": (
+        "model: pico\ndata: {train: [a, b], weight_by: tokens, stopping_strategy: all_exhausted}\n",
+        (
+            "recipe.yaml:2:23: data.weight_by: means nothing without weights; give every source of data.train a "
+            "weight, or leave it out\n"
+            "recipe.yaml:2:42: data.stopping_strategy: means nothing without weights; give every source of data.train "
+            "a weight, or leave it out"
+        ),
+    ),
+    "an_order_that_is_not_kept": (
+        "model: pico\ndata: {train: [a, b], mixing: concatenate, shuffle: true}\n",
+        (
+            "recipe.yaml:2:23: data.mixing: cannot be concatenate with data.shuffle, which puts the rows into another "
+            "order; set data.shuffle to false, or leave mixing out"
+        ),
+    ),
+    "the_order_of_packed_rows": (
+        "model: pico\ndata: {train: a, packing: true, shuffle: false}\n",
+        (
+            "recipe.yaml:2:33: data.shuffle: cannot be false with data.packing, which puts the rows into another "
+            "order; leave one of them out"
+        ),
+    ),
+    "rows_to_evaluate_on_and_rows_held_out": (
+        "model: pico\ndata: {train: a, eval: b, eval_size: 0.1}\n",
+        "recipe.yaml:2:27: data.eval_size: cannot be given together with data.eval; keep one of them",
+    ),
+    "a_stream_of_what_must_be_known_before": (
+        (
+            "model: pico\n"
+            "data:\n"
+            "  train: [{path: a, weight: 1}, {path: b, weight: 2}]\n"
+            "  streaming: true\n"
+            "  weight_by: tokens\n"
+            "  stopping_strategy: all_exhausted\n"
+            "  eval_size: 0.1\n"
+        ),
+        (
+            "recipe.yaml:5:3: data.weight_by: cannot be tokens with data.streaming: how long the rows of a stream "
+            "are is not known before; weigh by rows\n"
+            "recipe.yaml:6:3: data.stopping_strategy: cannot be all_exhausted with data.streaming: training ends "
+            "after train.max_steps; leave it out\n"
+            "recipe.yaml:7:3: data.eval_size: cannot be given with data.streaming: from a stream nothing is held "
+            "out; name rows to evaluate on in data.eval"
+        ),
+    ),
+    "a_stream_without_end": (
+        "model: pico\ndata: {train: a, streaming: true}\n",
+        (
+            "recipe.yaml:2:18: data.streaming: needs train.max_steps: nobody knows how many rows an epoch has; say "
+            "how many steps to train"
+        ),
+    ),
+    "epochs_of_a_stream": (
+        "model: pico\ndata: {train: a, streaming: true}\ntrain: {num_epochs: 1}\n",
+        (
+            "recipe.yaml:3:9: train.num_epochs: means nothing with data.streaming: nobody knows how many rows an "
+            "epoch has; give train.max_steps instead"
+        ),
+    ),
+    "words_of_other_tools_for_mixtures": (
+        (
+            "model: pico\n"
+            "datasets: [a.jsonl]\n"
+            "data: {train: x.jsonl, mix_strategy: concat, interleave_probs: 1}\n"
+            "probabilities: 1\n"
+        ),
+        (
+            "recipe.yaml:2:1: datasets: unknown key; it is called data.train here\n"
+            "recipe.yaml:3:24: data.mix_strategy: unknown key; set data.mixing, and data.stopping_strategy for when "
+            "to stop\n"
+            "recipe.yaml:3:46: data.interleave_probs: unknown key; give each source of data.train a weight\n"
+            "recipe.yaml:4:1: probabilities: unknown key; give each source of data.train a weight"
+        ),
+    ),
     "windows_line_ends": (
         ("model: pico\r\ndata:\r\n  trian: x.jsonl\r\n"),
         (
@@ -514,7 +663,7 @@ BROKEN = {
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
         (
             "recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing, "
-            "columns, max_bad_rows, eval_size"
+            "columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, streaming"
         ),
     ),
     "json_with_a_missing_comma": (
@@ -644,6 +793,50 @@ BROKEN_OVERRIDES = {
     "a_variable_where_none_may_stand": (
         ["output.name=${USER}"],
         "command line: output.name: ${USER} is not expanded here; write the value itself, or $${ for a literal ${",
+    ),
+    "a_key_of_a_list": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train.split=test"],
+        "command line: data.train.split: data.train is a list; write data.train[0].split=... for its first item, or "
+        "data.train=... in its place",
+    ),
+    "a_position_without_brackets": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train.1.split=test"],
+        "command line: data.train.1.split: a position in a list stands in brackets; write data.train[1].split=...",
+    ),
+    "a_position_beyond_the_list": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train[2].split=test"],
+        "command line: data.train[2].split: data.train has 2 items; the last is data.train[1]",
+    ),
+    "a_position_from_the_end": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train[-1].split=test"],
+        "command line: cannot read 'data.train[-1].split=test'; write key=value, such as data.train[0].weight=2",
+    ),
+    "a_position_in_a_section": (
+        ["data.train[0].split=test"],
+        "command line: data.train[0].split: data.train is not a list; write data.train.split=...",
+    ),
+    "a_position_in_a_list_of_words": (
+        ["adapter.target_modules[0]=q_proj"],
+        "command line: adapter.target_modules[0]: adapter.target_modules is not a list of sections; "
+        "write adapter.target_modules=...",
+    ),
+    "a_position_in_a_free_mapping": (
+        ["method.trainer_args[0]=1"],
+        "command line: method.trainer_args[0]: method.trainer_args is not a list of sections; "
+        "write method.trainer_args=...",
+    ),
+    "an_item_taken_away": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train[0]=null"],
+        "command line: data.train[0]: must be a section (with path, name, split, revision, ...), got null",
+    ),
+    "a_misspelt_key_of_an_item": (
+        ["data.train=[a.jsonl, {path: b.jsonl}]", "data.train[1].splt=test"],
+        "command line: data.train[1].splt: unknown key; did you mean 'split'?",
+    ),
+    "the_weight_of_one_item": (
+        ["data.train=[a.jsonl, b.jsonl]", "data.train[1].weight=2"],
+        "command line: data.train[0].weight: is missing for 'a.jsonl', while other sources have one; "
+        "give every source a weight, or none",
     ),
     "several_at_once": (
         ["adapter.rank=0", "foo=1"],

@@ -32,7 +32,14 @@ def test_a_field_says_what_it_takes_its_default_and_who_has_it() -> None:
     [
         ("model.path", "model.path: text; required"),
         ("model.dtype", "model.dtype: one of auto, float32, bfloat16, float16; default auto"),
-        ("data.eval", "data.eval: a section; optional"),
+        ("data.train", "data.train: a section or a list of sections; required"),
+        ("data.eval", "data.eval: a section or a list of sections; optional"),
+        ("data.train.weight", "data.train.weight: a number greater than 0; optional"),
+        ("data.train[1].weight", "data.train.weight: a number greater than 0; optional"),
+        (
+            "data.train.format",
+            "data.train.format: one of auto, messages, sharegpt, alpaca, prompt_completion, text; optional",
+        ),
         ("adapter.type", "adapter.type: one of full, lora, qlora; default lora"),
         ("adapter.quant_type", "adapter.quant_type: one of nf4, fp4; default nf4; with adapter.type qlora"),
         ("train.gradient_checkpointing", "train.gradient_checkpointing: auto, true or false; default auto"),
@@ -48,6 +55,14 @@ def test_the_first_line_says_what_a_field_takes(key: str, header: str) -> None:
 def test_a_field_that_takes_variables_says_so() -> None:
     assert "`${NAME}` stands for an environment variable" in explain("model.path")
     assert "${NAME}" not in explain("model.revision")
+
+
+def test_a_field_that_takes_a_list_says_how_its_items_are_written() -> None:
+    text = explain("data.train")
+    assert "`train: NAME` is short for `train: {path: NAME}`, also in a list: `train: [NAME, NAME]`." in text
+    assert text.endswith("Where `data.train` is a list: `data.train[0]`, `data.train[1]`, ...")
+    assert "`data.eval[0].split`, `data.eval[1].split`" in explain("data.eval.split")
+    assert "[" not in explain("model.path")
 
 
 def test_a_section_is_explained_with_all_its_fields_each_once() -> None:
@@ -81,6 +96,10 @@ def test_trls_own_arguments_are_known_by_name() -> None:
         ("adapter.rnak", "adapter.rnak: unknown key; did you mean 'rank'?"),
         ("learning_rate", "learning_rate: unknown key; it belongs in train: train.learning_rate"),
         ("trian.seed", "trian: unknown key; did you mean 'train'?"),
+        (
+            "data.columns.x",
+            "data.columns.x: data.columns is a plain value; `tunekit explain data.columns` documents it",
+        ),
         ("train.optim.x", "train.optim.x: train.optim is a plain value; `tunekit explain train.optim` documents it"),
         (
             "method.trainer_args.adam_bta1",
@@ -109,6 +128,12 @@ def test_every_name_that_other_tools_use_leads_to_a_key_that_exists() -> None:
 
 def is_valid(recipe: Any) -> bool:
     return bool(jsonschema.Draft202012Validator(json_schema()).is_valid(recipe))
+
+
+def test_lists_of_sources_fit_the_json_schema_in_any_form() -> None:
+    for train in (["a.jsonl"], [{"path": "a.jsonl", "weight": 3}, {"path": "b", "format": "alpaca", "weight": 0.5}]):
+        assert is_valid({"model": "pico", "data": {"train": train, "eval": ["e.jsonl", {"path": "f.jsonl"}]}})
+        assert is_valid(yaml.safe_load(dump_recipe(load_recipe({"model": "pico", "data": {"train": train[:1] * 2}}))))
 
 
 def test_the_json_schema_is_one() -> None:
@@ -143,6 +168,11 @@ def test_shipped_recipes_fit_the_json_schema_short_and_written_out(name: str) ->
         {"train": {"seed": "x"}},
         {"train": {"global_batch_size": 0}},
         {"data": {}},
+        {"data": {"train": []}},
+        {"data": {"train": [3]}},
+        {"data": {"train": [["x.jsonl"]]}},
+        {"data": {"train": [{"path": "x.jsonl", "wieght": 1}]}},
+        {"data": {"train": {"path": "x.jsonl", "weight": 0}}},
     ],
 )
 def test_what_is_wrong_does_not_fit_the_json_schema(change: dict[str, Any]) -> None:

@@ -123,6 +123,6 @@ def test_only_data_in_the_example_folder_is_found(name: str) -> None:
 def test_the_data_that_shipped_recipes_name_ships_too() -> None:
     for name in NAMES:
         data = load_recipe(name).data
-        for source in (data.train, data.eval):
-            if source is not None and source.path.startswith("example:"):
+        for source in (*data.sources, *data.eval_sources):
+            if source.path.startswith("example:"):
                 find_example(source.path.removeprefix("example:"))

@@ -154,6 +154,9 @@ def test_variables_and_the_home_folder_are_filled_in_where_paths_stand(
     assert recipe.model.path == "/models/llama"
     assert recipe.data.train.path == "/home/ada/rows.jsonl"
     assert recipe.output.dir == "/models/runs//models"
+    listed = recipe_of("model: pico\ndata: {train: ['~/a', {path: '${MODELS}/b'}], eval: ['${MODELS}/c']}\n", tmp_path)
+    assert [source.path for source in listed.data.sources] == ["/home/ada/a", "/models/b"]
+    assert [source.path for source in listed.data.eval_sources] == ["/models/c"]
 
 
 def test_what_a_variable_holds_is_not_expanded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +239,18 @@ TEXTS = WORDS | PHRASES | st.text(st.characters(exclude_categories=["Cs"]), max_
 PATHS = TEXTS.filter(lambda text: text != "" and not text.startswith("~"))
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-SOURCES = st.builds(DataSource, path=PATHS, name=st.none() | TEXTS, split=st.none() | TEXTS, revision=st.none() | TEXTS)
+SOURCE: dict[str, Any] = {
+    "path": PATHS,
+    "name": st.none() | TEXTS,
+    "split": st.none() | TEXTS,
+    "revision": st.none() | TEXTS,
+    "format": st.none() | st.sampled_from(["auto", "text"]),
+    "columns": st.none() | st.dictionaries(TEXTS, TEXTS, max_size=2),
+    "loss_on": st.none() | st.just("last"),
+}
+SOURCES = st.builds(DataSource, **SOURCE)
+SOURCE_LISTS = st.lists(SOURCES, min_size=1, max_size=3)
+WEIGHTED = st.lists(st.builds(DataSource, **SOURCE, weight=POSITIVE), min_size=2, max_size=3)
 LORA: dict[str, Any] = {
     "rank": st.integers(1),
     "alpha": POSITIVE,
@@ -248,7 +262,10 @@ LORA: dict[str, Any] = {
 RECIPES = st.builds(
     Recipe,
     model=st.builds(ModelSection, path=PATHS, chat_template=st.none() | PATHS, trust_remote_code=st.booleans()),
-    data=st.builds(DataSection, train=SOURCES, eval=st.none() | SOURCES, packing=st.booleans()),
+    data=st.builds(
+        DataSection, train=SOURCES | SOURCE_LISTS, eval=st.none() | SOURCES | SOURCE_LISTS, packing=st.booleans()
+    )
+    | st.builds(DataSection, train=WEIGHTED, weight_by=st.sampled_from(["rows", "tokens"]), shuffle=st.booleans()),
     method=st.builds(
         SFTMethod, trainer_args=st.fixed_dictionaries({}, optional={"project": TEXTS, "adam_beta1": POSITIVE})
     ),

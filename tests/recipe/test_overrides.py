@@ -9,6 +9,9 @@ from tunekit.recipe.schema import DataSource, FullAdapter, LoraAdapter, QloraAda
 
 PLAIN = "model: pico\ndata: {train: x.jsonl}\n"
 LORA = PLAIN + "adapter: {type: lora, rank: 16, target_modules: [q_proj, v_proj]}\n"
+MIXED = (
+    "model: pico\ndata:\n  train:\n    - {path: a.jsonl, weight: 3}\n    - {path: b.jsonl, format: alpaca, weight: 1}\n"
+)
 QLORA = PLAIN + "adapter: {type: qlora, rank: 16, quant_type: fp4}\n"
 
 
@@ -50,6 +53,7 @@ def test_a_later_override_wins_over_an_earlier_one_without_a_word(recipe) -> Non
 
 def test_an_override_mends_a_wrong_value_of_the_file(recipe) -> None:
     assert recipe(PLAIN + "train: {seed: oops}\n", "train.seed=3")[0].train.seed == 3
+    assert recipe("model: 3\ndata: {train: x.jsonl}\n", "model=pico")[0].model.path == "pico"
 
 
 @pytest.mark.parametrize("name", ["train.seed", "train"])
@@ -140,9 +144,52 @@ def test_taking_away_one_length_leaves_the_other(recipe) -> None:
     assert (loaded.train.num_epochs, notes) == (2, [])
 
 
+def test_a_list_takes_the_place_of_a_source_and_a_source_that_of_a_list(recipe) -> None:
+    text = "model: pico\ndata: {train: {path: x.jsonl, split: test}}\n"
+    sources, notes = recipe(text, "data.train=[a.jsonl, {path: b.jsonl, split: test}]")
+    assert sources.data.train == [DataSource(path="a.jsonl"), DataSource(path="b.jsonl", split="test")]
+    assert recipe(MIXED, "data.train=x.jsonl")[0].data.train == DataSource(path="x.jsonl")
+    assert notes == []
+
+
+def test_a_position_reaches_an_item(recipe) -> None:
+    loaded, notes = recipe(MIXED, "data.train[0].weight=2", "data.train[1]=c.jsonl", "data.train[1].columns.prompt=q")
+    first, second = loaded.data.train
+    assert first == DataSource(path="a.jsonl", weight=2)
+    assert second == DataSource(path="c.jsonl", format="alpaca", weight=1, columns={"prompt": "q"})
+    assert notes == []
+
+
+def test_a_later_override_reaches_into_the_list_of_an_earlier_one(recipe) -> None:
+    loaded, _ = recipe(PLAIN, "data.eval=[a.jsonl, b.jsonl]", "data.eval[1].split=test", "data.eval[0]={path: c.jsonl}")
+    assert loaded.data.eval == [DataSource(path="c.jsonl"), DataSource(path="b.jsonl", split="test")]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("data.train=x.jsonl", "data.train is a single source now"),
+        ("data.train=[x.jsonl]", "data.train is a single source now"),
+        ("data.train=[x.jsonl, y.jsonl]", "data.train has no weights now"),
+    ],
+)
+def test_how_the_file_mixes_is_left_out_where_nothing_is_left_to_mix(recipe, override: str, why: str) -> None:
+    loaded, notes = recipe(MIXED + "  weight_by: tokens\n  stopping_strategy: first_exhausted\n", override)
+    assert notes == [f"data.weight_by=tokens is left out: {why}"]
+    assert loaded.data.weight_by == "rows"
+
+
+def test_how_to_mix_stays_where_the_new_list_has_weights(recipe) -> None:
+    new = "data.train=[{path: x.jsonl, weight: 1}, {path: y.jsonl, weight: 2}]"
+    loaded, notes = recipe(MIXED + "  weight_by: tokens\n", new)
+    assert (loaded.data.weight_by, notes) == ("tokens", [])
+
+
 def test_variables_are_filled_in_overrides_of_paths(recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA", "/data")
     assert recipe(PLAIN, "data.train=${DATA}/x.jsonl")[0].data.train.path == "/data/x.jsonl"
+    loaded, _ = recipe(PLAIN, "data.train=['${DATA}/a', b]", "data.train[1]=${DATA}/c")
+    assert [source.path for source in loaded.data.train] == ["/data/a", "/data/c"]
 
 
 def test_overrides_lie_over_recipes_and_mappings_as_over_files() -> None:

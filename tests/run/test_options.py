@@ -1,6 +1,7 @@
 """Every option that a recipe offers does what it says on a real, tiny run."""
 
 import json
+import re
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import tunekit
-from tests.tiny import TEMPLATE, save_chats, save_tiny_model
+from tests.tiny import TEMPLATE, make_tokenizer, save_chats, save_tiny_model, watching_models
 from tunekit.errors import PlanError
 from tunekit.recipe.schema import LrSchedulerType, Optim
 
@@ -137,14 +138,41 @@ def test_the_seed_decides_and_the_same_seed_repeats(here):
     assert first != other
 
 
+def rows_seen(*overrides):
+    """The numbers asked for in the chats of rows.jsonl, in the order in which they are trained on."""
+    tokenizer = make_tokenizer()
+    seen = []
+
+    def watch(model, inputs):
+        if model.training and type(model).__name__ == "PeftModelForCausalLM":
+            seen.extend(
+                int(re.search(r"double (\d+)", text)[1]) for text in tokenizer.batch_decode(inputs["input_ids"])
+            )
+
+    with watching_models(watch):
+        train(*overrides)
+    return seen
+
+
+def test_without_shuffling_rows_are_seen_in_the_order_of_the_data_each_epoch(here):
+    in_order = [*range(32), *range(16)]
+    assert rows_seen("data.shuffle=false") == in_order
+    assert rows_seen("data.shuffle=false", "train.micro_batch_size=2", "train.seed=7") == in_order
+
+
+def test_shuffled_rows_are_seen_once_an_epoch_in_another_order_each(here):
+    seen = rows_seen("train.max_steps=8")
+    first, second = seen[:32], seen[32:]
+    assert sorted(first) == sorted(second) == list(range(32))
+    assert len({tuple(first), tuple(second), tuple(range(32))}) == 3
+
+
 def test_a_chat_template_of_the_recipe_is_trained_with_and_saved(here):
     own = TEMPLATE.replace("<|im_start|>", "<|im_start|>@")
     (here / "own.jinja").write_text(own, encoding="utf-8")
     run = train("model.chat_template=own.jinja")
     assert (run.model_path / "chat_template.jinja").read_text(encoding="utf-8") == own
     from datasets import load_from_disk
-
-    from tests.tiny import make_tokenizer
 
     text = make_tokenizer().decode(load_from_disk(str(run.path / "data" / "train"))[0]["input_ids"])
     assert text.startswith("<|im_start|>@user\ndouble 0<|im_end|>")

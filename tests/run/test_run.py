@@ -14,9 +14,12 @@ import yaml
 
 import tunekit
 from tests.tiny import save_chats, save_tiny_model
+from tunekit.data.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import DataSection, DataSource
 from tunekit.run.events import EventLog, read_events
+from tunekit.run.prepare import record
 from tunekit.run.run import Run, find_run, list_runs
 
 
@@ -86,6 +89,29 @@ def test_the_kept_recipe_is_complete_and_works_from_anywhere(finished, workspace
     assert kept["output"]["sample_prompts"] == ["double 0", "double 1", "double 2"]
     monkeypatch.chdir(tmp_path)
     assert tunekit.plan(run.path / "recipe.yaml").num_trainable_params == run.plan.num_trainable_params
+
+
+def test_the_kept_recipe_names_every_source_from_the_root(here):
+    kept = load_recipe(
+        {
+            "model": "model",
+            "data": {
+                "train": [{"path": "rows.jsonl", "weight": 2}, {"path": "row*.jsonl", "weight": 1}],
+                "eval": ["rows.jsonl", "example:pirate_eval.jsonl", "org/name"],
+            },
+            "output": {"sample_prompts": []},
+        }
+    )
+    section = record(kept, load_data(DataSection(train="rows.jsonl"))).data
+    assert section.train == [
+        DataSource(path=str(here / "rows.jsonl"), weight=2),
+        DataSource(path=str(here / "row*.jsonl"), weight=1),
+    ]
+    assert section.eval == [
+        DataSource(path=str(here / "rows.jsonl")),
+        DataSource(path="example:pirate_eval.jsonl"),
+        DataSource(path="org/name"),
+    ]
 
 
 def test_events_tell_the_whole_story_in_order(finished):

@@ -32,7 +32,7 @@ def build(
     Args:
         method: What else goes to SFTConfig.
         train: The optimisation.
-        data: Whether sequences are packed, and how long they are.
+        data: Whether sequences are packed, how long they are, and whether they are shuffled.
         plan: Precision, micro-batch and memory choices.
         schedule: Steps.
         model: The model with its adapter.
@@ -82,6 +82,7 @@ def _config(
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
+        train_sampling_strategy="random" if data.shuffle else "sequential",
         use_cpu=plan.device.kind == "cpu",
         bf16=plan.autocast and plan.dtype == "bfloat16",
         fp16=plan.autocast and plan.dtype == "float16",

@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tunekit.recipe.fields import expands_env, sections_of, variant
+from pydantic.fields import FieldInfo
+
+from tunekit.recipe.fields import expands_env, sections_of, takes_list, variant
 from tunekit.recipe.places import Key, Places, Problem
 from tunekit.recipe.schema import Recipe, Section
 
@@ -46,14 +48,20 @@ class _Expansion:
         result: dict[str, Any] = {}
         for name, value in values.items():
             field = section.model_fields.get(name)
-            below = variant(sections_of(field), value) if field is not None and isinstance(value, dict) else None
-            if below is not None:
-                result[name] = self.section(value, below, (*key, name))
-            elif isinstance(value, str) and field is not None and expands_env(field):
-                result[name] = self.path(value, (*key, name))
+            if field is not None and takes_list(field) and isinstance(value, list):
+                result[name] = [self.value(item, field, (*key, name, i)) for i, item in enumerate(value)]
             else:
-                result[name] = self.plain(value, (*key, name))
+                result[name] = self.value(value, field, (*key, name))
         return result
+
+    def value(self, value: Any, field: FieldInfo | None, key: Key) -> Any:
+        """What stands in a field, or is an item of its list, expanded."""
+        below = variant(sections_of(field), value) if field is not None and isinstance(value, dict) else None
+        if below is not None:
+            return self.section(value, below, key)
+        if isinstance(value, str) and field is not None and expands_env(field):
+            return self.path(value, key)
+        return self.plain(value, key)
 
     def path(self, text: str, key: Key) -> str:
         """A path with its variables and its home folder filled in."""

@@ -11,9 +11,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, is_free_mapping, members, sections_of, tag_of
+from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, members, sections_of, tag_of, takes_list
 from tunekit.recipe.phrases import expected
-from tunekit.recipe.places import dotted
+from tunekit.recipe.places import dotted, undotted
 from tunekit.recipe.schema import Recipe, Section
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
@@ -34,11 +34,11 @@ def explain(key: str | None) -> str:
     """
     if key is None:
         return "\n\n".join(_below((), [Recipe]))
-    parts = tuple(part.strip() for part in key.split("."))
+    parts = tuple(part for part in undotted(key) or (key.strip(),) if isinstance(part, str))
     path = holders_along(parts)
     if len(path) == len(parts):
-        return "\n\n".join(_entries(parts, path[-1]))
-    if path and is_free_mapping(path[-1][0].field) and len(parts) == len(path) + 1:
+        return "\n\n".join([*_entries(parts, path[-1]), *_in_list(parts, path)])
+    if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
     found = dotted(parts[: len(path)])
     if path and not path[-1][0].sections:
@@ -62,9 +62,19 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
     if below and below[0].shorthand is not None:
         short = "NAME" if below[0].shorthand != TAG else str(tag_of(below[-1]))
         line = f"`{key[-1]}: {short}` is short for `{key[-1]}: {{{below[0].shorthand}: {short}}}`."
+        if takes_list(field):
+            line = f"{line.removesuffix('.')}, also in a list: `{key[-1]}: [{short}, {short}]`."
         lines += _paragraph(line)
     yield "\n".join(lines)
     yield from _below(key, below)
+
+
+def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
+    """How the key is written where a section above it, or it itself, is one of a list."""
+    for depth, holders in enumerate(path, start=1):
+        if takes_list(holders[0].field):
+            items = [dotted((*key[:depth], position, *key[depth:])) for position in (0, 1)]
+            yield "\n".join(_paragraph(f"Where `{dotted(key[:depth])}` is a list: `{items[0]}`, `{items[1]}`, ..."))
 
 
 def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
@@ -80,7 +90,8 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     """The key, what it takes, its default, and the variants that have it."""
     field = holders[0].field
     below = sections_of(field)
-    parts = ["a section" if below else _takes(holders)]
+    sections = "a section or a list of sections" if takes_list(field) else "a section"
+    parts = [sections if below else _takes(holders)]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:
@@ -181,4 +192,16 @@ def _with_short_form(schema: dict[str, Any], sections: list[type[Section]]) -> d
     short: dict[str, Any] = {"type": "string"}
     if sections[0].shorthand == TAG:
         short["enum"] = [tag_of(section) for section in sections]
-    return {**notes, "anyOf": [long, short]}
+    return {**notes, "anyOf": [_with_short_items(long, short), short]}
+
+
+def _with_short_items(schema: dict[str, Any], short: dict[str, Any]) -> dict[str, Any]:
+    """A schema in which the items of lists may be short too."""
+    changed: dict[str, Any] = {
+        name: [_with_short_items(member, short) for member in schema[name]]
+        for name in ("anyOf", "oneOf")
+        if name in schema
+    }
+    if "items" in schema:
+        changed["items"] = {"anyOf": [schema["items"], short]}
+    return {**schema, **changed}

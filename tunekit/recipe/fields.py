@@ -1,5 +1,7 @@
 """The recipe's schema as data: which fields a section has, which sections lie below a field, what a field allows.
 
+A field may take one section or a list of them; its sections are the same either way.
+
 Reading, explaining and suggesting all ask the same questions of the pydantic models; they are answered here, once.
 """
 
@@ -29,8 +31,23 @@ def members(annotation: Any) -> Iterator[Any]:
 
 
 def sections_of(field: FieldInfo) -> list[type[Section]]:
-    """The sections that may stand in a field: none for a plain value, several where a tag chooses."""
-    return [kind for kind in members(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
+    """The sections that may stand in a field, alone or listed: none for a plain value, several where a tag chooses."""
+    kinds = [item for kind in members(field.annotation) for item in (kind, *_items(kind))]
+    return list(dict.fromkeys(kind for kind in kinds if _is_section(kind)))
+
+
+def takes_list(field: FieldInfo) -> bool:
+    """Whether a list of sections may stand in a field."""
+    return any(_is_section(item) for kind in members(field.annotation) for item in _items(kind))
+
+
+def _items(kind: Any) -> Iterator[Any]:
+    """The types of the items, if a type is that of a list."""
+    return members(get_args(kind)[0]) if get_origin(kind) is list else iter(())
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def allows_none(field: FieldInfo) -> bool:
@@ -86,13 +103,18 @@ class Holder:
 def holders_along(key: tuple[Any, ...]) -> list[list[Holder]]:
     """For each part of a dotted key, the sections that have it: several where variants share it.
 
-    Shorter than the key where no section has the next part: it is unknown, or stands below a plain value or in a
-    free mapping.
+    A position in a list of sections counts as its list. Shorter than the key where no section has the next part: it
+    is unknown, or stands below a plain value or in a free mapping.
     """
     sections: list[type[Section]] = [Recipe]
     path: list[list[Holder]] = []
-    for part in key:
-        found = [Holder(section, section.model_fields[part]) for section in sections if part in section.model_fields]
+    for depth, part in enumerate(key):
+        if isinstance(part, int):
+            is_item = path and takes_list(path[-1][0].field) and not isinstance(key[depth - 1], int)
+            found = path[-1] if is_item else []
+        else:
+            with_it = [section for section in sections if part in section.model_fields]
+            found = [Holder(section, section.model_fields[part]) for section in with_it]
         if not found:
             break
         path.append(found)

@@ -1,20 +1,33 @@
 """`key=value` words from the command line, laid over a recipe's values.
 
 A value is read by the same rules as one in the file: `train.learning_rate=1e-4` is a number,
-`adapter.target_modules=[q_proj,v_proj]` a list, and `null` goes back to the default. Where an override makes something
-in the file meaningless (another `adapter.type` has no rank), that is left out, and a note says so.
+`adapter.target_modules=[q_proj,v_proj]` a list, and `null` goes back to the default. `data.train[0].weight=2` reaches
+into a list of sections. Where an override makes something in the file meaningless (another `adapter.type` has no
+rank), that is left out, and a note says so.
 """
 
+import re
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunekit.recipe.fields import TAG, holders_along, is_free_mapping, members, sections_of, tag_of, variant
+from tunekit.recipe.fields import (
+    TAG,
+    holders_along,
+    is_free_mapping,
+    members,
+    sections_of,
+    tag_of,
+    takes_list,
+    variant,
+)
 from tunekit.recipe.parse import YAMLProblem, read_yaml
-from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted
-from tunekit.recipe.schema import ONE_LENGTH, Recipe, Section
+from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted, undotted
+from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, ONE_LENGTH, DataSection, Recipe, Section
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.write import to_inline_yaml
+
+_POSITION = re.compile("[0-9]{1,9}")
 
 
 def spell_out(values: dict[str, Any], section: type[Section] = Recipe) -> dict[str, Any]:
@@ -32,6 +45,8 @@ def _spelled_out(value: Any, field: FieldInfo) -> Any:
         return value
     if value is None and type(None) not in members(field.annotation):
         return {}
+    if isinstance(value, list) and takes_list(field):
+        return [item if item is None else _spelled_out(item, field) for item in value]
     if isinstance(value, str) and below[0].shorthand is not None:
         return {below[0].shorthand: value}
     chosen = variant(below, value)
@@ -56,15 +71,17 @@ class Overrides:
             self._apply_one(text)
         self._leave_out_other_variants(tags_before)
         self._leave_out_other_length()
+        self._leave_out_mixing()
 
     def _apply_one(self, text: str) -> None:
         name, equals, written = text.partition("=")
-        key: Key = tuple(part.strip() for part in name.split("."))
-        if not equals or not all(key):
-            self._refuse((), f"cannot read {text!r}", "write key=value, such as train.max_steps=100")
+        key = undotted(name)
+        if not equals or key is None:
+            example = "data.train[0].weight=2" if "[" in name else "train.max_steps=100"
+            self._refuse((), f"cannot read {text!r}", f"write key=value, such as {example}")
             return
         fields = self._fields_along(key)
-        if not fields:
+        if not fields or not self._fits_lists(key, fields):
             return
         if not written.strip():
             self._refuse(key, "no value after the '='", "write null for the default, '\"\"' for an empty text")
@@ -84,10 +101,18 @@ class Overrides:
         """
         path = holders_along(key)
         fields = [holders[0].field for holders in path]
-        if len(path) == len(key) or (path and is_free_mapping(fields[-1])):
+        beyond = key[len(path) :]
+        is_free = bool(path) and is_free_mapping(fields[-1])
+        if not beyond or (is_free and not any(isinstance(part, int) for part in beyond)):
             return fields
         sections: list[type[Section]] = path[-1][0].sections if path else [Recipe]
-        if sections:
+        if is_free or isinstance(beyond[0], int):
+            whole = dotted(key[: next(depth for depth, part in enumerate(key) if isinstance(part, int))])
+            self._refuse(key, f"{whole} is not a list of sections", f"write {whole}=...")
+        elif path and takes_list(fields[-1]) and _POSITION.fullmatch(beyond[0]):
+            meant = (*key[: len(path)], int(beyond[0]), *beyond[1:])
+            self._refuse(key, "a position in a list stands in brackets", f"write {dotted(meant)}=...")
+        elif sections:
             unknown = key[: len(path) + 1]
             what, hint = unknown_key(unknown, sections)
             self._refuse(unknown, what, hint)
@@ -96,29 +121,64 @@ class Overrides:
             self._refuse(key, f"{plain} is a plain value", f"write {plain}=...")
         return []
 
+    def _fits_lists(self, key: Key, fields: list[FieldInfo]) -> bool:
+        """Whether a key has positions where the recipe has lists of sections, and only there."""
+        for depth, field in enumerate(fields[: len(key) - 1], start=1):
+            above, part = key[:depth], key[depth]
+            if not takes_list(field) or isinstance(key[depth - 1], int):
+                continue
+            there, name = self._value(above), dotted(above)
+            if isinstance(part, int) and not isinstance(there, list):
+                what, hint = f"{name} is not a list", f"write {dotted((*above, *key[depth + 1 :]))}=..."
+            elif isinstance(part, int) and part >= len(there):
+                what = f"{name} has {len(there)} item{'s' if len(there) != 1 else ''}"
+                hint = f"the last is {name}[{len(there) - 1}]" if there else f"write {name}=[...]"
+            elif isinstance(there, list) and not isinstance(part, int):
+                what = f"{name} is a list"
+                hint = f"write {dotted((*above, 0, *key[depth:]))}=... for its first item, or {name}=... in its place"
+            else:
+                continue
+            self._refuse(key, what, hint)
+            return False
+        return True
+
+    def _value(self, key: Key) -> Any:
+        """What the recipe has at a key now; None where it has nothing."""
+        at: Any = self.values
+        for part in key:
+            is_item = isinstance(at, list) and isinstance(part, int) and part < len(at)
+            at = at[part] if is_item else at.get(part) if isinstance(at, dict) else None
+        return at
+
     def _put(self, key: Key, value: Any, fields: list[FieldInfo]) -> None:
         """Set one key, making the sections above it where the recipe has none."""
         if len(fields) == len(key):
             below = sections_of(fields[-1])
-            if isinstance(value, str) and below and below[0].shorthand is not None:
+            if (
+                isinstance(value, str)
+                and below
+                and below[0].shorthand is not None
+                and isinstance(self._value(key), dict | None)
+            ):
                 key, fields = (*key, below[0].shorthand), [*fields, below[0].model_fields[below[0].shorthand]]
             if value is None and len(key) > 1 and key[-1] == TAG:
                 value = _beginning(fields[-2]).get(TAG)
             value = _spelled_out(value, fields[-1]) if value is not None else None
-        at = self.values
+        at: Any = self.values
         for depth, part in enumerate(key[:-1], start=1):
-            if at.get(str(part)) is None:
-                at[str(part)] = _beginning(fields[depth - 1]) if depth <= len(fields) else {}
+            if self._value(key[:depth]) is None:
+                at[part] = _beginning(fields[depth - 1]) if depth <= len(fields) else {}
                 self.places.keys[key[:depth]] = self.places.values[key[:depth]] = COMMAND_LINE
-            if not isinstance(at[str(part)], dict):
+            at = at[part]
+            if not isinstance(at, list if isinstance(key[depth], int) else dict):
                 return  # The file has something else where a section belongs, and that is reported.
-            at = at[str(part)]
         self.places.forget(key)
         self.places.keys[key] = self.places.values[key] = COMMAND_LINE
         self.commanded.add(key)
-        at.pop(str(key[-1]), None)
-        if value is not None:
-            at[str(key[-1])] = value
+        if value is not None or isinstance(at, list):
+            at[key[-1]] = value
+        else:
+            at.pop(key[-1], None)
 
     def _leave_out_other_variants(self, tags_before: dict[str, Any]) -> None:
         """Leave out what the file says for the variant that an override of the tag replaced."""
@@ -139,6 +199,19 @@ class Overrides:
         for given, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
             if ("train", given) in self.commanded and train.get(given) is not None and train.get(other) is not None:
                 self._leave_out(("train", other), f"train.{given}={to_inline_yaml(train[given])} takes its place")
+
+    def _leave_out_mixing(self) -> None:
+        """Leave out how the file mixes sources where an override of `data.train` leaves nothing to mix."""
+        if ("data", "train") not in self.commanded:
+            return
+        train = self._value(("data", "train"))
+        several = isinstance(train, list) and len(train) > 1
+        weighted = several and any(isinstance(item, dict) and "weight" in item for item in train)
+        unread = () if weighted else NEED_WEIGHTS if several else (*NEED_WEIGHTS, *NEED_SEVERAL)
+        for name in unread:
+            if self._value(("data", name)) not in (None, DataSection.model_fields[name].default):
+                why = "data.train has no weights now" if several else "data.train is a single source now"
+                self._leave_out(("data", name), why)
 
     def _leave_out(self, key: Key, why: str) -> None:
         """Drop a key that the file gave, with a note; one that an override gave stays, to be reported."""

@@ -5,6 +5,7 @@ it came from, so that a mistake found much later can still be pointed at. All mi
 raised together, in the order of the file: a user mends them in one go.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ from tunekit.errors import RecipeError
 
 Key = tuple[str | int, ...]
 """A path into the recipe: `("adapter", "rank")`. Numbers are positions in lists."""
+
+_PART = re.compile(r"([^\[\]]+)((?:\[[0-9]{1,9}\])*)")
+"""A name, and the positions behind it: `train[0]`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -65,10 +69,12 @@ class Places:
     values: dict[Key, Place] = field(default_factory=dict)
 
     def of_key(self, key: Key) -> Place:
-        """The place of a key, or of the nearest section above it that was written."""
+        """The place of a key, or of the nearest section or list item above it that was written."""
         while key:
             if key in self.keys:
                 return self.keys[key]
+            if isinstance(key[-1], int) and key in self.values:
+                return self.values[key]
             key = key[:-1]
         return self.start
 
@@ -93,6 +99,17 @@ def dotted(key: Key) -> str:
     for part in key:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def undotted(text: str) -> Key | None:
+    """The key that `dotted` writes so, with spaces around names allowed; None where the text is no key."""
+    key: Key = ()
+    for part in text.split("."):
+        found = _PART.fullmatch(part.strip())
+        if found is None:
+            return None
+        key = (*key, found[1].strip(), *(int(position) for position in re.findall("[0-9]+", found[2])))
+    return key
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:

@@ -7,9 +7,12 @@ A default lives here and nowhere else.
 Values are strict: a number in quotes is not a number, and 2.5 is not a count. Unknown keys are errors.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from tunekit.recipe.places import Key, dotted
 
 EXPANDS_ENV = {"expands_env": True}
 """Marks the string fields in which `${NAME}` stands for an environment variable, and a leading `~` for the home
@@ -54,6 +57,29 @@ LrSchedulerType = Literal[
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 ]
+
+
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+
+LossOn = Literal["assistant", "last", "all"]
+
+
+class Conflict(NamedTuple):
+    """A field that does not go together with others."""
+
+    key: Key
+    """The field, below the section that says so."""
+
+    what: str
+    hint: str
+
+
+class Conflicts(ValueError):
+    """Fields that are right one by one and do not go together: a section raises it, and readers find its places."""
+
+    def __init__(self, found: list[Conflict]) -> None:
+        self.found = found
+        super().__init__("\n".join(f"{dotted(one.key)}: {one.what}; {one.hint}" for one in found))
 
 
 class Section(BaseModel):
@@ -117,22 +143,71 @@ class DataSource(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
 
+    format: DataFormat | None = None
+    """Shape of the rows of this source. Left out: `data.format`."""
+
+    columns: dict[str, str] | None = None
+    """The columns of this source where they have other names. Left out: `data.columns`, of which nothing holds for a
+    source that gives its own."""
+
+    loss_on: LossOn | None = None
+    """Tokens of this source that count in the loss. Left out: `data.loss_on`."""
+
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """Share of this source in training, as against the weights of the others: with 3 and 1, three rows of the one to
+    a row of the other (`data.weight_by` says whether rows or tokens). All sources of `data.train` have a weight or
+    none has: then every row of each is used once."""
+
+
+def _one_or_several(value: Any) -> str:
+    return "several" if isinstance(value, list) else "one"
+
+
+Sources = Annotated[
+    Annotated[DataSource, Tag("one")] | Annotated[list[DataSource], Field(min_length=1), Tag("several")],
+    Discriminator(_one_or_several),
+]
+"""One source, or a list of them."""
+
+
+class CompleteSource(DataSource):
+    """A source as the data code takes it: what it leaves out is filled in from the data section."""
+
+    key: str
+    """Where the recipe has it: `data.train`, or `data.train[1]` in a list."""
+
+    format: DataFormat
+    """Shape of the rows."""
+
+    columns: dict[str, str]
+    """From our names of columns to those of the source, where they differ."""
+
+    loss_on: LossOn
+    """Tokens that count in the loss."""
+
+
+NEED_WEIGHTS = ("weight_by", "stopping_strategy")
+"""Fields of the data section that say how weights are meant."""
+
+NEED_SEVERAL = ("mixing",)
+"""Fields of the data section that say how several sources come together."""
+
 
 class DataSection(Section):
     """The rows, and how they become tokens."""
 
-    train: DataSource
-    """Rows to train on."""
+    train: Sources
+    """Rows to train on. The sources of a list are trained on together, `weight` says in which proportion."""
 
-    eval: DataSource | None = None
-    """Rows to evaluate on before, during and after training."""
+    eval: Sources | None = None
+    """Rows to evaluate on before, during and after training; those of all sources of a list, each once."""
 
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    format: DataFormat = "auto"
     """Shape of the rows: `messages` (a list of {role, content}), `sharegpt` (conversations, a list of {from, value}),
     `alpaca` (instruction, output, and input, system and history where they hold something), `prompt_completion`
     (columns prompt and completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
 
-    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    loss_on: LossOn = "assistant"
     """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
     turn, or completions; `all`: every token. Plain text always counts wholly."""
 
@@ -145,7 +220,8 @@ class DataSection(Section):
 
     columns: dict[str, str] = {}
     """The columns of the rows where they have other names: `{prompt: question, completion: answer}` reads the column
-    question as prompt and answer as completion. It holds for `train` and for `eval`."""
+    question as prompt and answer as completion. It holds for every source of `train` and `eval` that gives none of its
+    own."""
 
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """So many rows of a source may be bad; they are left out, and said. One more, and nothing is trained."""
@@ -154,11 +230,101 @@ class DataSection(Section):
     """Share of the rows of `train` to hold out for evaluation, instead of `eval`. A row is chosen by its content alone:
     the same rows stay held out when the file grows or is reordered, and equal rows stand on the same side."""
 
+    weight_by: Literal["rows", "tokens"] = "rows"
+    """What `weight` counts: rows as they stand in the source, or the tokens that they become."""
+
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """Where weighted sources end, by the names of datasets.interleave_datasets. `first_exhausted`: with the first that
+    is used up; no row is used twice, and what is too much of the others is left out. `all_exhausted`: with the last;
+    every row is used at least once, and rows of the smaller sources are repeated."""
+
+    mixing: Literal["interleave", "concatenate"] = "interleave"
+    """Order of several sources. `interleave`: they take turns, in proportion; `concatenate`: one after another, in the
+    order of the list. Rows that are shuffled have no such order."""
+
+    shuffle: bool = True
+    """Train on the rows in random order, another one each epoch. false: in the order of the data."""
+
+    streaming: bool = False
+    """Read and tokenise the rows while training instead of before it, for data that does not fit on the disk. Needs
+    `train.max_steps`, as nobody knows how many rows there will be."""
+
+    @property
+    def sources(self) -> tuple[CompleteSource, ...]:
+        """The sources of `train`, one or several, with what they leave out filled in."""
+        return self._complete("train", self.train)
+
+    @property
+    def eval_sources(self) -> tuple[CompleteSource, ...]:
+        """The same for `eval`; empty without."""
+        return self._complete("eval", self.eval) if self.eval is not None else ()
+
+    def _complete(self, name: str, given: Sources) -> tuple[CompleteSource, ...]:
+        """Fill in what the sources of a field leave out."""
+        section: dict[str, Any] = {"format": self.format, "columns": self.columns, "loss_on": self.loss_on}
+        return tuple(
+            CompleteSource(key=dotted(("data", *key)), **{**section, **source.model_dump(exclude_none=True)})
+            for key, source in _each(name, given)
+        )
+
     @model_validator(mode="after")
-    def _one_evaluation(self) -> "DataSection":
-        if self.eval is not None and self.eval_size is not None:
-            raise ValueError("eval and eval_size are both given; keep one of them")
+    def _agrees(self) -> "DataSection":
+        conflicts = [*self._conflicts_of_sources(), *self._conflicts_of_order()]
+        if conflicts:
+            raise Conflicts(conflicts)
         return self
+
+    def _conflicts_of_sources(self) -> Iterator[Conflict]:
+        """What does not go together in what is mixed, and in what is evaluated on."""
+        sources = list(_each("train", self.train))
+        num_weights = sum(source.weight is not None for _, source in sources)
+        for key, source in sources:
+            if source.weight is None and num_weights:
+                what = f"is missing for '{source.path}', while other sources have one"
+                yield Conflict((*key, "weight"), what, "give every source a weight, or none")
+            if source.weight is not None and len(sources) == 1:
+                yield Conflict((*key, "weight"), "means nothing with a single source", "leave it out")
+        unread: tuple[str, ...] = () if num_weights else NEED_WEIGHTS
+        why, hint = "without weights", "give every source of data.train a weight, or leave it out"
+        if len(sources) == 1:
+            unread, why, hint = (*NEED_WEIGHTS, *NEED_SEVERAL), "with a single source", "leave it out"
+        for name in unread:
+            # A recipe that was written out states the defaults too.
+            if dict(self)[name] != type(self).model_fields[name].default:
+                yield Conflict((name,), f"means nothing {why}", hint)
+        for key, source in _each("eval", self.eval) if self.eval is not None else ():
+            if source.weight is not None:
+                yield Conflict((*key, "weight"), "means nothing in data.eval: every row counts once", "leave it out")
+        if self.eval is not None and self.eval_size is not None:
+            yield Conflict(("eval_size",), "cannot be given together with data.eval", "keep one of them")
+
+    def _conflicts_of_order(self) -> Iterator[Conflict]:
+        """What does not go together in the order of the rows and in streams."""
+        if self.packing and not self.shuffle:
+            what = "cannot be false with data.packing, which puts the rows into another order"
+            yield Conflict(("shuffle",), what, "leave one of them out")
+        if not self.streaming:
+            if self.mixing == "concatenate" and self.shuffle:
+                what = "cannot be concatenate with data.shuffle, which puts the rows into another order"
+                yield Conflict(("mixing",), what, "set data.shuffle to false, or leave mixing out")
+            return
+        if self.eval_size is not None:
+            what = "cannot be given with data.streaming: from a stream nothing is held out"
+            yield Conflict(("eval_size",), what, "name rows to evaluate on in data.eval")
+        if self.weight_by == "tokens":
+            what = "cannot be tokens with data.streaming: how long the rows of a stream are is not known before"
+            yield Conflict(("weight_by",), what, "weigh by rows")
+        if self.stopping_strategy == "all_exhausted":
+            what = "cannot be all_exhausted with data.streaming: training ends after train.max_steps"
+            yield Conflict(("stopping_strategy",), what, "leave it out")
+
+
+def _each(name: str, given: Sources) -> Iterator[tuple[Key, DataSource]]:
+    """The sources of a field, each with its key in the data section."""
+    if isinstance(given, list):
+        yield from (((name, position), source) for position, source in enumerate(given))
+    else:
+        yield (name,), given
 
 
 class SFTMethod(Section):
@@ -336,3 +502,15 @@ class Recipe(Section):
 
     output: OutputSection = OutputSection()
     """What is written, and where."""
+
+    @model_validator(mode="after")
+    def _a_stream_has_an_end(self) -> "Recipe":
+        if not self.data.streaming:
+            return self
+        if self.train.num_epochs is not None:
+            what = "means nothing with data.streaming: nobody knows how many rows an epoch has"
+            raise Conflicts([Conflict(("train", "num_epochs"), what, "give train.max_steps instead")])
+        if self.train.max_steps is None:
+            what = "needs train.max_steps: nobody knows how many rows an epoch has"
+            raise Conflicts([Conflict(("data", "streaming"), what, "say how many steps to train")])
+        return self

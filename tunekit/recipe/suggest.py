@@ -14,6 +14,7 @@ from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 _DERIVED = "it is derived: train.global_batch_size over train.micro_batch_size and the devices"
 _PRECISION = "set model.dtype; mixed precision follows from it"
+_WEIGHTS = "give each source of data.train a weight"
 
 FAMILIAR_NAMES = {
     "base_model": "model.path",
@@ -41,6 +42,18 @@ FAMILIAR_NAMES = {
     "val_set_size": "data.eval_size",
     "validation": "data.eval",
     "validation_file": "data.eval",
+    "dataset_mixer": _WEIGHTS,
+    "dataset_weights": _WEIGHTS,
+    "interleave_probs": _WEIGHTS,
+    "mixing_weights": _WEIGHTS,
+    "probabilities": _WEIGHTS,
+    "sampling_weights": _WEIGHTS,
+    "weights": _WEIGHTS,
+    "mix_strategy": "set data.mixing, and data.stopping_strategy for when to stop",
+    "disable_shuffling": "set data.shuffle to false",
+    "shuffle_dataset": "data.shuffle",
+    "shuffle_merged_datasets": "data.shuffle",
+    "train_sampling_strategy": "data.shuffle",
     "cutoff_len": "data.max_length",
     "max_len": "data.max_length",
     "max_seq_len": "data.max_length",
@@ -128,12 +141,11 @@ def unknown_key(
             f"it goes with {dotted(above)}.type={owners}",
         )
     here = [known for section in sections for known in section.model_fields]
-    elsewhere = dict.fromkeys(dotted(other) for other, _ in all_fields() if len(other) > 1 and other[-1] == name != TAG)
+    elsewhere = _elsewhere(name)
     if len(elsewhere) == 1:
-        (other,) = elsewhere
-        return "unknown key", f"it belongs in {other.rpartition('.')[0]}: {other}"
+        return "unknown key", f"it belongs in {elsewhere[0].rpartition('.')[0]}: {elsewhere[0]}"
     if elsewhere:
-        return "unknown key", f"it belongs in another section: {any_of(list(elsewhere))}"
+        return "unknown key", f"it belongs in another section: {any_of(elsewhere)}"
     familiar = FAMILIAR_NAMES.get(plain_word(name))
     if familiar is not None:
         return "unknown key", familiar if " " in familiar else f"it is called {familiar} here"
@@ -147,3 +159,9 @@ def unknown_key(
     if owner_hint(name) is None and any(name in config_fields(method) for method in CONFIGS):
         return "unknown key", f"it belongs in method.trainer_args: method.trainer_args.{name}"
     return "unknown key", f"{dotted(above) or 'a recipe'} has {', '.join(dict.fromkeys(here))}"
+
+
+def _elsewhere(name: str) -> list[str]:
+    """The keys of a name in all sections, less those that a section below has for itself alone: `data.train.format`."""
+    keys = [other for other, _ in all_fields() if len(other) > 1 and other[-1] == name != TAG]
+    return list(dict.fromkeys(dotted(key) for key in keys if (*key[:-2], name) not in keys))

@@ -12,10 +12,10 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, variant
+from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, takes_list, variant
 from tunekit.recipe.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.places import Key, Places, Problem, dotted
-from tunekit.recipe.schema import NAME_PATTERN, Recipe, Section
+from tunekit.recipe.schema import NAME_PATTERN, Conflicts, Recipe, Section
 from tunekit.recipe.suggest import unknown_key
 
 _TYPE_ERRORS = {
@@ -41,6 +41,12 @@ def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]
     found: dict[Key, Problem] = {}
     for error in errors:
         key, section, field = _locate(error["loc"])
+        conflicts = error.get("ctx", {}).get("error")
+        if isinstance(conflicts, Conflicts):
+            for one in conflicts.found:
+                place = places.of_key((*key, *one.key))
+                found.setdefault((*key, *one.key), Problem(place, one.what, (*key, *one.key), one.hint))
+            continue
         found.setdefault(key, _problem(error, key, section, field, places))
     # A union complains once for each of its branches; the branch that went deepest is the one that was meant.
     return [bad for key, bad in found.items() if not any(key != other and key == other[: len(key)] for other in found)]
@@ -60,6 +66,10 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[Key, type[Section] | None, Fiel
         key = (*key, part)
         field = section.model_fields.get(str(part))
         below = sections_of(field) if field is not None else []
+        if parts and field is not None and takes_list(field):
+            del parts[0]  # Whether it is one section or a list.
+            if parts and isinstance(parts[0], int):
+                key = (*key, parts.pop(0))
         if parts and len(below) > 1:
             section = variant(below, {"type": parts.pop(0)})
         elif parts or field is None:
@@ -76,7 +86,8 @@ def _problem(
         what, hint = unknown_key(key, [section], _variants_beside(key, section))
         return Problem(places.of_key(key), what, key, hint)
     if kind == "missing":
-        hint = f"`tunekit explain {dotted(key)}` says what it takes"
+        names = tuple(part for part in key if isinstance(part, str))
+        hint = f"`tunekit explain {dotted(names)}` says what it takes"
         return Problem(places.of_key(key), "is required, but missing", key, hint)
     if kind in ("union_tag_not_found", "union_tag_invalid") and field is not None:
         return _tag_problem(kind, value, key, field, places)
@@ -119,6 +130,8 @@ def _complaint(
             return f"must be at most {context['le']:g}, {got}", None
         case "finite_number":
             return f"must be a finite number, {got}", None
+        case "too_short":
+            return "must not be an empty list", None
         case "string_too_short":
             return "must not be empty", None
         case "string_too_long":
@@ -135,13 +148,15 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
     kinds = list(members(field.annotation)) if field is not None else []
     if isinstance(key[-1], int):  # An item of a list: judge it by what the list takes.
         kinds = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
+    several = field is not None and takes_list(field) and not isinstance(key[-1], int)
     sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
     if sections:
         keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
         glued = re.match(r"(\w+)[ :]", value) if isinstance(value, str) else None
         hint = f"write `{glued[1]}: ...`, a ':' and a space after the key" if glued and glued[1] in keys else None
-        return f"must be a section (with {shown}), got {show(value)}", hint
+        takes = f"a section (with {shown})" + (" or a list of sections" if several else "")
+        return f"must be {takes}, got {show(value)}", hint
     choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
     takes = expected(kinds)
     if len(choices) > _MANY:

@@ -29,7 +29,10 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"),
         ("Method", recipe.method.type),
-        ("Training data", f"{', '.join(source.path for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)"),
+        (
+            "Training data",
+            f"{', '.join(source.path for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
+        ),
         ("Tokens seen", f"{result['num_tokens']:,}"),
         ("Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])),
         ("Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])),

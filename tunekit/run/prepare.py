@@ -11,7 +11,7 @@ from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.report import DataReport
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.schema import DataSource, Recipe
+from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -114,8 +114,8 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
     section = recipe.data.model_copy(
         update={
-            "train": _absolute_source(recipe.data.train),
-            "eval": _absolute_source(recipe.data.eval) if recipe.data.eval else None,
+            "train": _absolute_sources(recipe.data.train),
+            "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
         }
     )
     model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
@@ -125,6 +125,10 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
         prompts = _prompts((*data.eval, *data.train)[0])
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return recipe.model_copy(update={"model": model, "data": section, "output": output})
+
+
+def _absolute_sources(given: Sources) -> Sources:
+    return [_absolute_source(source) for source in given] if isinstance(given, list) else _absolute_source(given)
 
 
 def _absolute_source(source: DataSource) -> DataSource:

@@ -1,0 +1,86 @@
+"""One source or a list of them: what the data code is given, and how a list is written down."""
+
+import pytest
+from pydantic import ValidationError
+
+from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.places import dotted, undotted
+from tunekit.recipe.schema import CompleteSource, DataSection
+from tunekit.recipe.write import to_inline_yaml
+
+MIXED = {"train": [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}]}
+
+
+def test_a_source_alone_is_one_of_one_and_takes_what_the_section_says() -> None:
+    section = DataSection(train="a.jsonl", format="alpaca", columns={"output": "answer"}, loss_on="last")
+    assert section.sources == (
+        CompleteSource(key="data.train", path="a.jsonl", format="alpaca", columns={"output": "answer"}, loss_on="last"),
+    )
+    assert section.eval_sources == ()
+
+
+def test_what_a_source_says_itself_wins_over_the_section() -> None:
+    own = {"path": "b", "split": "test", "format": "text", "columns": {}, "loss_on": "all", "weight": 1}
+    section = DataSection(
+        train=[{"path": "a", "weight": 2}, own], eval=["e"], format="messages", columns={"messages": "chat"}
+    )
+    first, second = section.sources
+    assert (first.key, first.format, first.columns, first.loss_on, first.weight) == (
+        "data.train[0]", "messages", {"messages": "chat"}, "assistant", 2,
+    )  # fmt: skip
+    assert second == CompleteSource(key="data.train[1]", **own)
+    (evaluated,) = section.eval_sources
+    assert (evaluated.key, evaluated.path, evaluated.columns) == ("data.eval[0]", "e", {"messages": "chat"})
+
+
+def test_the_same_source_may_be_listed_twice() -> None:
+    assert [source.path for source in DataSection(train=["a.jsonl", "a.jsonl"]).sources] == ["a.jsonl", "a.jsonl"]
+
+
+def test_a_section_made_in_python_is_held_to_the_same_rules() -> None:
+    with pytest.raises(ValidationError, match=r"train\[1\]\.weight: is missing for 'b'.*; give every source a weight"):
+        DataSection(train=[{"path": "a", "weight": 2}, "b"])
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {**MIXED, "weight_by": "tokens", "stopping_strategy": "all_exhausted"},
+        {**MIXED, "mixing": "concatenate", "shuffle": False},
+        {"train": ["a.jsonl", "b.jsonl"], "mixing": "concatenate", "shuffle": False},
+        {"train": ["a.jsonl", "b.jsonl"], "streaming": True, "mixing": "concatenate"},
+        {"train": "a.jsonl", "eval": ["b.jsonl"], "packing": True, "shuffle": True},
+        {"train": "a.jsonl", "weight_by": "rows", "stopping_strategy": "first_exhausted", "mixing": "interleave"},
+    ],
+)
+def test_what_goes_together_is_taken(section) -> None:
+    loaded = load_recipe({"model": "pico", "data": section, "train": {"max_steps": 5}})
+    assert load_recipe(loaded) == loaded
+
+
+def test_a_list_is_written_as_a_list_one_key_a_line(tmp_path) -> None:
+    recipe = load_recipe({"model": "pico", "data": MIXED})
+    text = dump_recipe(recipe)
+    assert "  train:\n    - path: a.jsonl\n      name: null\n" in text
+    (tmp_path / "recipe.yaml").write_text(text)
+    again = load_recipe(tmp_path / "recipe.yaml")
+    assert again.data == recipe.data
+
+
+def test_a_list_is_written_on_one_line_as_an_override_takes_it() -> None:
+    line = to_inline_yaml(MIXED["train"])
+    assert line == "[{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]"
+    recipe = load_recipe({"model": "pico", "data": {"train": "x.jsonl"}}, [f"data.train={line}"])
+    assert recipe.data == DataSection(**MIXED)
+
+
+@pytest.mark.parametrize("text", ["adapter.rank", "data.train[0]", "data.train[12].columns.prompt", "a[0][1].b"])
+def test_keys_are_read_as_they_are_written(text: str) -> None:
+    key = undotted(text)
+    assert key is not None
+    assert dotted(key) == text
+
+
+@pytest.mark.parametrize("text", ["", ".", "a..b", "[0]", "a[x]", "a[-1]", "a[]", "a[0", "a]0[", "a[0]b", "a.[0]"])
+def test_what_is_no_key_is_not_read_as_one(text: str) -> None:
+    assert undotted(text) is None
