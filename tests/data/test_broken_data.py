@@ -591,14 +591,6 @@ def test_the_eval_source_is_named_by_its_own_key(here):
     )
 
 
-def test_train_and_eval_of_different_formats_are_refused(here):
-    (here / "notes.txt").write_text("hello")
-    assert refusal(train="chats.jsonl", eval="notes.txt") == (
-        "data.eval: 'notes.txt' holds rows of text, but 'chats.jsonl' holds rows of messages; "
-        "give both the same columns"
-    )
-
-
 def test_a_forced_format_names_the_missing_column(here):
     assert refusal(train="chats.jsonl", format="text") == ("chats.jsonl:1: no column text; the columns are messages")
     (here / "qa.csv").write_text("id,prompt\n1,a\n")

@@ -47,7 +47,7 @@ PLACES = ["data/a.jsonl:1", "data/a.jsonl:3", "data/b.jsonl.gz:2", "data/b.jsonl
 
 @pytest.mark.parametrize("path", ["data", "data/", "data/*.jsonl*", "*/[abc].jsonl*", "**/*.jsonl*"])
 def test_a_folder_or_pattern_is_read_in_the_order_of_names(folder, path):
-    rows = load(path).train
+    rows = load(path).train[0]
     assert [row["text"] for row in rows.rows] == ["1", "2", "3", "4", "5"]
     assert [rows.place(i) for i in range(5)] == PLACES
     assert rows.place(-1) == PLACES[-1]
@@ -61,13 +61,13 @@ def test_what_a_folder_holds_besides_rows_is_said(folder):
 
 
 def test_a_pattern_may_be_absolute(folder):
-    rows = load(folder / "*.jsonl").train
+    rows = load(folder / "*.jsonl").train[0]
     assert [rows.place(i) for i in range(3)] == [f"{folder}/a.jsonl:1", f"{folder}/a.jsonl:3", f"{folder}/c.jsonl:1"]
 
 
 def test_a_file_whose_name_is_a_pattern_is_that_file(here):
     (here / "a[1].jsonl").write_text('{"text":"1"}')
-    assert load("a[1].jsonl").train.place(0) == "a[1].jsonl:1"
+    assert load("a[1].jsonl").train[0].place(0) == "a[1].jsonl:1"
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstd])
@@ -84,7 +84,7 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(here):
 def test_compressed_text_keeps_its_line_numbers(here, compress, kind, text, numbers):
     name = f"rows{kind}{'.gz' if compress is gzip.compress else '.zst'}"
     (here / name).write_bytes(compress(text.encode()))
-    rows = load(name).train
+    rows = load(name).train[0]
     assert [row["text"] for row in rows.rows] == ["é", "b"]
     assert [rows.place(i) for i in range(2)] == [f"{name}:{number}" for number in numbers]
 
@@ -92,12 +92,12 @@ def test_compressed_text_keeps_its_line_numbers(here, compress, kind, text, numb
 def test_a_compressed_file_may_be_several_put_together(here):
     (here / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text":"a"}\n') + gzip.compress(b'{"text":"b"}\n'))
     (here / "rows.jsonl.zst").write_bytes(zstd(b'{"text":"a"}\n') + zstd(b'{"text":"b"}\n'))
-    assert len(load("rows.jsonl.gz").train) == len(load("rows.jsonl.zst").train) == 2
+    assert len(load("rows.jsonl.gz").train[0]) == len(load("rows.jsonl.zst").train[0]) == 2
 
 
 def test_tab_separated_cells_hold_commas_and_line_breaks(here):
     (here / "qa.tsv").write_text('prompt\tcompletion\n"a\nb"\tc, d\ne\tf\n')
-    rows = load("qa.tsv").train
+    rows = load("qa.tsv").train[0]
     assert list(rows.rows) == [{"prompt": "a\nb", "completion": "c, d"}, {"prompt": "e", "completion": "f"}]
     assert [rows.place(i) for i in range(2)] == ["qa.tsv:2", "qa.tsv:4"]
 
@@ -125,7 +125,7 @@ def test_a_dataset_that_datasets_saved_is_read_from_its_arrow_file(here):
     import datasets
 
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk("saved")
-    assert [row["text"] for row in load("saved/*.arrow").train.rows] == ["a", "b"]
+    assert [row["text"] for row in load("saved/*.arrow").train[0].rows] == ["a", "b"]
 
 
 def test_bad_rows_up_to_the_cap_are_left_out_and_told(here):
@@ -177,7 +177,7 @@ def test_a_file_cut_anywhere_gives_its_first_rows_or_an_error_with_its_place(tmp
     file = tmp_path_factory.mktemp("cut") / name
     file.write_bytes(cut)
     try:
-        rows = load(file).train
+        rows = load(file).train[0]
     except DataError as error:
         assert re.match(rf"(data\.train\.path: '{re.escape(str(file))}' is empty|{re.escape(str(file))}:)", str(error))
         assert cut != whole

@@ -132,7 +132,7 @@ def test_a_format_that_is_given_keeps_the_columns_of_the_other_aside(here):
     assert load("alpaca.jsonl", format="alpaca").notes == [
         "alpaca.jsonl: 1 row of alpaca: instruction -> user, output -> assistant; ignored: text"
     ]
-    assert load("alpaca.jsonl", format="text").train.rows[0] == {"text": "Add. 3"}
+    assert load("alpaca.jsonl", format="text").train[0].rows[0] == {"text": "Add. 3"}
 
 
 def test_calls_of_tools_keep_their_arguments_as_objects(here):
@@ -177,7 +177,7 @@ def test_a_table_gives_tools_and_calls_no_keys_that_only_others_have(here):
     answer = [{"role": "assistant", "content": "", "tool_calls": [{"name": "b", "arguments": {"y": 1}}]}]
     rows = [{"messages": answer, "tools": tools}]
     pq.write_table(pa.Table.from_pylist(rows), here / "chats.parquet")
-    assert list(load("chats.parquet").train.rows) == rows
+    assert list(load("chats.parquet").train[0].rows) == rows
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "parquet", "arrow"])
@@ -216,7 +216,7 @@ def test_columns_of_other_names_are_read_from_every_kind_of_file(here, suffix):
 )
 def test_columns_of_other_names_are_read_in_every_format(here, row, columns):
     write(here / "rows.jsonl", row)
-    assert load("rows.jsonl", columns=columns).train.rows[0] == {
+    assert load("rows.jsonl", columns=columns).train[0].rows[0] == {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     }
 
@@ -230,5 +230,5 @@ def test_columns_may_change_places(here):
 def test_an_optional_column_of_another_name_need_not_stand_in_every_row(here):
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     write(here / "chats.jsonl", row, {**row, "functions": [WEATHER]})
-    rows = load("chats.jsonl", columns={"tools": "functions"}).train.rows
+    rows = load("chats.jsonl", columns={"tools": "functions"}).train[0].rows
     assert list(rows) == [row, {**row, "tools": [WEATHER]}]

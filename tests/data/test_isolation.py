@@ -1,14 +1,20 @@
 """Documents packed into one sequence do not see each other, as the trainer's own batches go through a real model."""
 
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import save_tiny_model
-from tunekit.data.pack import pack
+from tunekit.data.mixture import Mixing
+from tunekit.data.prepare import SourceTokens, prepare_rows
+from tunekit.data.sequences import Batch, Sequences, SequenceWriter
+from tunekit.data.tokenize import TokenReport
 
 
 @pytest.fixture(scope="module")
@@ -16,24 +22,32 @@ def folder(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-def dataset(lengths):
+def documents_of(lengths):
     """One document per length; every token of the whole is different where the vocabulary allows it."""
-    from datasets import Dataset
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [[(start + k) % 250 for k in range(length)] for start, length in zip(starts, lengths, strict=True)]
 
-    rows, token = [], 0
-    for length in lengths:
-        ids = [(token + k) % 250 for k in range(length)]
-        rows.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
-        token += length
-    return Dataset.from_list(rows)
+
+def packed(lengths, max_length):
+    """The documents as a trainer reads them, packed."""
+    documents = documents_of(lengths)
+    ids = np.array([token for document in documents for token in document], dtype=np.int32)
+    counted = np.array([k > 0 for document in documents for k in range(len(document))])
+    with tempfile.TemporaryDirectory() as folder:
+        with SequenceWriter(Path(folder)) as writer:
+            sizes = np.array(lengths, dtype=np.int32)
+            writer.add(Batch(ids, counted, sizes), sizes)
+        report = TokenReport(*[0] * 8, notes=())
+        tokens = SourceTokens("documents", Sequences(Path(folder)), report, key=str(lengths))
+    return prepare_rows([tokens], Mixing(), max_length=max_length, packing=True).dataset()
 
 
 def packed_batch(lengths, max_length):
     """What the trainer's collator makes of packed documents."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    packed = pack(dataset(lengths), max_length)
-    return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(list(packed))
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    return collator(list(packed(lengths, max_length)))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -92,18 +106,16 @@ def test_packed_documents_would_see_each_other_without_their_positions(folder):
 )
 @settings(max_examples=60, deadline=None)
 def test_packing_loses_and_doubles_nothing(lengths, max_length):
-    rows = dataset(lengths)
-    packed = pack(rows, max_length)
-    documents = []
-    for sequence in packed:
-        assert len(sequence["input_ids"]) == len(sequence["labels"]) == sum(sequence["seq_lengths"]) <= max_length
+    packs = packed(lengths, max_length)
+    found = []
+    for pack in packs:
+        assert len(pack["input_ids"]) == len(pack["labels"]) == sum(pack["seq_lengths"]) <= max_length
         start = 0
-        for length in sequence["seq_lengths"]:
+        for length in pack["seq_lengths"]:
             part = slice(start, start + length)
-            documents.append((tuple(sequence["input_ids"][part]), tuple(sequence["labels"][part])))
+            found.append((pack["input_ids"][part], pack["labels"][part]))
             start += length
-    given_documents = [(tuple(row["input_ids"]), tuple(row["labels"])) for row in rows]
-    assert sorted(documents) == sorted(given_documents)
-    # Best fit opens a sequence only for what fits nowhere else, so no two of them could be one.
-    fullness = sorted(len(sequence["input_ids"]) for sequence in packed)
+    assert sorted(found) == sorted((document, [-100, *document[1:]]) for document in documents_of(lengths))
+    # Best fit opens a pack only for what fits nowhere else, so no two of them could be one.
+    fullness = sorted(len(pack["input_ids"]) for pack in packs)
     assert len(fullness) == 1 or fullness[0] + fullness[1] > max_length

@@ -1,12 +1,12 @@
 """What good files become: rows, their places, and what is said about them."""
 
 import json
-import pickle
 
 import pytest
 
 from tunekit.data.hub import open_dataset
 from tunekit.data.load import load_data
+from tunekit.data import rows as stored
 from tunekit.data.rows import RowStore
 from tunekit.recipe.schema import DataSection
 
@@ -31,31 +31,31 @@ def test_json_lines_survive_a_byte_order_mark_crlf_and_blank_lines(here):
 
 def test_a_line_separator_inside_a_json_string_ends_no_line(here):
     (here / "notes.jsonl").write_text('{"text":"a\u2028b\x85c"}\n{"text":"d"}\n', encoding="utf-8")
-    assert [row["text"] for row in load("notes.jsonl").train.rows] == ["a\u2028b\x85c", "d"]
+    assert [row["text"] for row in load("notes.jsonl").train[0].rows] == ["a\u2028b\x85c", "d"]
 
 
 def test_a_json_list_knows_the_line_of_every_object(here):
     (here / "notes.json").write_text('[\n{"text":"a"},\n\n  {\n "text":\n "b"}, {"text":"c"}\n]\n')
-    rows = load("notes.json").train
+    rows = load("notes.json").train[0]
     assert [row["text"] for row in rows.rows] == ["a", "b", "c"]
     assert [rows.place(i) for i in range(3)] == ["notes.json:2", "notes.json:4", "notes.json:6"]
 
 
 def test_json_lines_under_the_suffix_of_a_list_are_read(here):
     (here / "notes.json").write_text('{"text":"a"}\n{"text":"b"}\n')
-    assert [row["text"] for row in load("notes.json").train.rows] == ["a", "b"]
+    assert [row["text"] for row in load("notes.json").train[0].rows] == ["a", "b"]
 
 
 def test_csv_cells_hold_line_breaks_and_rows_keep_their_first_line(here):
     (here / "qa.csv").write_bytes(b'id,prompt,completion\r\n1,"a\r\n""b"", c",d\r\n2,e,f\r\n')
-    rows = load("qa.csv").train
+    rows = load("qa.csv").train[0]
     assert list(rows.rows) == [{"prompt": 'a\n"b", c', "completion": "d"}, {"prompt": "e", "completion": "f"}]
     assert [rows.place(i) for i in range(2)] == ["qa.csv:2", "qa.csv:4"]
 
 
 def test_csv_cells_may_be_longer_than_the_csv_module_allows_by_default(here):
     (here / "long.csv").write_text("text\n" + "a" * 200_000 + "\n")
-    assert len(load("long.csv").train.rows[0]["text"]) == 200_000
+    assert len(load("long.csv").train[0].rows[0]["text"]) == 200_000
 
 
 def test_parquet_messages_lose_the_nulls_that_the_table_needs(here):
@@ -86,7 +86,7 @@ def test_a_text_file_is_parted_at_two_blank_lines(here):
 def test_a_format_that_is_given_decides_between_columns_that_fit_two(here):
     row = {"text": "hi ho", "prompt": "hi", "completion": "ho"}
     (here / "both.jsonl").write_text(json.dumps(row))
-    assert load("both.jsonl", format="prompt_completion").train.rows[0] == {"prompt": "hi", "completion": "ho"}
+    assert load("both.jsonl", format="prompt_completion").train[0].rows[0] == {"prompt": "hi", "completion": "ho"}
     assert load("both.jsonl", format="text").notes == ["both.jsonl: 1 row of text; ignored: completion, prompt"]
 
 
@@ -96,13 +96,13 @@ def test_prompt_and_completion_may_be_lists_of_messages(here):
         "completion": [{"role": "assistant", "content": "ho"}],
     }
     (here / "qa.jsonl").write_text(json.dumps(row))
-    assert load("qa.jsonl").train.rows[0] == row
+    assert load("qa.jsonl").train[0].rows[0] == row
 
 
 def test_a_file_is_found_from_the_home_folder_and_keeps_its_name_in_messages(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     (here / "notes.jsonl").write_text('{"text":"a"}')
-    assert load("~/notes.jsonl").train.place(0) == "~/notes.jsonl:1"
+    assert load("~/notes.jsonl").train[0].place(0) == "~/notes.jsonl:1"
 
 
 def test_rows_of_a_hub_dataset_are_read_like_those_of_a_file():
@@ -116,7 +116,9 @@ def test_rows_of_a_hub_dataset_are_read_like_those_of_a_file():
     ]
 
 
-def test_a_row_store_is_a_sequence_that_gives_back_what_it_was_given():
+@pytest.mark.parametrize("in_memory_bytes", [2**20, 30, 0])
+def test_a_row_store_gives_back_what_it_was_given_from_memory_and_from_a_file(in_memory_bytes, monkeypatch):
+    monkeypatch.setattr(stored, "IN_MEMORY_BYTES", in_memory_bytes)
     given = [{"text": "é\u2028"}, {"messages": [{"role": "user", "content": ""}]}, {"text": "x"}]
     store = RowStore()
     for row in given:
@@ -124,11 +126,15 @@ def test_a_row_store_is_a_sequence_that_gives_back_what_it_was_given():
     assert list(store) == given
     assert store[-1] == given[2]
     assert store[0:2] == given[:2]
-    assert list(pickle.loads(pickle.dumps(store))) == given
     with pytest.raises(IndexError):
         store[3]
     with pytest.raises(IndexError):
         store[-4]
+    assert list(store.select([0, 2])) == [given[0], given[2]]
+    assert [list(batch) for batch in store.batches(num_rows=2, num_bytes=1000)] == [[0, 1], [2]]
+    assert [list(batch) for batch in store.batches(num_rows=9, num_bytes=20)] == [[0], [1], [2]]
+    assert store.sizes_bytes.tolist() == [len('{"text":"é\u2028"}'.encode()), 44, 12]
+    assert store.digest == RowStore(given).digest != RowStore(given[:2]).digest
 
 
 @pytest.mark.network
