@@ -1,0 +1,393 @@
+r"""Text to token ids by looking words up, for byte-level BPE tokenizers (GPT-2, Llama 3, Qwen, DeepSeek, GPT-OSS, ...).
+
+Such a tokenizer cuts its added tokens out of the text, cuts what lies between them into words with a regular
+expression, and merges the bytes of each word into tokens. No word knows of its neighbours, and text is made of few
+different words: remembered once, most of them cost a look-up afterwards. What comes out is the same, id for id, for
+these reasons:
+
+- **The words are those of a known kind.** A pattern is taken only where each of its alternatives is in the list below.
+  In all of these a space stands at the start of a word, or behind nothing but white space, and none looks further than
+  one character beyond its end, where a space counts as much as the end of the text. So text may be cut before every
+  space that follows something else than white space, and each piece be encoded alone. That takes no regular expression
+  but `str.split`.
+- **A piece that is not remembered** is cut into words by Python's `re` where it is ASCII, with the classes of
+  characters written out, and by the tokenizer's own pre-tokenizer where it is not: which of all characters are letters
+  is never decided here. The tokenizer's own model makes tokens of the words.
+- **An added token is found as the tokenizer finds it**: the leftmost, and of those the longest. Tokens that swallow
+  white space around them, or stand only as whole words, are left to the tokenizer.
+- **Unicode normalisation** leaves normalised text as it is, and never reaches over a space. Text that the tokenizer's
+  own normaliser changes is left to the tokenizer.
+
+Last, the encoder is compared with its tokenizer on a handful of texts before it is handed out.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+_Form = Literal["NFC", "NFKC"]
+
+_MOST_REMEMBERED = 2**17
+"""A memory that holds so many texts is emptied: about 30 MB."""
+
+_LONGEST_REMEMBERED = 40
+"""Longer texts hardly come twice. In characters."""
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+_LETTERS = (
+    r" ?\p{L}+",
+    rf"{_BEFORE}\p{{L}}+",
+    rf"{_BEFORE}+\p{{L}}+",
+    rf"{_BEFORE}[\p{{L}}\p{{M}}]+",
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*",
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORT_FORMS}?",
+)
+_NUMBERS = (r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r" ?\p{N}+")
+_SYMBOLS = (
+    r" ?[^\s\p{L}\p{N}]+",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+)
+_SPACES = r"\s+"
+_KNOWN = (
+    *_LETTERS,
+    *_NUMBERS,
+    *_SYMBOLS,
+    _SPACES,
+    r"\s+(?!\S)",
+    r"\s*[\r\n]+",
+    r"\s*[\r\n]",
+    r"[\r\n]",
+    "'s|'t|'re|'ve|'m|'ll|'d",
+    _SHORT_FORMS,
+    "'(?i:[sdmt]|ll|ve|re)",
+    r"\d",
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+    r" ?[\p{P}\p{S}]+",
+    r" ?[\p{P}\p{S}]+[\r\n]*",
+    "[一-龥぀-ゟ゠-ヿ]+",
+)
+"""The alternatives that the patterns of well-known models are made of."""
+
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern that the `ByteLevel` pre-tokenizer brings with it."""
+
+_ASCII_MEMBERS = {
+    "L": "A-Za-z",
+    "Lu": "A-Z",
+    "Ll": "a-z",
+    "Lt": "",
+    "Lm": "",
+    "Lo": "",
+    "M": "",
+    "N": "0-9",
+    "P": r"!-#%-*,-/:;?@\[-\]_{}",
+    "S": r"$+<=>\^`|~",
+}
+
+_ASCII_SYMBOLS = {byte: 256 + i for i, byte in enumerate((*range(33), 127))}
+"""What stands for these bytes in the alphabet of byte-level models; other ASCII stands for itself."""
+
+_AFTER_A_WORD = re.compile(r"(?<=\S) ")
+"""A space that text may be cut before. Python takes a few more characters for white space than tokenizers do."""
+
+_TRICKY = (
+    "",
+    " ",
+    "I'm sure they'll say it's OK, DON'T you? We'VE 'seen' 'it'.",
+    "  two  spaces,   three    and a tail  ",
+    "a \n b\n\n\n  c\r\n\r\n\td \t e\n",
+    "1 12 123 1234 12345 x1y22z333 3.14 1,000,000 2024-01-31",
+    "def f(x):\n    return {'a': x[0] != y, \"b\": `z`}  # $5 + 5% ~ <tag/> a@b.c\n\n\n",
+    "HTTPServer CamelCase iPhone McDONALD ALLCAPS under_score \x00\x0b \x0c\x1c \x7f",
+    "Zoë’s naïve café — «да», 12½ … 你好，世界。 안녕 😀👍🏽 \u00a0x\u2003 y\u3000z",
+)
+
+
+class WordEncoder:
+    """Encodes text with one tokenizer, as the tokenizer is now, and remembers the words.
+
+    Attributes:
+        byte_lengths: By token id, how many bytes of UTF-8 text the token stands for; those of a text's tokens sum up
+            to the text's.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", pipeline: "_Pipeline") -> None:
+        self.byte_lengths = pipeline.byte_lengths
+        self._form = pipeline.form
+        backend = tokenizer.backend_tokenizer
+        self._normalize = str if pipeline.form is None else backend.normalizer.normalize_str
+        self._pre_tokenize = backend.pre_tokenizer.pre_tokenize_str
+        self._model_tokenize = backend.model.tokenize
+        self._splits = [_ascii_split(step) for step in pipeline.steps]
+        self._added = pipeline.added
+        longest_first = sorted(pipeline.added, key=len, reverse=True)
+        self._cut_out_added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
+        self._segments = _Memory(self._segment_ids)
+        self._behind_space = _Memory(self._ids_behind_space)
+        self._words = _Memory(self._word_ids)
+
+    def encode(self, text: str) -> list[int] | None:
+        """Token ids of a text, as `tokenizer(text, add_special_tokens=False)["input_ids"]`.
+
+        None where the text is not in the tokenizer's Unicode normal form; the tokenizer itself has to encode it.
+        """
+        # A mark can belong to the added token before it. What Python's older tables do not know is seen in the pieces.
+        if self._form is not None and not text.isascii() and not unicodedata.is_normalized(self._form, text):
+            return None
+        try:
+            return list(chain.from_iterable(map(self._segments.__getitem__, self._cut_out_added(text))))
+        except _NotNormal:
+            return None
+
+    def _segment_ids(self, segment: str) -> list[int]:
+        """Ids of an added token, or of a text without added tokens."""
+        if segment in self._added:
+            return [self._added[segment]]
+        try:
+            return self._joined_ids(segment.split(" "))
+        except _NoCut:
+            if segment.isascii():
+                return self._direct_ids(segment)
+            return self._joined_ids(_AFTER_A_WORD.split(segment))
+
+    def _joined_ids(self, pieces: list[str]) -> list[int]:
+        """Ids of the text that these pieces are with a space between any two, each encoded alone.
+
+        Raises:
+            _NoCut: A space between them follows white space.
+        """
+        if len(pieces) < 3:
+            return self._direct_ids(" ".join(pieces))
+        if pieces[0][-1:].isspace():
+            raise _NoCut
+        return [
+            *self._segments[pieces[0]],
+            *chain.from_iterable(map(self._behind_space.__getitem__, pieces[1:-1])),
+            *self._segments[f" {pieces[-1]}"],  # can end in white space: nothing is cut off behind it
+        ]
+
+    def _ids_behind_space(self, piece: str) -> tuple[int, ...]:
+        """Ids of a piece and the space before it."""
+        if not piece or piece[-1].isspace():
+            raise _NoCut
+        return tuple(self._direct_ids(f" {piece}"))
+
+    def _direct_ids(self, text: str) -> list[int]:
+        """Ids of a text without added tokens, word by word."""
+        words: Iterable[str]
+        if text.isascii():
+            words = (text,)
+            for split in self._splits:
+                words = chain.from_iterable(map(split, words))
+        elif self._normalize(text) != text:
+            raise _NotNormal
+        else:
+            words = (word for word, _ in self._pre_tokenize(text))
+        return list(chain.from_iterable(map(self._words.__getitem__, words)))
+
+    def _word_ids(self, word: str) -> tuple[int, ...]:
+        # The pre-tokenizer's words come in the byte-level alphabet, which the translation leaves as it is.
+        return tuple(token.id for token in self._model_tokenize(word.translate(_ASCII_SYMBOLS)))
+
+
+class _Memory(dict[str, Sequence[int]]):
+    """Token ids by text, worked out when they are first asked for."""
+
+    def __init__(self, ids_of: Callable[[str], Sequence[int]]) -> None:
+        super().__init__()
+        self._ids_of = ids_of
+
+    def __missing__(self, text: str) -> Sequence[int]:
+        ids = self._ids_of(text)
+        if len(text) <= _LONGEST_REMEMBERED:
+            if len(self) >= _MOST_REMEMBERED:
+                self.clear()
+            self[text] = ids
+        return ids
+
+
+class _NoCut(Exception):
+    """A text was cut where a word can go on."""
+
+
+class _NotNormal(Exception):
+    """A text is not in the tokenizer's Unicode normal form."""
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What a tokenizer does, where it is of the kind that this module knows.
+
+    Attributes:
+        form: Unicode normal form that text is brought into, if any.
+        steps: Alternatives of the patterns by which text is cut into words, one pattern after the other.
+        added: Ids of the added tokens.
+        byte_lengths: By token id, the bytes that it stands for.
+    """
+
+    form: _Form | None
+    steps: list[list[str]]
+    added: dict[str, int]
+    byte_lengths: "np.ndarray"
+
+
+def word_encoder(tokenizer: "PreTrainedTokenizerBase") -> WordEncoder | None:
+    """An encoder that gives exactly what the tokenizer gives; None where that is not proved for its kind."""
+    pipeline = _pipeline(tokenizer)
+    if pipeline is None or not any(_SPACES in step for step in pipeline.steps):
+        return None
+    encoder = WordEncoder(tokenizer, pipeline)
+    some = list(pipeline.added)[:8]
+    for text in (*_TRICKY, *(f"a{token}{token} b {token}\n{token} c" for token in some)):
+        if encoder.encode(text) != tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
+            return None
+    return encoder
+
+
+def _pipeline(tokenizer: "PreTrainedTokenizerBase") -> _Pipeline | None:
+    import numpy as np
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    if (
+        not isinstance(tokenizer, PreTrainedTokenizerFast)
+        or kind.__call__ is not PreTrainedTokenizerBase.__call__
+        or kind._encode_plus is not PreTrainedTokenizerFast._encode_plus
+        or not isinstance(tokenizer.backend_tokenizer.model, BPE)
+        or tokenizer.split_special_tokens
+    ):
+        return None
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    normalizers = [part["type"] for part in _sequence(parts["normalizer"], "normalizers")]
+    if normalizers not in ([], ["NFC"], ["NFKC"]):
+        return None
+    form = normalizers[0] if normalizers else None
+    steps = _steps(_sequence(parts["pre_tokenizer"], "pretokenizers"))
+    added = [token for token in parts["added_tokens"] if token["content"]]
+    if steps is None or not _is_byte_level(parts["model"]) or not _are_plain(added, form):
+        return None
+    ids = {token["content"]: tokenizer.backend_tokenizer.token_to_id(token["content"]) for token in added}
+    vocab: dict[str, int] = parts["model"]["vocab"]
+    lengths = np.zeros(max((*vocab.values(), *ids.values())) + 1, dtype=np.int32)
+    lengths[list(vocab.values())] = list(map(len, vocab))  # a character of the byte-level alphabet is a byte
+    for content, token_id in ids.items():
+        lengths[token_id] = len(content.encode())
+    return _Pipeline(form=form, steps=steps, added=ids, byte_lengths=lengths)
+
+
+def _is_byte_level(model: dict[str, Any]) -> bool:
+    """Whether a BPE model makes every text from the symbols of its bytes, without chance and without marks of place."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return (
+        not model["dropout"]
+        and not model["continuing_subword_prefix"]
+        and not model["end_of_word_suffix"]
+        and model["vocab"].keys() >= set(ByteLevel.alphabet())
+    )
+
+
+def _sequence(component: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    if component is None:
+        return []
+    return list(component[key]) if component["type"] == "Sequence" else [component]
+
+
+def _steps(pre_tokenizers: list[dict[str, Any]]) -> list[list[str]] | None:
+    """The alternatives of the patterns that pre-tokenizers cut by, in turn; None for a kind that is not known."""
+    if not pre_tokenizers:
+        return None
+    *before, last = pre_tokenizers
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    steps = [_step(part) for part in before]
+    if last["use_regex"]:
+        steps.append(_alternatives(_GPT_2))
+    return None if None in steps else [step for step in steps if step is not None]
+
+
+def _step(part: dict[str, Any]) -> list[str] | None:
+    if part["type"] == "Digits":
+        return [r"\p{N}" if part["individual_digits"] else r"\p{N}+"]
+    if part["type"] != "Split" or "Regex" not in part["pattern"]:
+        return None
+    step = _alternatives(part["pattern"]["Regex"])
+    way = (part["behavior"], part["invert"])
+    if step is None or way == ("Isolated", False):
+        return step
+    # Removing what lies between the words removes nothing where every character is in one.
+    is_complete = _SPACES in step and all(set(step) & set(kind) for kind in (_LETTERS, _NUMBERS, _SYMBOLS))
+    return step if way == ("Removed", True) and is_complete else None
+
+
+def _alternatives(pattern: str) -> list[str] | None:
+    """The known alternatives that a pattern is made of; None where it has others."""
+    rest = pattern.replace("\r", r"\r").replace("\n", r"\n") + "|"
+    found = []
+    while rest:
+        alternative = max((known for known in _KNOWN if rest.startswith(f"{known}|")), key=len, default=None)
+        if alternative is None:
+            return None
+        found.append(alternative)
+        rest = rest[len(alternative) + 1 :]
+    return found
+
+
+def _ascii_split(step: list[str]) -> Callable[[str], list[str]]:
+    """A function that cuts ASCII text as a step does: into its matches, and what lies between them."""
+    pattern = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\p\{\w+\}", _ascii_class, "|".join(step))
+    if _SPACES in step:  # next to nothing lies between the matches
+        return re.compile(rf"{pattern}|(?:(?!{pattern})(?s:.))+", re.ASCII).findall
+    return re.compile(f"({pattern})", re.ASCII).split
+
+
+def _ascii_class(found: re.Match[str]) -> str:
+    written = re.sub(r"\\p\{(\w+)\}", lambda category: _ASCII_MEMBERS[category[1]], found[0])
+    return written if found[0].startswith("[") else f"[{written}]"
+
+
+def _are_plain(added: list[dict[str, Any]], form: _Form | None) -> bool:
+    """Whether added tokens are found by their characters alone, in whichever order they are looked for."""
+    if any(token["single_word"] or token["lstrip"] or token["rstrip"] for token in added):
+        return False
+    contents = {token["content"] for token in added}
+    if form is not None and not all(unicodedata.is_normalized(form, content) for content in contents):
+        return False
+    # Tokenizers look for tokens that are to be normalised after all others, and keep the flag with which a special
+    # token was first added, which cannot be seen. Neither matters to tokens that no other can share characters with.
+    sharing = _sharing(contents)
+    flags = [token for token in added if token["content"] in sharing]
+    return not any(token["special"] for token in flags) and len({token["normalized"] for token in flags}) < 2
+
+
+def _sharing(contents: set[str]) -> set[str]:
+    """Those of some tokens that can share characters with another occurrence of a token in a text."""
+    beginnings = {content[:end] for content in contents for end in range(1, len(content))}
+    endings = {content[start:] for content in contents for start in range(1, len(content))}
+    inside = {ending[:end] for ending in endings for end in range(1, len(ending) + 1)} | beginnings
+    held = contents & inside
+    return {
+        content
+        for content in contents
+        if content in held
+        or any(other in content for other in held - {content})
+        or not endings.isdisjoint(content[:end] for end in range(1, len(content)))
+        or not beginnings.isdisjoint(content[start:] for start in range(1, len(content)))
+    }
