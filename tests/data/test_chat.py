@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.tokenised import tokenised
 from tests.data.test_families import FAMILIES, TOOL
 from tests.data.test_tokenize import chat, learned, rows
+from tests.data.tokenised import tokenised
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
 from tunekit.data.chat import ChatRenderer, Rendered
 from tunekit.data.formats import Row

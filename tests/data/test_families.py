@@ -400,7 +400,9 @@ GOLDENS = [
 
 
 def rows(row: dict) -> Rows:
-    return Rows(format="messages", rows=RowStore([check_row(row, "messages")]), source="data.jsonl", numbers=range(1, 2))
+    return Rows(
+        format="messages", rows=RowStore([check_row(row, "messages")]), source="data.jsonl", numbers=range(1, 2)
+    )
 
 
 def trained(name: str, row: dict) -> tuple[PreTrainedTokenizerFast, Tokenised]:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from tunekit.data import rows as stored
 from tunekit.data.hub import open_dataset
 from tunekit.data.load import load_data
-from tunekit.data import rows as stored
 from tunekit.data.rows import RowStore
 from tunekit.recipe.schema import DataSection
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tunekit.data.holdout import fraction, hold_out
 from tunekit.data.load import load_data
-from tunekit.data.rows import RowStore, Rows
+from tunekit.data.rows import Rows, RowStore
 from tunekit.recipe.schema import DataSection
 
 TEXTS = st.lists(st.sampled_from([f"text {i}" for i in range(40)]), max_size=60)

@@ -25,6 +25,7 @@ from tunekit.recipe.schema import DataSection
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
 """24, 24, 27 and 40 tokens."""
 
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -371,7 +371,11 @@ def test_progress_is_told_up_to_the_last_row(in_processes, tmp_path):
     told = []
     data = rows("messages", *MANY)
     tokenizing.tokenize(
-        data, byte_tokenizer(CHATML), tmp_path, max_length=99, on_progress=lambda done, total: told.append((done, total))
+        data,
+        byte_tokenizer(CHATML),
+        tmp_path,
+        max_length=99,
+        on_progress=lambda done, total: told.append((done, total)),
     )
     assert told[0] == (3, 40)
     assert told[-1] == (40, 40)

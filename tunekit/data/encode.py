@@ -211,9 +211,7 @@ class Encoder:
             marks[start : end + 1] = True
         return ids, marks
 
-    def _encode_completions(
-        self, rows: list[Row], observed: Observed
-    ) -> "list[tuple[list[int], np.ndarray | None]]":
+    def _encode_completions(self, rows: list[Row], observed: Observed) -> "list[tuple[list[int], np.ndarray | None]]":
         import numpy as np
 
         # A prompt does not end where some tokenizers end every text.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tunekit.data.pack import best_fit
-from tunekit.data.prepare import SourceTokens, Split
+from tunekit.data.prepare import Split
 from tunekit.data.report import (
     Bin,
     DataReport,
@@ -22,7 +22,6 @@ from tunekit.data.rows import Rows, Skipped
 from tunekit.data.sequences import IGNORED, Sequences
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 NUM_BINS = 12

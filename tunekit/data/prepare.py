@@ -179,9 +179,7 @@ def tokens_of(
 
     def make(folder: Path) -> dict[str, Any]:
         told = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
-        return asdict(
-            tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=told)
-        )
+        return asdict(tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=told))
 
     made_of = {
         "source": rows.source,
@@ -268,9 +266,7 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
     }
 
 
-def _batches(
-    lengths: "np.ndarray", sizes: "np.ndarray | None"
-) -> "Iterator[tuple[int, int, np.ndarray | None]]":
+def _batches(lengths: "np.ndarray", sizes: "np.ndarray | None") -> "Iterator[tuple[int, int, np.ndarray | None]]":
     """Ranges of sequences of about a million tokens, with the sizes of the packs in each; no pack is parted."""
     import numpy as np
 

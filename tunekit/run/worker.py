@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
