@@ -102,7 +102,7 @@ def test_tokens_serve_packed_and_unpacked_sequences_and_another_mixture():
 @pytest.mark.parametrize("kind", ["tokens", "sequences"])
 @pytest.mark.parametrize("damage", ["truncate", "remove", "no-account"])
 def test_a_damaged_entry_is_made_again(damage, kind):
-    first, _ = prepare()
+    prepare()
     (entry,) = (entry for entry in cache.list_entries() if entry.kind == kind)
     data = entry.path / {"tokens": "ids.bin", "sequences": "rows.arrow"}[kind]
     if damage == "truncate":

@@ -74,8 +74,8 @@ def load_data(section: DataSection) -> LoadedData:
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
         notes += (
-            f"{kept.source}: {len(held_out):,} of {counted(len(kept) + len(held_out), 'row')} held out for "
-            f"evaluation, chosen by their content (data.eval_size={section.eval_size:g}); {len(kept):,} left to train on"
+            f"{kept.source}: {len(held_out):,} of {counted(len(kept) + len(held_out), 'row')} held out for evaluation, "
+            f"chosen by their content (data.eval_size={section.eval_size:g}); {len(kept):,} left to train on"
             for kept, held_out in parted
         )
         return LoadedData(tuple(kept for kept, _ in parted), tuple(held_out for _, held_out in parted), notes)

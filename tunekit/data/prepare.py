@@ -138,7 +138,10 @@ def prepare_data(
     tokenizer: "PreTrainedTokenizerBase",
     on_progress: Progress | None = None,
 ) -> tuple[Split, ...]:
-    """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache: `train`, and `eval` if there is one.
+    """Tokenise, mask, mix and pack the rows of a recipe, or find them in the cache.
+
+    Returns:
+        `train`, and `eval` if the recipe has one.
 
     Raises:
         DataError: No token would be trained on, or the rows do not fit the chat template.
