@@ -19,7 +19,6 @@ of all tokens are those of the text; otherwise the tokenizer is asked.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain as chained
 from typing import TYPE_CHECKING
 
 from tunekit.data.chat import ChatRenderer, Rendered, common_prefix_length, in_loss, offsets_of
@@ -87,6 +86,10 @@ class Encoded:
     observed: Observed
 
 
+_Pair = tuple["np.ndarray", "np.ndarray | None"]
+"""The tokens of a row, int32, and which of them count; None if all do."""
+
+
 class Encoder:
     """Encodes the rows of one source with one tokenizer.
 
@@ -128,7 +131,7 @@ class Encoder:
         elif self._format == "prompt_completion":
             pairs = self._encode_completions(given, observed)
         else:
-            pairs = [(ids, None) for ids in self._encode_plain([row["text"] for row in given])]
+            pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in given])]
         return _flat(pairs, observed)
 
     def _prepare_chat(self, first: Row, place: str, *, last_only: bool) -> None:
@@ -158,7 +161,7 @@ class Encoder:
 
     def _encode_chats(
         self, chat: ChatRenderer, rows: list[Row], places: list[str], num_looked_at: int, observed: Observed
-    ) -> "list[tuple[list[int], np.ndarray | None]]":
+    ) -> "list[_Pair]":
         if self._all:
             rendered = [
                 Rendered(chat.text(_conversation(row), place, tools=row.get("tools")), ())
@@ -173,14 +176,14 @@ class Encoder:
             observed.num_looked_at += 1
             observed.left_out.update(chat.left_out(_conversation(row), place, row.get("tools"), r.text))
         if self._all:
-            return [(ids, None) for ids in self._ids([r.text for r in rendered])]
+            return [(_array(ids), None) for ids in self._ids([r.text for r in rendered])]
         return self._marked(rendered)
 
-    def _marked(self, rendered: list[Rendered]) -> "list[tuple[list[int], np.ndarray | None]]":
+    def _marked(self, rendered: list[Rendered]) -> "list[_Pair]":
         """Tokens of texts, and which of them lie in the texts' spans."""
         import numpy as np
 
-        found: list[tuple[list[int], np.ndarray] | None] = [self._marked_by_words(r) for r in rendered]
+        found = [self._marked_by_words(r) for r in rendered]
         left = [i for i, pair in enumerate(found) if pair is None]
         if left:
             encoding = self._tokenizer(
@@ -191,18 +194,18 @@ class Encoder:
                 verbose=False,
             )
             for i, ids, offsets in zip(left, encoding["input_ids"], offsets_of(encoding), strict=True):
-                found[i] = ids, np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
+                found[i] = _array(ids), np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
         return [pair for pair in found if pair is not None]
 
-    def _marked_by_words(self, rendered: Rendered) -> "tuple[list[int], np.ndarray] | None":
+    def _marked_by_words(self, rendered: Rendered) -> "_Pair | None":
         import numpy as np
 
-        ids = None if self._words is None else self._words.encode(rendered.text)
-        if ids is None or self._words is None:
+        if self._words is None or (found := self._words.encode(rendered.text)) is None:
             return None
+        ids = _array(found)
         ends = np.cumsum(self._words.byte_lengths[ids])
         spans, num_bytes = _in_bytes(rendered)
-        if (ends[-1] if ids else 0) != num_bytes:
+        if (ends[-1] if found else 0) != num_bytes:
             return None
         marks = np.zeros(len(ids), dtype=np.bool_)
         first = np.searchsorted(ends, [start for start, _ in spans], side="right")
@@ -211,19 +214,19 @@ class Encoder:
             marks[start : end + 1] = True
         return ids, marks
 
-    def _encode_completions(self, rows: list[Row], observed: Observed) -> "list[tuple[list[int], np.ndarray | None]]":
+    def _encode_completions(self, rows: list[Row], observed: Observed) -> "list[_Pair]":
         import numpy as np
 
         # A prompt does not end where some tokenizers end every text.
         beginning = self._affixes[0]
         prompts = [beginning + ids for ids in self._ids([row["prompt"] for row in rows])]
         wholes = self._encode_plain([row["prompt"] + row["completion"] for row in rows])
-        pairs: list[tuple[list[int], np.ndarray | None]] = []
+        pairs: list[_Pair] = []
         for prompt, whole in zip(prompts, wholes, strict=True):
             prompt = self._single_bos(prompt)
             num_given = common_prefix_length(prompt, whole)
             observed.num_straddling += num_given < len(prompt)
-            pairs.append((whole, None if self._all else np.arange(len(whole)) >= num_given))
+            pairs.append((_array(whole), None if self._all else np.arange(len(whole)) >= num_given))
         return pairs
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:
@@ -275,14 +278,19 @@ def _in_bytes(rendered: Rendered) -> tuple[Sequence[tuple[int, int]], int]:
     return spans, num_bytes + len(text[done:].encode())
 
 
-def _flat(pairs: "Sequence[tuple[list[int], np.ndarray | None]]", observed: Observed) -> Encoded:
-    """Rows as flat arrays; no mark means that every token counts."""
+def _array(ids: list[int]) -> "np.ndarray":
+    import numpy as np
+
+    return np.fromiter(ids, dtype=np.int32, count=len(ids))
+
+
+def _flat(pairs: "Sequence[_Pair]", observed: Observed) -> Encoded:
+    """Rows as flat arrays."""
     import numpy as np
 
     lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
-    ids = np.fromiter(chained.from_iterable(ids for ids, _ in pairs), dtype=np.int32, count=int(lengths.sum()))
     marks = [np.ones(len(ids), dtype=np.bool_) if mark is None else mark for ids, mark in pairs]
-    return Encoded(ids, np.concatenate(marks), lengths, observed)
+    return Encoded(np.concatenate([ids for ids, _ in pairs]), np.concatenate(marks), lengths, observed)
 
 
 def _conversation(row: Row) -> list[Row]:
