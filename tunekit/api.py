@@ -8,6 +8,7 @@ from typing import Any
 
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.report import DataReport, report_data
+from tunekit.methods import sft
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.plan import Plan
@@ -94,7 +95,7 @@ def data_report(source: Source, overrides: Sequence[str] = (), *, num_samples: i
     """
     recipe = load_recipe(source, overrides)
     section = recipe.data
-    data = load_data(section)
+    data = load_data(section, sft.LEARNER)
     with library_words_to(StringIO()):
         return report_data(
             data,
@@ -123,4 +124,4 @@ class _Found:
 
 
 def _look(recipe: Recipe) -> _Found:
-    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data), hardware=probe_hardware())
+    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())

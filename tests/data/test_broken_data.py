@@ -10,6 +10,7 @@ import pytest
 
 from tunekit.data.load import load_data
 from tunekit.errors import DataError
+from tunekit.methods.sft import LEARNER
 from tunekit.recipe.schema import DataSection, DataSource
 
 TURN = '{"role":"user","content":"hi"}'
@@ -455,13 +456,13 @@ def test_a_broken_file_is_told_in_full(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(train=DataSource(path=file)))
+        load_data(DataSection(train=DataSource(path=file)), LEARNER)
     assert str(caught.value) == message
 
 
 def refusal(**section) -> str:
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(**section))
+        load_data(DataSection(**section), LEARNER)
     return str(caught.value)
 
 

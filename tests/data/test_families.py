@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import get_training_chat_template
 
 from tests.data.tokenizers import CHATML, byte_tokenizer
-from tunekit.data.formats import check_row
+from tunekit.data.convert import check_row
 from tunekit.data.rows import Rows
 from tunekit.data.tokenize import Tokenised, tokenize
 

@@ -16,7 +16,8 @@ from tests.data.tokenizers import (
     WITH_BOS,
     byte_tokenizer,
 )
-from tunekit.data.formats import Format, check_row
+from tunekit.data.convert import check_row
+from tunekit.data.formats import Format
 from tunekit.data.rows import Rows
 from tunekit.data.tokenize import tokenize
 from tunekit.errors import DataError

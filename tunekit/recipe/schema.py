@@ -7,7 +7,7 @@ A default lives here and nowhere else.
 Values are strict: a number in quotes is not a number, and 2.5 is not a count. Unknown keys are errors.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NewType
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -17,6 +17,12 @@ folder. Elsewhere `${NAME}` is refused."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""
+
+FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+"""What the path of a function looks like: `my_package.my_module:my_function`."""
+
+FunctionPath = NewType("FunctionPath", str)
+"""A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
 
 Optim = Literal[
     "adamw_torch",
@@ -127,10 +133,29 @@ class DataSection(Section):
     eval: DataSource | None = None
     """Rows to evaluate on before, during and after training."""
 
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    format: (
+        Literal[
+            "auto",
+            "messages",
+            "sharegpt",
+            "alpaca",
+            "prompt_completion",
+            "text",
+            "tokens",
+            "preference",
+            "ranking",
+            "unpaired_preference",
+            "prompts",
+        ]
+        | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
+    ) = "auto"
     """Shape of the rows: `messages` (a list of {role, content}), `sharegpt` (conversations, a list of {from, value}),
     `alpaca` (instruction, output, and input, system and history where they hold something), `prompt_completion`
-    (columns prompt and completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
+    (columns prompt and completion), `text` (a column text), `tokens` (input_ids, and labels), `preference` (chosen,
+    rejected, and prompt if they do not begin with it), `ranking` (prompt, completions, scores), `unpaired_preference`
+    (prompt, completion, label) or `prompts` (prompt, and what rewards look at). `auto` recognises it from the columns
+    and says which. `my_module:my_function` makes the rows: it gets each row as a dict and returns one of a shape
+    above, or None to leave it out; the working directory is searched for the module."""
 
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
@@ -153,6 +178,12 @@ class DataSection(Section):
     eval_size: Annotated[float, Field(gt=0, le=0.5)] | None = None
     """Share of the rows of `train` to hold out for evaluation, instead of `eval`. A row is chosen by its content alone:
     the same rows stay held out when the file grows or is reordered, and equal rows stand on the same side."""
+
+    @model_validator(mode="after")
+    def _one_reader_of_columns(self) -> "DataSection":
+        if self.columns and ":" in self.format:
+            raise ValueError("columns says nothing to a row function, which reads the columns itself; take one out")
+        return self
 
     @model_validator(mode="after")
     def _one_evaluation(self) -> "DataSection":
