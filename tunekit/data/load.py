@@ -7,7 +7,7 @@ on.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -238,7 +238,7 @@ class _Reader:
             self._numbers.append(record.number)
             if table.columns is None and isinstance(record.value, dict):
                 self._note_columns(tuple(record.value), format)
-            for message in row.get("messages", ()):
+            for message in _messages(row, format):
                 self._passed_on.update(message.keys())
                 self._num_weightless += message.get("weight") == 0
         if num_records == 0:
@@ -393,3 +393,12 @@ class _Reader:
         more = f"; and {self._num_bad - _SKIPPED_SHOWN:,} more" if self._num_bad > _SKIPPED_SHOWN else ""
         left_out = f"{counted(self._num_bad, 'bad row')} left out (data.max_bad_rows={self._max_bad_rows})"
         return f"{self._source}: {left_out}: {shown}{more}"
+
+
+def _messages(row: Row, format: SourceFormat) -> Iterator[Row]:
+    """All messages of a row, whichever columns hold them."""
+    # Beside a prompt of `prompts`, a column of any name may hold anything.
+    columns = ("prompt",) if format == "prompts" else ("messages", "prompt", "completion", "chosen", "rejected")
+    for column in columns:
+        if isinstance(row.get(column), list):
+            yield from row[column]

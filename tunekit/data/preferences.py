@@ -34,6 +34,10 @@ def pair(given: object, chosen: object, rejected: object) -> Row:
     if any(kinds) and not all(kinds):
         got = f"{described(given)}, {described(chosen)} and {described(rejected)}"
         raise BadRow(f"prompt, chosen and rejected must all be strings or all be lists of messages, got {got}")
+    if isinstance(given, list) and isinstance(chosen, list) and isinstance(rejected, list):
+        start = len(given)
+        if chosen[:start] == given == rejected[:start]:  # the answers are whole conversations
+            chosen, rejected = chosen[start:], rejected[start:]
     asked = prompt(given, move="move that turn to chosen and rejected")
     return _explicit(asked, chosen, rejected)
 
