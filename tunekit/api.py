@@ -9,6 +9,7 @@ from typing import Any
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
+from tunekit.methods import sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
@@ -100,7 +101,7 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    data = load_data(recipe.data)
+    data = load_data(recipe.data, sft.LEARNER)
     with library_words_to(StringIO()):
         return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
 
@@ -126,4 +127,4 @@ class _Found:
 
 
 def _look(recipe: Recipe) -> _Found:
-    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data), hardware=probe_hardware())
+    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())

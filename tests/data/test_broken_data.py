@@ -10,11 +10,13 @@ import pytest
 
 from tunekit.data.load import load_data
 from tunekit.errors import DataError
+from tunekit.methods.sft import LEARNER
 from tunekit.recipe.schema import DataSection, DataSource
 
 TURN = '{"role":"user","content":"hi"}'
 GOOD = '{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}'
 KNOWN = "known are .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst"
+SFT = "and method sft learns from conversations, prompts with completions, texts or token ids"
 DEEP = '{"text":' + "[" * 100_000
 
 
@@ -99,7 +101,9 @@ CASES = {
         '{"a":1,"b":2}',
         "chats.jsonl:1: no known format has the columns a, b; say with data.columns which of them are those of "
         "a format (messages: messages; sharegpt: conversations; alpaca: instruction, output; prompt_completion: "
-        "prompt, completion; text: text)",
+        "prompt, completion; text: text; tokens: input_ids; preference: chosen, rejected; ranking: "
+        "prompt, completions, scores; unpaired_preference: prompt, completion, label; prompts: prompt), or let a "
+        "function make rows of them (data.format=module:function)",
     ),
     "ambiguous_columns": (
         "chats.jsonl",
@@ -120,15 +124,15 @@ CASES = {
                 '"hi"',
                 '{"from":"human"}',
                 '{"from":7,"value":"hi"}',
-                '{"from":"function_call","value":"hi"}',
+                '{"from":"function_cal","value":"hi"}',
                 '{"from":"gpt","value":null}',
             )
         ),
         "chats.jsonl:1: conversations[0] must be an object {from, value}, got a string\n"
         "chats.jsonl:2: conversations[0] has no value\n"
         "chats.jsonl:3: conversations[0].from must be a string, got the number 7\n"
-        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_call'; known are system, user, assistant, "
-        "tool, human, gpt, chatgpt, bot, chatbot, model, observation\n"
+        "chats.jsonl:4: conversations[0].from: unknown speaker 'function_cal'; known are system, user, assistant, "
+        "tool, human, gpt, chatgpt, bot, chatbot, model, function_call, observation\n"
         "chats.jsonl:5: conversations[0].value must be a string, got null",
     ),
     "sharegpt_turn_said_twice": (
@@ -220,17 +224,29 @@ CASES = {
         messages('{"role":"assistant","content":"","tool_calls":[{"name":"add","arguments":"[1]"}]}'),
         "chats.jsonl:1: messages[0].tool_calls[0].arguments must hold an object, got a list",
     ),
+    "rankings": (
+        "ranks.jsonl",
+        '{"prompt":"a","completions":["b","c"],"scores":[1,2]}',
+        f"data.train: 'ranks.jsonl' holds rankings (prompt, completions, scores), {SFT}; to imitate the best answers, "
+        "let a function take them (data.format=module:function)",
+    ),
+    "ratings": (
+        "rated.jsonl",
+        '{"prompt":"a","completion":"b","label":true}',
+        f"data.train: 'rated.jsonl' holds rated completions (prompt, completion, label), {SFT}; to imitate all "
+        "completions, good and bad, set data.format=prompt_completion",
+    ),
     "preferences": (
         "pairs.jsonl",
         '{"prompt":"a","chosen":"b","rejected":"c"}',
-        "pairs.jsonl:1: no known format has the columns prompt, chosen, rejected; these are preference pairs; to "
-        "imitate the better answers, set data.columns={completion: chosen}, or {messages: chosen} if it holds whole "
-        "conversations",
+        f"data.train: 'pairs.jsonl' holds preference pairs (chosen, rejected), {SFT}; to imitate the better answers, "
+        "set data.columns={completion: chosen}, or {messages: chosen} if it holds whole conversations",
     ),
     "prompt_alone": (
         "qa.jsonl",
         '{"prompt":"a"}',
-        "qa.jsonl:1: no known format has the columns prompt; beside prompt, a column completion is needed",
+        f"data.train: 'qa.jsonl' holds prompts without completions (prompt), {SFT}; beside prompt, a column completion "
+        "is needed",
     ),
     # Messages
     "messages_not_a_list": (
@@ -313,7 +329,7 @@ CASES = {
     "prompts_of_two_kinds": (
         "qa.jsonl",
         f'{{"prompt":"a","completion":"b"}}\n{{"prompt":[{TURN}],"completion":[{{"role":"assistant","content":"b"}}]}}',
-        "qa.jsonl:2: prompt and completion are lists of messages, but in the first row they are strings",
+        "qa.jsonl:2: the prompt is a list of messages, but in the first row it is a string",
     ),
     # Hostile
     "names_and_numbers_of_any_length": (
@@ -327,7 +343,9 @@ CASES = {
         ",".join(f"c{i}" for i in range(500)) + "\n",
         "wide.csv:1: no known format has the columns c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, and 488 more; "
         "say with data.columns which of them are those of a format (messages: messages; sharegpt: conversations; "
-        "alpaca: instruction, output; prompt_completion: prompt, completion; text: text)",
+        "alpaca: instruction, output; prompt_completion: prompt, completion; text: text; tokens: input_ids; "
+        "preference: chosen, rejected; ranking: prompt, completions, scores; unpaired_preference: prompt, completion, "
+        "label; prompts: prompt), or let a function make rows of them (data.format=module:function)",
     ),
     "half_a_surrogate_pair_beside_the_content": (
         "chats.jsonl",
@@ -369,7 +387,7 @@ CASES = {
     "csv_space_in_the_header": (
         "qa.csv",
         "prompt, completion\na,b\n",
-        "qa.csv:1: no known format has the columns prompt, ' completion'; rename ' completion' to completion",
+        f"data.train: 'qa.csv' holds prompts without completions (prompt), {SFT}; rename ' completion' to completion",
     ),
     "csv_without_rows": ("qa.csv", "prompt,completion\n", "qa.csv: there are no rows in it"),
     # Files
@@ -455,13 +473,13 @@ def test_a_broken_file_is_told_in_full(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(train=DataSource(path=file)))
+        load_data(DataSection(train=DataSource(path=file)), LEARNER)
     assert str(caught.value) == message
 
 
 def refusal(**section) -> str:
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(**section))
+        load_data(DataSection(**section), LEARNER)
     return str(caught.value)
 
 
@@ -506,7 +524,9 @@ def test_what_only_a_hub_dataset_has_is_refused_for_a_folder(here):
 
 def test_every_file_of_a_folder_is_checked_and_named(here):
     (here / "more.jsonl").write_text(f'{GOOD}\n{{"text":"a"}}')
-    assert refusal(train=".") == "./more.jsonl:2: no column messages; the columns are text"
+    assert refusal(train=".") == (
+        "./more.jsonl:2: no column messages; the columns are those of text (text), not of messages (messages)"
+    )
     (here / "more.jsonl").write_text("")
     assert refusal(train="*.jsonl") == "data.train.path: 'more.jsonl' is empty"
 
@@ -518,7 +538,8 @@ def test_every_file_of_a_folder_is_checked_and_named(here):
         (
             {"x": "y"},
             "data.columns.x: no format has a column 'x'; the columns are messages, conversations, instruction, output, "
-            "prompt, completion, text, tools, system, input, history",
+            "prompt, completion, text, input_ids, chosen, rejected, completions, scores, label, tools, system, input, "
+            "history, labels, attention_mask, completion_mask, assistant_masks",
         ),
         ({"q": "prompt"}, "data.columns.q: no format has a column 'q'; our name stands first: {prompt: q}"),
         (
@@ -592,10 +613,13 @@ def test_the_eval_source_is_named_by_its_own_key(here):
 
 
 def test_a_forced_format_names_the_missing_column(here):
-    assert refusal(train="chats.jsonl", format="text") == ("chats.jsonl:1: no column text; the columns are messages")
+    assert refusal(train="chats.jsonl", format="text") == (
+        "chats.jsonl:1: no column text; the columns are those of messages (messages), not of text (text)"
+    )
     (here / "qa.csv").write_text("id,prompt\n1,a\n")
     assert refusal(train="qa.csv", format="prompt_completion") == (
-        "qa.csv:1: no column completion; beside prompt, a column completion is needed"
+        "qa.csv:1: no column completion; the columns are those of prompts (prompt), not of prompt_completion (prompt, "
+        "completion)"
     )
 
 
@@ -620,7 +644,8 @@ def test_parquet_rows_are_named_by_their_number(here):
     assert refusal(train="qa.parquet") == "qa.parquet row 2: prompt must be a string, got null"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), here / "qa.parquet")
     assert refusal(train="qa.parquet") == (
-        "qa.parquet: no known format has the columns prompt, answer; beside prompt, a column completion is needed"
+        f"data.train: 'qa.parquet' holds prompts without completions (prompt), {SFT}; to imitate what stands in "
+        "answer, set data.columns={completion: answer}"
     )
 
 

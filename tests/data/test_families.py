@@ -15,7 +15,7 @@ from trl import get_training_chat_template
 
 from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
-from tunekit.data.formats import check_row
+from tunekit.data.convert import check_row
 from tunekit.data.rows import Rows, RowStore
 
 TRL_TEMPLATES = Path(trl.chat_template_utils.__file__).with_name("chat_templates")

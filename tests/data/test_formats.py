@@ -52,7 +52,7 @@ def test_sharegpt_becomes_messages_and_the_renamed_speakers_are_said(here):
     ]
     assert data.notes == [
         "chats.jsonl: 2 rows of sharegpt: conversations -> messages (human -> user, gpt -> assistant, "
-        "GPT -> assistant); ignored: id; the chat template also gets weight of the messages"
+        "GPT -> assistant); ignored: id"
     ]
 
 

@@ -20,8 +20,9 @@ from tests.data.tokenizers import (
     byte_tokenizer,
 )
 from tunekit.data import tokenize as tokenizing
+from tunekit.data.convert import check_row
 from tunekit.data.encode import Encoder
-from tunekit.data.formats import Format, check_row
+from tunekit.data.formats import Format
 from tunekit.data.rows import Rows, RowStore
 from tunekit.errors import DataError
 

@@ -11,6 +11,8 @@ text. That is believed only where it is proved for the row at hand: the pieces, 
 rendering of the whole conversation, character for character. Where they are not, everything before the turn is
 rendered after all, and the row is refused unless each of these beginnings is a beginning of the whole.
 
+A turn with `weight: 0`, as OpenAI writes it, is read and not learned. Templates never see the weight.
+
 Many templates write what came before differently once more follows: Qwen3 and DeepSeek strip earlier reasoning,
 Phi-3 closes the whole conversation. For the well-known ones TRL has a version with markers, which is used instead;
 with any other, a row whose turns cannot be told apart is refused: guessing would put the loss on the wrong words.
@@ -93,6 +95,7 @@ class ChatRenderer:
                     "the model's chat template does not mark the assistant's turns; TRL's version of it for training "
                     "does and is used here, and the model keeps its own"
                 )
+        messages = _unweighted(messages)
         self.text(messages, place, tools=tools)
         unended = self._check_end_of_turn(messages, place, tools)
         return notes if unended is None else [*notes, unended]
@@ -105,12 +108,22 @@ class ChatRenderer:
         tools: list[Row] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text, as `apply_chat_template` writes it."""
+        """The conversation as text, as `apply_chat_template` writes it.
+
+        Raises:
+            DataError: The template refuses the row, or a turn of it has the weight 0, which a text cannot show.
+        """
         from jinja2 import TemplateError
 
+        weightless = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
+        if weightless is not None:
+            raise DataError(
+                f"{place}: messages[{weightless}] has weight 0, but data.loss_on=all counts every token",
+                hint="set data.loss_on=assistant, or take the weights out of the rows",
+            )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages),
+                _unweighted(messages),
                 tools=cast(Any, tools),
                 chat_template=self._template,
                 tokenize=False,
@@ -132,18 +145,27 @@ class ChatRenderer:
             tools: The functions that the assistant may call, as JSON schemas.
 
         Raises:
-            DataError: The template refuses the row, or its turns cannot be told apart in the text.
+            DataError: The template refuses the row, its turns cannot be told apart in the text, or only its last turn
+                may count and has the weight 0.
         """
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        weightless = {i for i in said if messages[i].get("weight") == 0}
         if self._last_only:
-            num_prompt = max(num_prompt, _last_turn(messages))
+            num_prompt = max(num_prompt, said[-1])
+            if said[-1] in weightless:
+                raise DataError(
+                    f"{place}: messages[{said[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
+                    hint="set data.loss_on=assistant, or leave the row out",
+                )
+        turns = [i for i in said if i >= num_prompt and i not in weightless]
+        messages = _unweighted(messages)
         if self._marked:
-            return self._by_markers(messages, place, num_prompt, tools)
+            return self._by_markers(messages, place, num_prompt, tools, weightless)
         text = self.text(messages, place, tools=tools)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= num_prompt]
         spans = None
         if len(turns) > _FEW_TURNS:
             with suppress(DataError):  # a template can take a conversation, but not every part of it
-                spans = self._by_windows(messages, place, num_prompt, tools, text)
+                spans = self._by_windows(messages, place, turns, tools, text)
         if spans is None:
             spans = self._by_prefixes(messages, place, turns, tools, text)
         return Rendered(text, tuple(spans))
@@ -166,7 +188,7 @@ class ChatRenderer:
 
     def _is_text_without_tools(self, messages: Sequence[Row], place: str, text: str) -> bool:
         try:
-            return self.text(messages, place) == text
+            return self.text(_unweighted(messages), place) == text
         except DataError:
             return False
 
@@ -198,8 +220,24 @@ class ChatRenderer:
             "the model learns no sign of its own to stop"
         )
 
-    def _by_markers(self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None) -> Rendered:
+    def _by_markers(
+        self,
+        messages: Sequence[Row],
+        place: str,
+        num_prompt: int,
+        tools: list[Row] | None,
+        weightless: set[int],
+    ) -> Rendered:
         text, spans = self._marked_spans(messages, place, tools)
+        if weightless:
+            said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if len(spans) != len(said):
+                raise DataError(
+                    f"{place}: the chat template marks {len(spans)} passages for {len(said)} assistant turns, so those "
+                    "of weight 0 cannot be told from the others",
+                    hint="take the weights out of the row, or name another template in model.chat_template",
+                )
+            spans = [span for i, span in zip(said, spans, strict=True) if i not in weightless]
         given = 0
         if num_prompt:
             asked, earlier = self._marked_spans(messages[:num_prompt], place, tools, add_generation_prompt=True)
@@ -236,20 +274,20 @@ class ChatRenderer:
         return texts[0], ranges[0]
 
     def _by_windows(
-        self, messages: Sequence[Row], place: str, num_prompt: int, tools: list[Row] | None, text: str
+        self, messages: Sequence[Row], place: str, turns: Sequence[int], tools: list[Row] | None, text: str
     ) -> list[tuple[int, int]] | None:
-        """The ranges from short renderings; None where their pieces are not proved to make up the text."""
+        """The ranges of turns from short renderings; None where their pieces are not proved to make up the text."""
         spans = []
         length = 0
         begin = 0
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for i in turns:
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in said:
             pieces = self._pieces(messages, place, begin, i, tools if begin == 0 else None)
             if pieces is None or not text.startswith("".join(pieces), length):
                 return None
             asked, answer = pieces
             length += len(asked)
-            if i >= num_prompt:
+            if i in turns:
                 spans.append((length, length + len(self._said(answer))))
             length += len(answer)
             begin = i + 1
@@ -310,6 +348,12 @@ class ChatRenderer:
         # What a template writes behind the end-of-turn token, mostly a line break, is never generated.
         bare = turn.rstrip()
         return bare if bare.endswith(self._added_tokens) else turn
+
+
+def _unweighted(messages: Sequence[Row]) -> list[Row]:
+    if not any("weight" in message for message in messages):
+        return list(messages)
+    return [{key: held for key, held in message.items() if key != "weight"} for message in messages]
 
 
 def _parts(message: Row) -> Iterator[tuple[str, str]]:

@@ -1,26 +1,27 @@
-"""Rows as other tools write them, made into rows that can be trained on.
+"""Rows as they were read, checked and made into rows that a method can learn from.
 
 ShareGPT keeps a conversation in `conversations`, with `from` and `value` for who speaks and what. Alpaca keeps one
-question and its answer in columns; it becomes a conversation too, so that the model's chat template writes it.
-Nothing of a row is lost on the way: what has no place in a conversation is refused.
+question and its answer in columns; it becomes a conversation too, so that the model's chat template writes it. A
+ranking becomes a pair of its best and its worst answer. Nothing of a row is lost on the way: what has no place in it
+is refused.
 """
 
 from dataclasses import dataclass, field
 
-from tunekit.data.formats import (
-    BECOMES,
+from tunekit.data.formats import BadRow, Format, Row, SourceFormat, check_columns, described, listed
+from tunekit.data.messages import (
     ROLES,
-    BadRow,
-    Row,
-    SourceFormat,
-    check_columns,
-    check_row,
     conversation,
-    described,
-    listed,
+    function_call,
+    plain,
+    prompt,
     text,
     tools_of,
+    turns,
+    with_system,
 )
+from tunekit.data.preferences import best_and_worst, pair, rated
+from tunekit.data.tokens import check_tokens
 
 SPEAKERS = {
     "human": "user",
@@ -29,6 +30,7 @@ SPEAKERS = {
     "bot": "assistant",
     "chatbot": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "observation": "tool",
 }
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
@@ -41,10 +43,21 @@ class Findings:
     speakers: dict[str, str] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
     """Optional columns that held something."""
+    implicit_prompts: bool = False
+    """Some pair has its prompt in both answers, not in a column."""
+
+
+def check_row(value: object, format: Format) -> Row:
+    """Check one row that has a shape which can be learned from, and keep the columns of its format.
+
+    Raises:
+        BadRow: The row is not one of this format.
+    """
+    return convert_row(value, format, Findings())
 
 
 def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
-    """Check one row and make it a row that can be trained on.
+    """Check one row and make it a row that can be learned from.
 
     Args:
         value: The row as it was read.
@@ -54,45 +67,74 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     Raises:
         BadRow: The row is not one of this format.
     """
-    if format not in ("sharegpt", "alpaca"):
-        row = check_row(value, BECOMES[format])
-    elif not isinstance(value, dict):
+    if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
-    else:
-        check_columns(list(value), format)
-        row = _sharegpt(value, findings) if format == "sharegpt" else _alpaca(value, findings)
-    if "tools" in row:
-        findings.columns.add("tools")
-    return row
+    check_columns(list(value), format)
+    row = _converted(value, format, findings)
+    if format in ("text", "tokens", "alpaca"):
+        return row
+    tools = tools_of(value.get("tools"))
+    if not tools:
+        return row
+    if isinstance(row.get("prompt"), str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    findings.columns.add("tools")
+    return {**row, "tools": tools}
+
+
+def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
+    """What a row becomes, without its tools."""
+    match format:
+        case "messages":
+            return {"messages": conversation(row["messages"], "messages")}
+        case "sharegpt":
+            return _sharegpt(row, findings)
+        case "alpaca":
+            return _alpaca(row, findings)
+        case "prompt_completion":
+            return _prompt_completion(row["prompt"], row["completion"])
+        case "text":
+            return {"text": text(row["text"], "text")}
+        case "tokens":
+            return check_tokens(row)
+        case "preference":
+            return _preference(row, findings)
+        case "ranking":
+            return best_and_worst(row)
+        case "unpaired_preference":
+            return rated(row)
+        case "prompts":
+            return _prompt_with_references(row)
 
 
 def conversion(format: SourceFormat, findings: Findings) -> str:
     """What becomes of the columns, in a few words; nothing for a format that stays as it is."""
-    if format == "sharegpt":
-        said = "conversations -> messages"
+    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
+        said = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
         renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
         said += f" ({', '.join(renamed)})" if renamed else ""
     elif format == "alpaca":
         said = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
         said += ", output -> assistant"
         said += ", history -> earlier turns" if "history" in findings.columns else ""
+    elif format == "preference" and findings.implicit_prompts:
+        said = "what chosen and rejected begin with -> prompt"
+    elif format == "ranking":
+        said = "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
     else:
         return ""
     return said + (", system -> system" if "system" in findings.columns else "")
 
 
 def _sharegpt(row: Row, findings: Findings) -> Row:
-    entries = row["conversations"]
-    if isinstance(entries, list):
-        entries = [_turn(entry, f"conversations[{i}]", findings) for i, entry in enumerate(entries)]
-    messages = conversation(entries, "conversations")
-    system = _optional_text(row, "system", findings)
-    if system:
-        if messages[0]["role"] == "system":
-            raise BadRow("the column system and a first turn of the system: only one of them can stand there")
-        messages.insert(0, {"role": "system", "content": system})
-    tools = tools_of(row.get("tools"))
-    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+    messages = conversation(_turns(row["conversations"], "conversations", findings), "conversations")
+    return {"messages": with_system(messages, _optional_text(row, "system", findings))}
+
+
+def _turns(entries: object, where: str, findings: Findings) -> object:
+    if not isinstance(entries, list):
+        return entries
+    return [_turn(entry, f"{where}[{i}]", findings) for i, entry in enumerate(entries)]
 
 
 def _turn(entry: object, where: str, findings: Findings) -> object:
@@ -116,6 +158,8 @@ def _turn(entry: object, where: str, findings: Findings) -> object:
         raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
     findings.speakers.setdefault(speaker, role)
     rest = {key: held for key, held in entry.items() if key not in ("from", "value")}
+    if speaker.lower() == "function_call":
+        return {"role": role, "content": "", **rest, "tool_calls": function_call(said, f"{where}.value")}
     return {"role": role, "content": said, **rest}
 
 
@@ -128,10 +172,10 @@ def _alpaca(row: Row, findings: Findings) -> Row:
     system = _optional_text(row, "system", findings)
     if system:
         messages.append({"role": "system", "content": system})
-    for earlier, answer in _history(row, findings):
-        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": answer}]
-    answer = text(row["output"], "output")
-    return {"messages": [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    for earlier, said in _history(row, findings):
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": said}]
+    output = text(row["output"], "output")
+    return {"messages": [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": output}]}
 
 
 def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
@@ -142,13 +186,13 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
     if not isinstance(pairs, list):
         raise BadRow(f"history must be a list of [question, answer], got {described(pairs)}")
     findings.columns.add("history")
-    turns = []
-    for i, pair in enumerate(pairs):
-        if not isinstance(pair, list) or len(pair) != 2:
-            what = f"a list of {len(pair)}" if isinstance(pair, list) else described(pair)
+    said = []
+    for i, entry in enumerate(pairs):
+        if not isinstance(entry, list) or len(entry) != 2:
+            what = f"a list of {len(entry)}" if isinstance(entry, list) else described(entry)
             raise BadRow(f"history[{i}] must be a list [question, answer], got {what}")
-        turns.append((text(pair[0], f"history[{i}][0]"), text(pair[1], f"history[{i}][1]")))
-    return turns
+        said.append((text(entry[0], f"history[{i}][0]"), text(entry[1], f"history[{i}][1]")))
+    return said
 
 
 def _optional_text(row: Row, column: str, findings: Findings) -> str:
@@ -160,3 +204,52 @@ def _optional_text(row: Row, column: str, findings: Findings) -> str:
         return ""
     findings.columns.add(column)
     return text(value, column)
+
+
+def _prompt_completion(asked: object, completion: object) -> Row:
+    """Both plain text, or both lists of messages: the two shapes that TRL knows."""
+    if isinstance(asked, list) != isinstance(completion, list):
+        raise BadRow(
+            "prompt and completion must both be strings or both be lists of messages, "
+            f"got {described(asked)} and {described(completion)}"
+        )
+    given = prompt(asked, move="move that turn to completion")
+    if isinstance(completion, list):
+        return {"prompt": given, "completion": conversation(completion, "completion")}
+    return {"prompt": given, "completion": text(completion, "completion")}
+
+
+def _preference(row: Row, findings: Findings) -> Row:
+    """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
+    given, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if row.get("conversations") is not None:
+        if given is not None:
+            raise BadRow("the columns prompt and conversations: only one of them can be the prompt")
+        findings.columns.add("conversations")
+        given = _turns(row["conversations"], "conversations", findings)
+        if turns(given, "conversations")[-1]["role"] == "assistant":
+            raise BadRow("conversations ends with an assistant turn; move that turn to chosen and rejected")
+        chosen, rejected = _one_or_more(chosen, "chosen", findings), _one_or_more(rejected, "rejected", findings)
+    findings.implicit_prompts |= given is None
+    made = pair(given, chosen, rejected)
+    system = _optional_text(row, "system", findings)
+    if system and isinstance(made["prompt"], str):
+        raise BadRow(
+            "the column system beside a prompt that is plain text: put it into the prompt, "
+            "by a function of your own if need be (data.format=module:function)"
+        )
+    return {**made, "prompt": with_system(made["prompt"], system)} if system else made
+
+
+def _one_or_more(said: object, where: str, findings: Findings) -> object:
+    """An answer as a list of messages, where it is one {from, value} or several."""
+    return _turns([said] if isinstance(said, dict) else said, where, findings)
+
+
+def _prompt_with_references(row: Row) -> Row:
+    """A prompt, and all that stands beside it for the rewards to look at."""
+    references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
+    for column, value in references.items():
+        plain(value, column)
+    given = prompt(row["prompt"], move="the model is to answer it itself, so leave that turn out")
+    return {"prompt": given, **references}

@@ -10,6 +10,7 @@ padding token is its end-of-sequence token still learns to end its answers.
   first token that the completion changes. As lists of messages they are one conversation whose prompt is given.
   Both as in TRL.
 - `text` is tokenised wholly, with the end-of-sequence token behind it, and all of it counts.
+- `tokens` are taken as they are.
 
 Texts become tokens word by word where the tokenizer's words are known (`words`), otherwise through the tokenizer
 itself, several times slower. Where a token stands in the text follows from the bytes that it is made of, if the bytes
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from tunekit.data.chat import ChatRenderer, Rendered, common_prefix_length, in_loss, offsets_of
 from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
+from tunekit.data.sequences import IGNORED
 from tunekit.data.words import word_encoder
 from tunekit.errors import DataError
 
@@ -111,6 +113,8 @@ class Encoder:
         self.notes: list[str] = []
         """What the user should know before the rows are encoded."""
         first = rows.rows[0]
+        if rows.format == "tokens":
+            return
         if rows.format == "messages" or isinstance(first.get("prompt"), list):
             self._prepare_chat(first, rows.place(0), last_only=rows.loss_on == "last")
         else:
@@ -128,6 +132,8 @@ class Encoder:
             places = [rows.place(i) for i in indices]
             num_looked_at = max(0, min(ROWS_LOOKED_AT, indices.stop) - indices.start)
             pairs = self._encode_chats(self._chat, given, places, num_looked_at, observed)
+        elif self._format == "tokens":
+            pairs = [self._given_tokens(row, rows.place(i)) for row, i in zip(given, indices, strict=True)]
         elif self._format == "prompt_completion":
             pairs = self._encode_completions(given, observed)
         else:
@@ -228,6 +234,16 @@ class Encoder:
             observed.num_straddling += num_given < len(prompt)
             pairs.append((_array(whole), None if self._all else np.arange(len(whole)) >= num_given))
         return pairs
+
+    def _given_tokens(self, row: Row, place: str) -> "_Pair":
+        """The tokens that a row brings along."""
+        largest = max(row["input_ids"])
+        if largest >= len(self._tokenizer):
+            raise DataError(
+                f"{place}: input_ids hold {largest}, but the tokenizer knows {len(self._tokenizer):,} tokens",
+                hint="were the rows made with another tokenizer?",
+            )
+        return _array(row["input_ids"]), None if self._all else _array(row["labels"]) != IGNORED
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:
         """Texts as a model reads them: with the tokenizer's own first token, if it has one, and one end token."""

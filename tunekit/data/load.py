@@ -7,12 +7,12 @@ on.
 """
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from tunekit.data import hub
-from tunekit.data.columns import check_mapping, missing_columns, name_in_file, renamed
+from tunekit.data.columns import KNOWN, check_mapping, missing_columns, name_in_file, renamed
 from tunekit.data.convert import Findings, conversion, convert_row
 from tunekit.data.files import OPENERS, Fault, Table
 from tunekit.data.formats import (
@@ -23,23 +23,27 @@ from tunekit.data.formats import (
     Row,
     SourceFormat,
     check_columns,
+    check_same_reading,
     counted,
     listed,
     recognise,
 )
 from tunekit.data.holdout import hold_out
+from tunekit.data.learner import Learner
+from tunekit.data.row_function import LeftOut, converted
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError
-from tunekit.recipe.schema import CompleteSource, DataSection, DataSource
+from tunekit.recipe.functions import find_function
+from tunekit.recipe.schema import CompleteSource, DataSection, DataSource, FunctionPath
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
 
-AnyFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
-"""A format, or that it is to be recognised."""
+AnyFormat = SourceFormat | Literal["auto"] | FunctionPath
+"""A format, that it is to be recognised, or a function that makes the rows."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,17 @@ class LoadedData:
         return tuple(dict.fromkeys(bad for rows in (*self.train, *self.eval) for bad in rows.skipped))
 
 
-def load_data(section: DataSection) -> LoadedData:
+def load_data(section: DataSection, learner: Learner | None = None) -> LoadedData:
     """Read and check the rows of a recipe.
 
+    Args:
+        section: The sources, and how they are read.
+        learner: The method that is to learn from them; None takes rows of every format.
+
     Raises:
-        DataError: A source cannot be found or read, or a row is not valid.
+        DataError: A source cannot be found or read, a row is not valid, or the method does not learn from such rows.
     """
-    train = _load(section.sources, max_bad_rows=section.max_bad_rows, default_split="train")
+    train = _load(section.sources, learner, max_bad_rows=section.max_bad_rows, default_split="train")
     notes = [note for rows in train for note in rows.notes]
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
@@ -79,19 +87,24 @@ def load_data(section: DataSection) -> LoadedData:
             for kept, held_out in parted
         )
         return LoadedData(tuple(kept for kept, _ in parted), tuple(held_out for _, held_out in parted), notes)
-    evaluated = _load(section.eval_sources, max_bad_rows=section.max_bad_rows, default_split="eval")
+    evaluated = _load(section.eval_sources, learner, max_bad_rows=section.max_bad_rows, default_split="eval")
     notes += (note for rows in evaluated for note in rows.notes)
     return LoadedData(train, evaluated, notes)
 
 
 def _load(
-    sources: Sequence[CompleteSource], *, max_bad_rows: int, default_split: Literal["train", "eval"]
+    sources: Sequence[CompleteSource],
+    learner: Learner | None,
+    *,
+    max_bad_rows: int,
+    default_split: Literal["train", "eval"],
 ) -> tuple[Rows, ...]:
     loaded = []
     for source in sources:
         check_mapping(source.columns)
         rows = load_rows(
             source,
+            learner,
             key=source.key,
             format=source.format,
             columns=source.columns,
@@ -104,6 +117,7 @@ def _load(
 
 def load_rows(
     source: DataSource,
+    learner: Learner | None = None,
     *,
     key: str,
     format: AnyFormat,
@@ -115,21 +129,23 @@ def load_rows(
 
     Args:
         source: The source as the recipe gives it.
+        learner: The method that is to learn from them; None takes rows of every format.
         key: The recipe's key of the source (`data.train`), for messages.
-        format: The format that the rows must have; `auto` recognises it from the columns.
+        format: The format that the rows must have; `auto` recognises it from the columns, and `module:function` from
+            those of the rows that the function makes.
         default_split: What is wanted of a hub dataset where the source names no split.
         columns: From our names of columns to those of the source, where they differ.
         max_bad_rows: So many bad rows are left out.
 
     Raises:
         DataError: The source cannot be found or read, or rows are not valid; the message names the first of them.
+        RecipeError: There is no such function.
     """
     files = find_files(source, key=key)
+    reader = _Reader(source.path, key, format, columns, max_bad_rows, learner)
     if files is None:
-        reader = _Reader(source.path, format, columns, max_bad_rows)
         reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split))
         return reader.rows(num_files=1, is_text=False)
-    reader = _Reader(source.path, format, columns, max_bad_rows)
     for file in files.found:
         reader.read(file.name, OPENERS[files.kind](file.path, file.name))
     rows = reader.rows(num_files=len(files.found), is_text=files.kind == ".txt")
@@ -157,12 +173,22 @@ def _first_row(table: Table) -> _FirstRow | None:
 class _Reader:
     """Reads the rows of the files of one source, or gathers what is wrong with them."""
 
-    def __init__(self, source: str, format: AnyFormat, columns: Mapping[str, str], max_bad_rows: int) -> None:
-        self._source = source
-        self._recognised = format == "auto"
-        self._format: SourceFormat | None = None if format == "auto" else format
+    def __init__(
+        self,
+        source: str,
+        key: str,
+        format: AnyFormat,
+        columns: Mapping[str, str],
+        max_bad_rows: int,
+        learner: Learner | None,
+    ) -> None:
+        self._source, self._key = source, key
+        self._function = format if ":" in format else None
+        self._recognised = format == "auto" or self._function is not None
+        self._format = None if self._recognised else cast(SourceFormat, format)
         self._columns = columns
         self._max_bad_rows = max_bad_rows
+        self._learner = learner
         self._store, self._numbers = RowStore(), array("Q")
         self._parts: list[Part] = []
         self._unit: Literal["line", "row"] = "line"
@@ -170,24 +196,29 @@ class _Reader:
         self._bad: list[Skipped] = []
         self._num_bad = 0
         self._ignored: set[str] = set()
+        self._references: dict[str, None] = {}
         self._seen: set[str] = set()
         self._passed_on: set[str] = set()
+        self._read_alike: set[frozenset[str]] = set()
+        self._prompts_are_chats: bool | None = None
+        self._num_left_out = self._num_weightless = 0
         self._cut_short = False
 
     def read(self, name: str, table: Table) -> None:
         """Read all rows of one file."""
+        if self._function is not None:
+            table = converted(table, find_function(self._function))
         format = self._settle_format(name, table)
         self._parts.append(Part(len(self._store), name))
         self._unit = table.unit
-        ours = (*COLUMNS[format], *OPTIONAL_COLUMNS[format])
-        theirs = [name_in_file(column, self._columns) for column in ours]
-        if table.columns is not None:
-            self._note_columns(table.columns, theirs)
-        wanted = [column for column in theirs if table.columns is None or column in table.columns]
+        wanted = self._note_columns(table.columns, format) if table.columns is not None else ()
         num_records = 0
         for record in table.read(wanted):
             num_records += 1
             where = place(name, table.unit, record.number)
+            if isinstance(record.value, LeftOut):
+                self._num_left_out += 1
+                continue
             try:
                 if isinstance(record.value, Fault):
                     where += f":{record.value.column}" if record.value.column else ""
@@ -202,9 +233,10 @@ class _Reader:
             self._store.append(row)
             self._numbers.append(record.number)
             if table.columns is None and isinstance(record.value, dict):
-                self._note_columns(tuple(record.value), theirs)
-            if "messages" in row:
-                self._passed_on.update(*(message.keys() for message in row["messages"]))
+                self._note_columns(tuple(record.value), format)
+            for message in _messages(row, format):
+                self._passed_on.update(message.keys())
+                self._num_weightless += message.get("weight") == 0
         if num_records == 0:
             raise DataError(f"{name}: there are no rows in it")
 
@@ -217,6 +249,8 @@ class _Reader:
         format = self._format or "messages"
         if self._num_bad > self._max_bad_rows or self._cut_short or (self._num_bad and not self._store):
             raise DataError("\n".join(self._faults()))
+        if not self._store:
+            raise DataError(f"{self._source}: {self._function} leaves out every row ({self._num_left_out:,})")
         unread = [theirs for theirs in self._columns.values() if theirs not in self._seen]
         if unread:
             raise DataError(f"data.columns: '{self._source}' has no column {listed(unread)} in any row")
@@ -250,10 +284,23 @@ class _Reader:
             if self._format is None:
                 self._format = recognise(columns)
             elif table.columns is not None:
-                check_columns(columns, self._format)
+                self._check_reading(columns, self._format)
         except BadRow as error:
             raise DataError(f"{where}: {error}") from None
+        refusal = None if self._learner is None else self._learner.refusal(self._format, columns)
+        if refusal is not None:
+            raise DataError(f"{self._key}: '{self._source}' {refusal[0]}", hint=refusal[1])
         return self._format
+
+    def _check_reading(self, columns: Sequence[str], format: SourceFormat) -> None:
+        """Check that columns are those of the format, and, where it was recognised, of no other."""
+        read = frozenset(column for column in columns if column in KNOWN)
+        if read in self._read_alike:
+            return
+        check_columns(columns, format)
+        if self._recognised:
+            check_same_reading(columns, format)
+        self._read_alike.add(read)
 
     def _row(self, value: object, format: SourceFormat) -> Row:
         if isinstance(value, dict):
@@ -261,14 +308,33 @@ class _Reader:
                 if ours in self._columns and self._columns[ours] not in value:
                     raise BadRow(f"no column {listed([self._columns[ours]])}, which data.columns reads as {ours}")
             value = renamed(value, self._columns)
+            self._check_reading(tuple(value), format)
         row = convert_row(value, format, self._findings)
-        if format == "prompt_completion":
-            _check_kind(row, self._store)
+        if "prompt" in row:
+            self._check_kind(row["prompt"])
         return row
 
-    def _note_columns(self, columns: tuple[str, ...], read: list[str]) -> None:
+    def _check_kind(self, prompt: object) -> None:
+        """Prompts are all strings or all lists of messages: they become tokens in different ways."""
+        is_chat = isinstance(prompt, list)
+        if self._prompts_are_chats is None:
+            self._prompts_are_chats = is_chat
+        if is_chat != self._prompts_are_chats:
+            here, there = ("a list of messages", "a string") if is_chat else ("a string", "a list of messages")
+            raise BadRow(f"the prompt is {here}, but in the first row it is {there}")
+
+    def _note_columns(self, columns: tuple[str, ...], format: SourceFormat) -> list[str]:
+        """Those of the columns that are read, by their names in the file; the others are noted."""
+        named = (name_in_file(column, self._columns) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+        read = [column for column in named if column in columns]
+        others = [column for column in columns if column not in read]
+        if format == "prompts":
+            kept = [column for column in others if column not in self._columns]
+            self._references.update(dict.fromkeys(kept))
+            read, others = read + kept, [column for column in others if column not in kept]
         self._seen.update(columns)
-        self._ignored.update(column for column in columns if column not in read)
+        self._ignored.update(others)
+        return read
 
     def _faults(self) -> list[str]:
         faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]
@@ -291,19 +357,31 @@ class _Reader:
             documents = counted(len(self._store), "document")
             return f"{self._source}: {documents} of plain text{of_files} (two blank lines begin a new one)"
         note = f"{self._source}: {counted(len(self._store), 'row')}{of_files} of {format}"
+        if self._function is not None:
+            left_out = f", which leaves out {self._num_left_out:,}" if self._num_left_out else ""
+            note += f", made by {self._function}{left_out}"
         said = conversion(format, self._findings)
         columns = [name_in_file(column, self._columns) for column in COLUMNS[format]]
         if said:
             note += f": {said}"
         elif self._recognised:
-            note += f" (recognised from the {'column' if len(columns) == 1 else 'columns'} {' and '.join(columns)})"
+            *most, last = columns
+            named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
+            aside = "; data.format=prompt_completion leaves label aside" if format == "unpaired_preference" else ""
+            note += f" (recognised from the {named}{aside})"
+        if self._references:
+            note += f"; kept for rewards: {listed(self._references)}"
         if self._columns:
             note += "; data.columns: " + ", ".join(f"{theirs} -> {ours}" for ours, theirs in self._columns.items())
         if self._ignored:
             note += f"; ignored: {listed(sorted(self._ignored))}"
         also = (["the tools"] if "tools" in self._findings.columns else []) + (
-            [f"{listed(sorted(keys))} of the messages"] if (keys := self._passed_on - {"role", "content"}) else []
+            [f"{listed(sorted(keys))} of the messages"]
+            if (keys := self._passed_on - {"role", "content", "weight"})
+            else []
         )
+        if self._num_weightless:
+            note += f"; {counted(self._num_weightless, 'assistant turn')} of weight 0 left out of the loss"
         return note + (f"; the chat template also gets {' and '.join(also)}" if also else "")
 
     def _note_of_bad_rows(self) -> str:
@@ -313,8 +391,10 @@ class _Reader:
         return f"{self._source}: {left_out}: {shown}{more}"
 
 
-def _check_kind(row: Row, before: RowStore) -> None:
-    """Prompts are all strings or all lists of messages: they become tokens in different ways."""
-    if before and isinstance(row["prompt"], list) != isinstance(before[0]["prompt"], list):
-        here, there = ("lists of messages", "strings") if isinstance(row["prompt"], list) else ("strings", "lists")
-        raise BadRow(f"prompt and completion are {here}, but in the first row they are {there}")
+def _messages(row: Row, format: SourceFormat) -> Iterator[Row]:
+    """All messages of a row, whichever columns hold them."""
+    # Beside a prompt of `prompts`, a column of any name may hold anything.
+    columns = ("prompt",) if format == "prompts" else ("messages", "prompt", "completion", "chosen", "rejected")
+    for column in columns:
+        if isinstance(row.get(column), list):
+            yield from row[column]

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunekit.data.learner import Learner
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
+
+LEARNER = Learner("sft", ("messages", "prompt_completion", "text", "tokens"))
+"""What it learns from."""
 
 if TYPE_CHECKING:
     from datasets import Dataset

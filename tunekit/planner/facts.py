@@ -113,7 +113,9 @@ class DataFacts(Facts):
 
     num_train: int
     num_eval: int | None = None
-    format: Literal["messages", "prompt_completion", "text"] = "messages"
+    format: Literal[
+        "messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"
+    ] = "messages"
     """Shape of the rows, after other shapes were converted to it."""
     tokenized: bool = False
     sources: tuple[SourceFacts, ...] = ()

@@ -8,7 +8,7 @@ costs a blink.
 
 import errno
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,12 +18,13 @@ from pydantic import ValidationError
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe.environment import escape_environment, expand_environment
 from tunekit.recipe.fields import TAG
+from tunekit.recipe.functions import find_function
 from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.overrides import Overrides, spell_out
 from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
-from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
+from tunekit.recipe.schema import FUNCTION_PATTERN, NAME_PATTERN, ONE_LENGTH, Recipe
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.recipe.wording import to_problems
 from tunekit.recipe.write import to_yaml
@@ -50,12 +51,27 @@ def load_recipe_with_notes(
     source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, list[str]]:
     """As `load_recipe`, with notes of what an override made meaningless in the file and therefore was left out."""
+    return _load(source, overrides, find_functions=True)
+
+
+def reload_recipe(path: Path) -> Recipe:
+    """A recipe as `dump_recipe` wrote it for a run, in which its functions have done their work.
+
+    They are not looked up again: where the run is looked at, their module need not be.
+    """
+    return _load(path, (), find_functions=False)[0]
+
+
+def _load(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str], *, find_functions: bool
+) -> tuple[Recipe, list[str]]:
     draft = _read(source)
     laid = Overrides(draft.values, draft.places)
     laid.apply(list(overrides))
     values, unexpanded = expand_environment(draft.values, draft.places)
     problems = [*draft.problems, *laid.problems, *unexpanded]
     recipe, invalid = _validate(values, draft.places)
+    invalid += _missing_functions(values, draft.places) if find_functions else []
     # What could not be read has been reported; what the schema then says of its place would only repeat it.
     reported = {bad.key for bad in problems if bad.key}
     problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
@@ -197,6 +213,32 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
         what = f"cannot be given together with {dotted(other)}"
         problems.append(Problem(places.of_key(later), what, later, "keep one of them"))
     return recipe, problems + _trainer_args_problems(values, places)
+
+
+def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
+    """The user's own functions that cannot be found."""
+    found = []
+    for key, value in _formats(_mapping(values.get("data"))):
+        if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) is not None:
+            try:
+                find_function(value)
+            except RecipeError as error:
+                found.append(Problem(places.of_value(key), error.problem, key, error.hint))
+    return found
+
+
+def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """Where a data section gives a format: for all of its sources, and for one of them."""
+    yield ("data", "format"), data.get("format")
+    for name in ("train", "eval"):
+        given = data.get(name)
+        if isinstance(given, list):
+            yield from (
+                (("data", name, position, "format"), _mapping(source).get("format"))
+                for position, source in enumerate(given)
+            )
+        else:
+            yield ("data", name, "format"), _mapping(given).get("format")
 
 
 def _both_lengths(values: dict[str, Any]) -> bool:

@@ -7,8 +7,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from tunekit.recipe.fields import members
 from tunekit.recipe.parse import plain_scalar
+from tunekit.recipe.schema import FunctionPath
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a mapping",
+    FunctionPath: "module:function",
+}
 _MAX_SHOWN = 60
 _WHOLE_WORD = 4
 """A word of so many letters that begins a longer one is taken to mean it: `adamw` for `adamw_torch`."""

@@ -8,7 +8,7 @@ Values are strict: a number in quotes is not a number, and 2.5 is not a count. U
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -20,6 +20,12 @@ folder. Elsewhere `${NAME}` is refused."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""
+
+FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+"""What the path of a function looks like: `my_package.my_module:my_function`."""
+
+FunctionPath = NewType("FunctionPath", str)
+"""A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
 
 Optim = Literal[
     "adamw_torch",
@@ -59,7 +65,22 @@ LrSchedulerType = Literal[
 ]
 
 
-DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"]
+DataFormat = (
+    Literal[
+        "auto",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "text",
+        "tokens",
+        "preference",
+        "ranking",
+        "unpaired_preference",
+        "prompts",
+    ]
+    | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
+)
 
 LossOn = Literal["assistant", "last", "all"]
 
@@ -205,7 +226,11 @@ class DataSection(Section):
     format: DataFormat = "auto"
     """Shape of the rows: `messages` (a list of {role, content}), `sharegpt` (conversations, a list of {from, value}),
     `alpaca` (instruction, output, and input, system and history where they hold something), `prompt_completion`
-    (columns prompt and completion) or `text` (a column text). `auto` recognises it from the columns and says which."""
+    (columns prompt and completion), `text` (a column text), `tokens` (input_ids, and labels), `preference` (chosen,
+    rejected, and prompt if they do not begin with it), `ranking` (prompt, completions, scores), `unpaired_preference`
+    (prompt, completion, label) or `prompts` (prompt, and what rewards look at). `auto` recognises it from the columns
+    and says which. `my_module:my_function` makes the rows: it gets each row as a dict and returns one of a shape
+    above, or None to leave it out; the working directory is searched for the module."""
 
     loss_on: LossOn = "assistant"
     """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
@@ -295,6 +320,12 @@ class DataSection(Section):
         for key, source in _each("eval", self.eval) if self.eval is not None else ():
             if source.weight is not None:
                 yield Conflict((*key, "weight"), "means nothing in data.eval: every row counts once", "leave it out")
+        for key, source in (*sources, *(_each("eval", self.eval) if self.eval is not None else ())):
+            columns = self.columns if source.columns is None else source.columns
+            if columns and ":" in (source.format or self.format):
+                what = "says nothing to a row function, which reads the columns itself"
+                where = ("columns",) if source.columns is None else (*key, "columns")
+                yield Conflict(where, what, "leave it out")
         if self.eval is not None and self.eval_size is not None:
             yield Conflict(("eval_size",), "cannot be given together with data.eval", "keep one of them")
 

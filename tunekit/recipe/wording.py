@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, takes_list, variant
 from tunekit.recipe.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.places import Key, Places, Problem, dotted
-from tunekit.recipe.schema import NAME_PATTERN, Conflicts, Recipe, Section
+from tunekit.recipe.schema import NAME_PATTERN, Conflicts, FunctionPath, Recipe, Section
 from tunekit.recipe.suggest import unknown_key
 
 _TYPE_ERRORS = {
@@ -161,6 +161,9 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
     takes = expected(kinds)
     if len(choices) > _MANY:
         takes = f"one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
+        takes += " or module:function" if FunctionPath in kinds else ""
+    if FunctionPath in kinds and isinstance(value, str) and ":" in value:
+        return f"must be module:function, such as my_module:my_function, got {show(value)}", None
     hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
     if value is None and not isinstance(key[-1], int):
         hint = "leave the key out for its default"

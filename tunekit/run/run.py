@@ -24,7 +24,7 @@ import psutil
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
-from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 
@@ -82,7 +82,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """What was asked for."""
-        return load_recipe(self.path / "recipe.yaml")
+        return reload_recipe(self.path / "recipe.yaml")
 
     @property
     def plan(self) -> Plan:

@@ -1,0 +1,167 @@
+"""Which format columns are read as, alone and together, and what is said where they are two."""
+
+import itertools
+import json
+import typing
+
+import pytest
+
+from tunekit.data.formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, SourceFormat, recognise
+from tunekit.data.load import load_data
+from tunekit.errors import DataError
+from tunekit.planner.facts import DataFacts
+from tunekit.recipe.fields import choices_of
+from tunekit.recipe.schema import DataSection
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+ROWS: dict[str, dict] = {
+    "messages": {"messages": CHAT},
+    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    "alpaca": {"instruction": "hi", "output": "ho"},
+    "prompt_completion": {"prompt": "hi", "completion": "ho"},
+    "text": {"text": "hi"},
+    "tokens": {"input_ids": [1, 2]},
+    "preference": {"prompt": "hi", "chosen": "ho", "rejected": "he"},
+    "ranking": {"prompt": "hi", "completions": ["ho", "he"], "scores": [1, 2]},
+    "unpaired_preference": {"prompt": "hi", "completion": "ho", "label": True},
+    "prompts": {"prompt": "hi", "answer": "ho"},
+}
+"""One good row of every format."""
+
+WINNERS = {
+    **{frozenset({"prompts", other}): other for other in COLUMNS if other != "prompts"},
+    frozenset({"prompt_completion", "unpaired_preference"}): "unpaired_preference",
+    frozenset({"sharegpt", "preference"}): "preference",
+}
+"""Pairs of formats of whose columns together one makes sense. Of all others, neither does more than the other."""
+
+
+def test_the_formats_are_the_same_everywhere():
+    formats = set(typing.get_args(SourceFormat))
+    assert set(COLUMNS) == set(OPTIONAL_COLUMNS) == set(BECOMES) == set(ROWS) == formats
+    assert set(choices_of(DataSection.model_fields["format"])) == formats | {"auto"}
+    facts = choices_of(DataFacts.model_fields["format"])
+    assert set(facts) == set(typing.get_args(Format)) == set(BECOMES.values())
+
+
+@pytest.mark.parametrize("format", COLUMNS)
+def test_a_format_is_recognised_from_its_columns_and_what_else_they_may_be(format):
+    assert recognise(COLUMNS[format]) == format
+    assert recognise((*COLUMNS[format], *OPTIONAL_COLUMNS[format])) == format
+    assert recognise((*COLUMNS[format], "id", "source")) == format
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(COLUMNS, 2)))
+def test_columns_of_two_formats_are_one_of_them_or_refused_with_both(one, other):
+    columns = dict.fromkeys((*COLUMNS[one], *COLUMNS[other]))
+    winner = WINNERS.get(frozenset({one, other}))
+    if winner is not None:
+        assert recognise(columns) == winner
+        return
+    with pytest.raises(BadRow) as caught:
+        recognise(columns)
+    assert str(caught.value) == (
+        f"the columns can be read as {one} ({', '.join(COLUMNS[one])}) or {other} ({', '.join(COLUMNS[other])}); "
+        f"choose one with data.format={one} or data.format={other}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "format"),
+    [
+        ("prompt chosen rejected score_chosen score_rejected", "preference"),
+        ("conversations chosen rejected", "preference"),
+        ("prompt response", "prompts"),
+        ("prompt solution tests", "prompts"),
+        ("input_ids attention_mask labels", "tokens"),
+        ("prompt completion score", "prompt_completion"),
+        ("instruction input output text", "alpaca or text"),
+        ("messages chosen rejected prompt", "messages or preference"),
+    ],
+)
+def test_columns_of_well_known_datasets(columns, format):
+    if " or " not in format:
+        assert recognise(columns.split()) == format
+        return
+    with pytest.raises(BadRow) as caught:
+        recognise(columns.split())
+    assert str(caught.value).endswith("; choose one with data.format=" + format.replace(" or ", " or data.format="))
+
+
+@pytest.mark.parametrize(
+    ("columns", "advice"),
+    [
+        ("prompt label", "beside label, a column completion is needed; data.format=prompts reads the prompt and keeps "
+         "label beside it"),
+        ("prompt chosen", "beside chosen, a column rejected is needed; data.format=prompts reads the prompt and keeps "
+         "chosen beside it"),
+        ("prompt completions", "beside completions, a column scores is needed; data.format=prompts reads the prompt "
+         "and keeps completions beside it"),
+        ("prompt chosen rejectd", "rename rejectd to rejected; data.format=prompts reads the prompt and keeps chosen "
+         "beside it"),
+        ("chosen rejectd", "rename rejectd to rejected"),
+        ("chosen", "beside chosen, a column rejected is needed"),
+        ("completion", "beside completion, a column prompt is needed"),
+        ("inputids", "rename inputids to input_ids"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_format_is_refused_with_what_is_missing(columns, advice):
+    with pytest.raises(BadRow) as caught:
+        recognise(columns.split())
+    assert str(caught.value) == f"no known format has the columns {columns.replace(' ', ', ')}; {advice}"
+
+
+def write(path, *rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("first", "later"), list(itertools.permutations(ROWS, 2)))
+def test_a_file_or_folder_of_two_formats_is_refused_with_both_and_the_place(first, later, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "mixed.jsonl", ROWS[first], ROWS[first], ROWS[later])
+    write(tmp_path / "folder" / "a.jsonl", ROWS[first])
+    write(tmp_path / "folder" / "b.jsonl", ROWS[later])
+    for source, place in (("mixed.jsonl", "mixed.jsonl:3"), ("folder", "folder/b.jsonl:1")):
+        with pytest.raises(DataError) as caught:
+            load_data(DataSection(train=source))
+        message = str(caught.value)
+        assert message.startswith(f"{place}: ")
+        for format in (first, later):
+            assert f"{format} ({', '.join(COLUMNS[format])})" in message
+
+
+def test_a_row_that_reads_as_two_formats_is_refused_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", ROWS["text"], {**ROWS["text"], **ROWS["messages"]})
+    with pytest.raises(DataError) as caught:
+        load_data(DataSection(train="rows.jsonl"))
+    assert str(caught.value) == (
+        "rows.jsonl:2: the columns are those of messages (messages) or text (text), and the rows before are of text "
+        "(text); a source holds rows of one format (data.format=text reads all of them as that one)"
+    )
+    data = load_data(DataSection(train="rows.jsonl", format="text"))
+    assert data.notes == ["rows.jsonl: 2 rows of text; ignored: messages"]
+
+
+def test_tables_of_two_formats_are_told_by_their_headers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("prompt,completion\nhi,ho\n")
+    (tmp_path / "b.csv").write_text("prompt,completion,label\nhi,ho,true\n")
+    with pytest.raises(DataError) as caught:
+        load_data(DataSection(train="*.csv"))
+    assert str(caught.value) == (
+        "b.csv:1: the columns are those of unpaired_preference (prompt, completion, label), and the rows before are of "
+        "prompt_completion (prompt, completion); a source holds rows of one format (data.format=prompt_completion "
+        "reads all of them as that one)"
+    )
+
+
+def test_train_and_eval_must_be_of_one_format(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "pairs.jsonl", ROWS["preference"])
+    write(tmp_path / "ranks.jsonl", ROWS["ranking"])
+    write(tmp_path / "notes.jsonl", ROWS["text"])
+    assert load_data(DataSection(train="pairs.jsonl", eval="ranks.jsonl")).eval.format == "preference"
+    with pytest.raises(DataError, match=r"^data\.eval: 'notes\.jsonl' holds rows of text, but"):
+        load_data(DataSection(train="pairs.jsonl", eval="notes.jsonl"))

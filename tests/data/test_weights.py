@@ -1,0 +1,134 @@
+"""OpenAI's weights: turns that are read and not learned. What counts is written out by hand in ⟦brackets⟧."""
+
+import json
+
+import pytest
+
+from tests.data.test_tokenize import chat, learned, rows
+from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
+from tunekit.data.chat import ChatRenderer
+from tunekit.data.convert import check_row
+from tunekit.data.formats import BadRow
+from tunekit.data.load import load_data
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection
+
+SHOWS_WEIGHTS = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.weight }}")
+CALLS_MARKED = CHATML_MARKED.replace(
+    "{% generation %}", "{% generation %}{{ m.role }}{% endgeneration %}{% generation %}"
+)
+
+
+def weighted(*turns: str) -> dict:
+    """A row of messages: `a0 hi` is an assistant's turn of weight 0, `a hi` one without a weight."""
+    row = chat(*(turn[0] + turn.lstrip("sua01") for turn in turns))
+    for message, turn in zip(row["messages"], turns, strict=True):
+        if turn[1] != " ":
+            message["weight"] = int(turn[1])
+    return row
+
+
+@pytest.mark.parametrize("template", [CHATML_MARKED, CHATML, SHOWS_WEIGHTS], ids=["marked", "derived", "blind"])
+def test_a_turn_of_weight_0_is_read_and_not_learned(template):
+    data = rows("messages", weighted("u hi", "a0 ho", "u x", "a1 yes", "u y", "a no"), weighted("u hi", "a ho"))
+    assert learned(byte_tokenizer(template), data) == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n<|im_start|>user\nx<|im_end|>\n"
+        "<|im_start|>assistant\n⟦yes<|im_end|>⟧\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n⟦no<|im_end|>⟧\n",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦ho<|im_end|>⟧\n",
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML_MARKED, CHATML], ids=["marked", "derived"])
+def test_only_turns_of_a_long_row_that_have_no_weight_0_count(template):
+    turns = [turn for i in range(8) for turn in (f"u q{i}", f"a{0 if i % 3 == 0 else 1} r{i}")]
+    messages = check_row(weighted(*turns), "messages")["messages"]
+    rendered = ChatRenderer(byte_tokenizer(template)).render(messages, "a row")
+    said = [rendered.text[start:end] for start, end in rendered.spans]
+    assert said == [f"r{i}<|im_end|>" for i in (1, 2, 4, 5, 7)]
+
+
+@pytest.mark.parametrize("template", [CHATML_MARKED, CHATML], ids=["marked", "derived"])
+def test_the_turns_of_a_completion_have_weights_and_those_of_a_prompt_never_count(template):
+    row = {
+        "prompt": weighted("u hi", "a1 ho", "u and")["messages"],
+        "completion": weighted("a0 no", "u x", "a y")["messages"],
+    }
+    assert learned(byte_tokenizer(template), rows("prompt_completion", row)) == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n<|im_start|>user\nand<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n⟦y<|im_end|>⟧\n"
+    ]
+
+
+def test_with_loss_on_last_the_last_turn_must_count():
+    data = rows("messages", weighted("u hi", "a ho"), weighted("u hi", "a0 ho", "u x", "a1 yes"))
+    assert learned(byte_tokenizer(CHATML), data, loss_on="last")[1].endswith("assistant\n⟦yes<|im_end|>⟧\n")
+    data = rows("messages", weighted("u hi", "a ho"), weighted("u hi", "a ho", "u x", "a0 yes", "u bye"))
+    with pytest.raises(DataError) as caught:
+        learned(byte_tokenizer(CHATML), data, loss_on="last")
+    assert str(caught.value) == (
+        "data.jsonl:2: messages[3] has weight 0, and no other turn counts with data.loss_on=last; "
+        "set data.loss_on=assistant, or leave the row out"
+    )
+
+
+def test_with_loss_on_all_no_turn_may_have_weight_0():
+    data = rows("messages", weighted("u hi", "a1 ho"))
+    assert learned(byte_tokenizer(SHOWS_WEIGHTS), data, loss_on="all")[0].endswith("assistant\nho<|im_end|>\n⟧")
+    with pytest.raises(DataError) as caught:
+        learned(byte_tokenizer(CHATML), rows("messages", weighted("u hi", "a0 ho", "u x", "a y")), loss_on="all")
+    assert str(caught.value) == (
+        "data.jsonl:1: messages[1] has weight 0, but data.loss_on=all counts every token; "
+        "set data.loss_on=assistant, or take the weights out of the rows"
+    )
+
+
+def test_markers_that_are_more_than_the_turns_cannot_be_weighed():
+    tokenizer = byte_tokenizer(CALLS_MARKED)
+    assert learned(tokenizer, rows("messages", weighted("u hi", "a1 ho"))) == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦assistantho<|im_end|>⟧\n"
+    ]
+    data = rows("messages", weighted("u hi", "a ho"), weighted("u hi", "a0 ho", "u x", "a y"))
+    with pytest.raises(DataError) as caught:
+        learned(tokenizer, data)
+    assert str(caught.value) == (
+        "data.jsonl:2: the chat template marks 4 passages for 2 assistant turns, so those of weight 0 cannot be told "
+        "from the others; take the weights out of the row, or name another template in model.chat_template"
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"role": "user", "content": "x", "weight": 1},
+            "messages[1].weight: only an assistant turn has a weight, and this is one of user",
+        ),
+        (
+            {"role": "assistant", "content": "x", "weight": 0.5},
+            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the number 0.5",
+        ),
+        (
+            {"role": "assistant", "content": "x", "weight": True},
+            "messages[1].weight must be 0 (the turn does not count) or 1 (it does), got the boolean true",
+        ),
+        (
+            {"role": "assistant", "content": "x", "weight": 0},
+            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+        ),
+    ],
+)
+def test_another_weight_is_refused(turn, message):
+    with pytest.raises(BadRow) as caught:
+        check_row({"messages": [{"role": "user", "content": "hi"}, turn]}, "messages")
+    assert str(caught.value) == message
+
+
+def test_what_weights_leave_out_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps(weighted("u hi", "a0 ho", "u x", "a1 y")))
+    data = load_data(DataSection(train="chats.jsonl"))
+    assert [message.get("weight") for message in data.train[0].rows[0]["messages"]] == [None, 0, None, 1]
+    assert data.notes == [
+        "chats.jsonl: 1 row of messages (recognised from the column messages); "
+        "1 assistant turn of weight 0 left out of the loss"
+    ]

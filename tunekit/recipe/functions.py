@@ -1,0 +1,81 @@
+"""Functions of the user's own, named in a recipe as `module:function`.
+
+They are looked up when the recipe is loaded, so that a misspelt name costs no training. For that moment the working
+directory is searched as well, as it would be by `python -m`.
+"""
+
+import difflib
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tunekit.errors import RecipeError
+
+_HINT = "write my_module:my_function"
+
+
+def find_function(path: str) -> Callable[..., Any]:
+    """The function that a dotted path names.
+
+    Raises:
+        RecipeError: There is no such module or function, or the module cannot be imported.
+    """
+    name, _, attribute = path.partition(":")
+    module = _import(name)
+    held = vars(module)
+    if attribute not in held:
+        known = [other for other, value in held.items() if callable(value) and not other.startswith("__")]
+        raise RecipeError(f"the module '{name}' has no function '{attribute}'", hint=_meant(attribute, known))
+    function = held[attribute]
+    if not callable(function):
+        raise RecipeError(f"'{path}' is no function, but a value of type {type(function).__name__}")
+    return function  # type: ignore[no-any-return]  # callable, as just seen
+
+
+def _import(name: str) -> ModuleType:
+    with _working_directory_importable():
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise RecipeError(f"importing '{name}' fails: {error}", hint="install what it needs") from error
+            known = _modules_beside(error.name)
+            raise RecipeError(f"there is no module '{error.name}'", hint=_meant(error.name, known)) from error
+        except SyntaxError as error:
+            place = f"{error.filename}:{error.lineno}"
+            raise RecipeError(f"importing '{name}' fails: {place}: {error.msg}") from error
+        except Exception as error:  # the module is the user's: it may raise anything
+            raise RecipeError(f"importing '{name}' raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    importlib.invalidate_caches()  # a module may have been written since the last look
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module may have changed the path itself
+            sys.path.remove(here)
+
+
+def _modules_beside(name: str) -> list[str]:
+    """The modules that stand where a module was looked for, by their dotted names."""
+    package, _, _ = name.rpartition(".")
+    if not package:
+        return [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+    folders = vars(sys.modules[package]).get("__path__", [])  # none where it is a module, not a package
+    return [f"{package}.{module.name}" for module in pkgutil.iter_modules(folders)]
+
+
+def _meant(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"there are {', '.join(known[:8])}" if known else _HINT
