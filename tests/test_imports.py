@@ -12,7 +12,7 @@ from types import UnionType
 import pytest
 
 import tunekit.recipe.schema as schema
-from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe, Section
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunekit"
@@ -122,7 +122,7 @@ class Reads(ast.NodeVisitor):
 
     `what` is the annotation of the receiver where there is one in the function (`adapter: LoraAdapter` gives
     `LoraAdapter`), what it was assigned from (`section = recipe.data` gives `data`), or else its last name
-    (`recipe.train.seed` and `train.seed` give `train`).
+    (`recipe.train.seed` and `train.seed` give `train`). What a loop goes over gives its annotation to the variable.
     """
 
     def __init__(self) -> None:
@@ -141,6 +141,19 @@ class Reads(ast.NodeVisitor):
         if isinstance(node.target, ast.Name):
             self.annotated[-1][node.target.id] = words(node.annotation)
         self.generic_visit(node)
+
+    def visit_For(self, node: ast.For) -> None:
+        self.note_items(node.target, node.iter)
+        self.generic_visit(node)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> None:
+        for part in node.generators:
+            self.note_items(part.target, part.iter)
+        self.generic_visit(node)
+
+    def note_items(self, target: ast.expr, iterable: ast.expr) -> None:
+        if isinstance(target, ast.Name) and isinstance(iterable, ast.Name):
+            self.annotated[-1][target.id] = self.annotated[-1].get(iterable.id, set())
 
     def visit_Assign(self, node: ast.Assign) -> None:
         target = node.targets[0]
@@ -199,6 +212,8 @@ def test_every_field_of_the_recipe_is_read_somewhere() -> None:
             is_tag = (
                 typing.get_origin(field.annotation) is typing.Literal and len(typing.get_args(field.annotation)) == 1
             )
+            if section is DataSection and name in HANDED_DOWN:
+                receivers |= {CompleteSource.__name__}
             read = any((receiver, name) in seen.found for receiver in receivers)
             if not read and not (is_tag and section.__name__ in seen.names):
                 unread.append(f"{key}.{name} ({section.__name__})")

@@ -27,7 +27,10 @@ def rows(path="rows.jsonl"):
     return load_rows(DataSource(path=path), key="data.train", format="auto", default_split="train")
 
 
-def prepare(found=None, tokenizer=None, *, max_length=64, loss_on="assistant", packing=False, mixing=Mixing()):
+EVERYTHING = Mixing()
+
+
+def prepare(found=None, tokenizer=None, *, max_length=64, loss_on="assistant", packing=False, mixing=EVERYTHING):
     """What a trainer reads, and whether anything had to be made for it."""
     before = {path.name for path in cache.cache_root().iterdir()} if cache.cache_root().is_dir() else set()
     found = replace(found or rows(), loss_on=loss_on)

@@ -279,7 +279,7 @@ def test_a_ranking_becomes_its_best_and_its_worst_answer():
         "(the first of several)"
     ]
     chats = load({"prompt": ASK, "completions": [BAD, GOOD], "scores": [1, 2], "tools": [WEATHER]})
-    assert chats.train.rows[0] == {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]}
+    assert chats.train[0].rows[0] == {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": [WEATHER]}
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_rated_completion_keeps_its_label_as_a_boolean(label, is_good):
         "data.format=prompt_completion leaves label aside)"
     ]
     chats = load({"prompt": ASK, "completion": GOOD, "label": label})
-    assert chats.train.rows[0] == {"prompt": ASK, "completion": GOOD, "label": is_good}
+    assert chats.train[0].rows[0] == {"prompt": ASK, "completion": GOOD, "label": is_good}
     aside = load({"prompt": "sky?", "completion": "blue", "label": label}, format="prompt_completion")
     assert aside.notes == ["rows.jsonl: 1 row of prompt_completion; ignored: label"]
 
@@ -363,7 +363,7 @@ def test_prompts_keep_all_that_rewards_may_look_at():
         "rows.jsonl: 2 rows of prompts (recognised from the column prompt); kept for rewards: answer, tests, hard, hint"
     ]
     chats = load({"prompt": ASK, "solution": "blue", "tools": [WEATHER]})
-    assert chats.train.rows[0] == {"prompt": ASK, "solution": "blue", "tools": [WEATHER]}
+    assert chats.train[0].rows[0] == {"prompt": ASK, "solution": "blue", "tools": [WEATHER]}
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -155,13 +155,3 @@ def test_tables_of_two_formats_are_told_by_their_headers(tmp_path, monkeypatch):
         "prompt_completion (prompt, completion); a source holds rows of one format (data.format=prompt_completion "
         "reads all of them as that one)"
     )
-
-
-def test_train_and_eval_must_be_of_one_format(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "pairs.jsonl", ROWS["preference"])
-    write(tmp_path / "ranks.jsonl", ROWS["ranking"])
-    write(tmp_path / "notes.jsonl", ROWS["text"])
-    assert load_data(DataSection(train="pairs.jsonl", eval="ranks.jsonl")).eval.format == "preference"
-    with pytest.raises(DataError, match=r"^data\.eval: 'notes\.jsonl' holds rows of text, but"):
-        load_data(DataSection(train="pairs.jsonl", eval="notes.jsonl"))

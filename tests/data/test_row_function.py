@@ -62,7 +62,7 @@ def test_the_function_gets_every_column_and_its_rows_are_recognised(here, suffix
         (here / "rows.csv").write_text("q,a,likes\n" + "".join(f"{r['q']},{r['a']},{r['likes']}\n" for r in ROWS))
     data = load_data(DataSection(train=f"rows.{suffix}", format="shapers:answers"))
     assert (data.train[0].format, list(data.train[0].rows)) == ("messages", MESSAGES)
-    assert [data.train.numbers[i] for i in range(2)] == ([2, 4] if suffix == "csv" else [1, 3])
+    assert [data.train[0].numbers[i] for i in range(2)] == ([2, 4] if suffix == "csv" else [1, 3])
     assert data.notes == [
         f"rows.{suffix}: 2 rows of messages, made by shapers:answers, which leaves out 1 (recognised from the column "
         "messages); ignored: seen"

@@ -87,7 +87,7 @@ def test_functions_of_single_sources_are_looked_for_too(here):
     with pytest.raises(RecipeError) as caught:
         load_recipe("recipe.yaml")
     assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
-        "recipe.yaml:4:30: data.train[0].format: 'my_rows' has no function 'convrt'",
+        "recipe.yaml:4:31: data.train[0].format: the module 'my_rows' has no function 'convrt'",
         "recipe.yaml:5:33: data.eval.format: there is no module 'my_row'",
     ]
 

@@ -20,7 +20,7 @@ from tunekit.data.pack import best_fit
 from tunekit.data.rows import Rows
 from tunekit.data.sequences import Batch, Sequences
 from tunekit.data.tokenize import TokenReport, tokenize
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.schema import CompleteSource, DataSection
 
 if TYPE_CHECKING:
     import datasets
@@ -163,7 +163,8 @@ def prepare_data(
 
 def mixing_of(section: DataSection) -> Mixing:
     """How the sources of a recipe are mixed."""
-    weights = tuple(source.weight for source in section.sources if source.weight is not None)
+    sources: Sequence[CompleteSource] = section.sources
+    weights = tuple(source.weight for source in sources if source.weight is not None)
     return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing)
 
 

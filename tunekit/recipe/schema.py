@@ -207,6 +207,9 @@ class CompleteSource(DataSource):
     """Tokens that count in the loss."""
 
 
+HANDED_DOWN = ("format", "columns", "loss_on")
+"""Fields of the data section that hold for every source that gives none of its own."""
+
 NEED_WEIGHTS = ("weight_by", "stopping_strategy")
 """Fields of the data section that say how weights are meant."""
 
@@ -286,7 +289,7 @@ class DataSection(Section):
 
     def _complete(self, name: str, given: Sources) -> tuple[CompleteSource, ...]:
         """Fill in what the sources of a field leave out."""
-        section: dict[str, Any] = {"format": self.format, "columns": self.columns, "loss_on": self.loss_on}
+        section = {field: dict(self)[field] for field in HANDED_DOWN}
         return tuple(
             CompleteSource(key=dotted(("data", *key)), **{**section, **source.model_dump(exclude_none=True)})
             for key, source in _each(name, given)

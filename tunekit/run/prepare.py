@@ -1,6 +1,7 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -96,18 +97,21 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
     """What is known of the rows before they are tokenised: how many there are, and how much text."""
-    chosen = mix([rows.rows.sizes_bytes for rows in data.train], mixing_of(recipe.data))
-    sources = []
-    for number, rows in enumerate(data.train):
-        taken = chosen.index[chosen.source == number]
-        size = int(rows.rows.sizes_bytes[taken].sum())
-        sources.append(SourceFacts(name=rows.source, num_rows=len(taken), size=size))
+    sources = list(_counted_sources(recipe, data)) if len(data.train) > 1 else []
     return DataFacts(
-        num_train=len(chosen.index),
+        num_train=sum(source.num_rows for source in sources) or len(data.train[0]),
         num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
         format=data.train[0].format,
         sources=tuple(sources),
     )
+
+
+def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
+    chosen = mix([rows.rows.sizes_bytes for rows in data.train], mixing_of(recipe.data))
+    for number, rows in enumerate(data.train):
+        taken = chosen.index[chosen.source == number]
+        size = int(rows.rows.sizes_bytes[taken].sum())
+        yield SourceFacts(name=rows.source, num_rows=len(taken), size=size)
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
