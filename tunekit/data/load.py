@@ -28,6 +28,7 @@ from tunekit.data.formats import (
     recognise,
 )
 from tunekit.data.holdout import hold_out
+from tunekit.data.remote import shown
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError
@@ -129,9 +130,9 @@ def load_rows(
         reader = _Reader(source.path, format, columns, max_bad_rows)
         reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split))
         return reader.rows(num_files=1, is_text=False)
-    reader = _Reader(source.path, format, columns, max_bad_rows)
+    reader = _Reader(shown(source.path), format, columns, max_bad_rows)
     for file in files.found:
-        reader.read(file.name, OPENERS[files.kind](file.path, file.name))
+        reader.read(file.name, OPENERS[files.kind](file))
     rows = reader.rows(num_files=len(files.found), is_text=files.kind == ".txt")
     return replace(rows, notes=rows.notes + files.notes)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tunekit.data.cache import Entry, prepare_rows
 from tunekit.data.load import LoadedData, Rows
+from tunekit.data.remote import is_url, without_user
 from tunekit.data.rows import Skipped
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts
@@ -88,6 +89,9 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
 
 
 def _absolute_source(source: DataSource) -> DataSource:
+    if is_url(source.path):
+        # What a run writes down is shown to others, so it keeps no password.
+        return source.model_copy(update={"path": without_user(source.path)})
     path = _absolute(source.path)
     if path == source.path and any(sign in path for sign in "*?["):
         path = str(Path(path).resolve())
