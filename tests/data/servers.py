@@ -2,12 +2,15 @@
 
 import base64
 import hashlib
+import json
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 USER, PASSWORD = "ada", "s3cr3t/@"
 
@@ -52,6 +55,119 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.server_close()
 
 
+def part_of(body: bytes, wanted: str) -> tuple[bytes, str]:
+    """The part that a `Range` asks for, and what `Content-Range` says of it."""
+    first, _, last = wanted.removeprefix("bytes=").partition("-")
+    end = min(int(last or len(body)), len(body) - 1)
+    return body[int(first) : end + 1], f"bytes {first}-{end}/{len(body)}"
+
+
+REVISIONS = {"main": "a" * 40, "v1": "b" * 40}
+"""Revisions of the hub server's dataset `org/chats`."""
+
+
+def hub_rows(word: str, num_rows: int) -> bytes:
+    """JSON lines with numbered texts."""
+    return b"".join(b'{"text": "%s %d"}\n' % (word.encode(), i) for i in range(num_rows))
+
+
+HUB_CARD = b"""---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train.jsonl}
+  - {split: test, path: en/test.jsonl}
+- config_name: de
+  data_files: de/train.jsonl
+---
+"""
+HUB_FILES = {
+    REVISIONS["main"]: {
+        "README.md": HUB_CARD,
+        "en/train.jsonl": hub_rows("new", 100),
+        "en/test.jsonl": hub_rows("test", 10),
+        "de/train.jsonl": hub_rows("neu", 7),
+    },
+    REVISIONS["v1"]: {
+        "README.md": HUB_CARD,
+        "en/train.jsonl": hub_rows("old", 50),
+        "en/test.jsonl": hub_rows("test", 10),
+        "de/train.jsonl": hub_rows("alt", 7),
+    },
+}
+"""What the dataset holds, by commit and path."""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub, as far as `datasets` and the filesystem `hf://` ask it about the dataset `org/chats`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        match parts:
+            case ["api", "datasets", "org", "chats"]:
+                self.tell_of("main")
+            case ["api", "datasets", "org", "chats", "revision", revision]:
+                self.tell_of(revision)
+            case ["api", "datasets", "org", "chats", "tree", revision, *folder]:
+                files = HUB_FILES[REVISIONS.get(revision, revision)]
+                under = "/".join(folder)
+                inside = [self.entry(files, path) for path in files if path.rpartition("/")[0] == under]
+                folders = sorted({path.partition("/")[0] for path in files if "/" in path}) if not folder else []
+                self.answer_json([*inside, *({"type": "directory", "path": name, "oid": "0"} for name in folders)])
+            case ["api", "datasets", "org", "chats", "paths-info", revision]:
+                files = HUB_FILES[REVISIONS.get(revision, revision)]
+                self.answer_json(
+                    [self.entry(files, path) for path in parse_qs(sent.decode())["paths"] if path in files]
+                )
+            case ["datasets", "org", "chats", "resolve", revision, *path]:
+                self.send_file(REVISIONS.get(revision, revision), "/".join(path))
+            case _:
+                self.answer(404, {"X-Error-Code": "RepoNotFound"})
+
+    do_POST = do_HEAD = do_GET
+
+    def tell_of(self, revision: str) -> None:
+        commit = REVISIONS.get(revision, revision)
+        if commit not in HUB_FILES:
+            self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+            return
+        siblings = [{"rfilename": path} for path in HUB_FILES[commit]]
+        self.answer_json({"id": "org/chats", "sha": commit, "siblings": siblings, "private": False, "tags": []})
+
+    def entry(self, files: dict[str, bytes], path: str) -> dict[str, object]:
+        digest = hashlib.sha1(files[path]).hexdigest()
+        return {"type": "file", "path": path, "size": len(files[path]), "oid": digest}
+
+    def send_file(self, commit: str, path: str) -> None:
+        body = HUB_FILES[commit].get(path)
+        if body is None:
+            self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            return
+        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit}
+        if wanted := self.headers.get("Range"):
+            part, headers["Content-Range"] = part_of(body, wanted)
+            self.answer(206, headers, part)
+            return
+        self.answer(200, headers, body)
+
+    def answer_json(self, value: object) -> None:
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def web_server() -> Iterator[Web]:
     """A server of files that behaves as the test wants."""
@@ -69,13 +185,10 @@ def web_server() -> Iterator[Web]:
                 status = 401
             headers = {"Content-Length": str(len(body)), **web.headers.get(path, {})}
             if path not in web.silent:
-                headers["ETag"] = f'"{hashlib.md5(body).hexdigest()}"'
+                headers["ETag"] = f'"{zlib.crc32(body):08x}"'
             if wanted and web.has_ranges and status == 200:
-                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
-                status = 206
-                headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-                headers["Content-Length"] = str(len(body) - start)
-                body = body[start:]
+                status, body, headers["Content-Range"] = 206, *part_of(body, wanted)
+                headers["Content-Length"] = str(len(body))
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)

@@ -181,6 +181,8 @@ def open_parquet(file: File) -> Table:
         columns = tuple(pq.ParquetFile(file.open()).schema_arrow.names)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{file.name}: not a Parquet file ({_first_line(error)})") from error
+    except OSError as error:
+        raise DataError(f"{file.name}: the file cannot be read ({_first_line(error)})") from error
 
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         number = 0
@@ -191,7 +193,7 @@ def open_parquet(file: File) -> Table:
                     yield Record(number, without_nested_nulls(value))
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{file.name} row {number + 1}: the Parquet file is damaged ({_first_line(error)})"
+                f"{file.name} row {number + 1}: the Parquet file cannot be read to its end ({_first_line(error)})"
             ) from error
 
     return Table(columns=columns, read=read, unit="row")

@@ -40,6 +40,7 @@ _ASK_SECONDS = 20.0
 """Longest wait for what a filesystem of fsspec says of its files, where it can be told; some would try for minutes."""
 
 _BUFFER_BYTES = 1 << 20
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _WEB = ("http", "https")
 _COMMON = ("https", "s3", "gs", "az", "hf", "sftp")
 _DRAFT = ".part"
@@ -66,13 +67,13 @@ _FOREIGN_ERRORS = {
 
 def is_url(name: str) -> bool:
     """Whether a source names something by its URL."""
-    return "://" in name
+    return _URL.match(name) is not None
 
 
 def without_user(url: str) -> str:
     """A URL without the user and the password in it; any other name as it is."""
-    protocol, mark, rest = url.partition("://")
-    if not mark or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
+    protocol, _, rest = url.partition("://")
+    if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
         return url
     host, slash, path = rest.partition("/")
     return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
@@ -227,7 +228,7 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
             hint="name one file; a * in its name is written %2A",
         )
     try:
-        with _answer(url) as answer:
+        with _client(url) as client, client.stream("GET", without_user(url)) as answer:
             return _web_file(answer, url, key)
     except httpx2.InvalidURL as error:
         # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
@@ -268,30 +269,28 @@ def _version(headers: Mapping[str, str]) -> str | None:
     return " ".join([*marks, length]) if marks else None
 
 
-@contextmanager
-def _answer(url: str, start: int = 0) -> Iterator["httpx2.Response"]:
-    """The server's answer for a file from a byte on; its body has not come yet."""
+def _client(url: str) -> "httpx2.Client":
+    """What asks a server, as the user that the URL names."""
     import httpx2
 
     user, _, password = url.partition("://")[2].partition("/")[0].rpartition("@")[0].partition(":")
-    with httpx2.stream(
-        "GET",
-        without_user(url),
+    return httpx2.Client(
         auth=(unquote(user), unquote(password)) if user else None,
-        headers={"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {}),
+        headers={"Accept-Encoding": "identity"},
         timeout=httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
         follow_redirects=True,
-    ) as answer:
-        yield answer
+    )
 
 
 class _WebReader(io.RawIOBase):
-    """The bytes of a file as they come from its server."""
+    """The bytes of a file as they come from its server: in one answer, or from the first seek on in blocks."""
 
     def __init__(self, file: WebFile) -> None:
         self._file = file
+        self._client = _client(file.url)
         self._position = 0
-        self._connection = ExitStack()
+        self._reads_blocks = False
+        self._answer = ExitStack()
         self._chunks: Iterator[bytes] | None = None
         self._rest = b""
 
@@ -309,57 +308,58 @@ class _WebReader(io.RawIOBase):
             raise io.UnsupportedOperation("the server does not say how long the file is")
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
         if position != self._position:
-            self._hang_up()
-            self._position = position
+            self._answer.close()
+            self._reads_blocks = True
+            self._position, self._rest = position, b""
         return position
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
         import httpx2
 
-        if self._position == self._file.size_bytes:
-            return 0
+        view = memoryview(buffer).cast("B")
         try:
-            if self._chunks is None:
-                self._chunks = self._ask()
-            # A chunk may be empty where a compressed body has not yet come far enough.
-            while not self._rest:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    return 0
-                self._rest = chunk
+            if not self._rest and self._position != self._file.size_bytes:
+                self._rest = self._block() if self._reads_blocks else self._more()
         except httpx2.HTTPError as error:
             raise OSError(_said(error)) from error
-        view = memoryview(buffer).cast("B")
         part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
         view[: len(part)] = part
         self._position += len(part)
         return len(part)
 
     def close(self) -> None:
-        self._hang_up()
+        self._answer.close()
+        self._client.close()
         super().close()
 
-    def _ask(self) -> Iterator[bytes]:
-        answer = self._connection.enter_context(_answer(self._file.url, self._position))
-        if self._position and answer.status_code == 200:
+    def _more(self) -> bytes:
+        """What comes next; nothing at the end."""
+        if self._chunks is None:
+            answer = self._answer.enter_context(self._client.stream("GET", without_user(self._file.url)))
+            self._check(answer, 200)
+            # Some servers name the compression of a .gz file as that of the answer; its bytes are wanted as they are.
+            is_compressed = self._file.suffix.endswith((".gz", ".zst"))
+            self._chunks = answer.iter_raw() if is_compressed else answer.iter_bytes()
+        return next((chunk for chunk in self._chunks if chunk), b"")
+
+    def _block(self) -> bytes:
+        """The block of the file that begins here."""
+        wanted = {"Range": f"bytes={self._position}-{self._position + _BUFFER_BYTES - 1}"}
+        with self._client.stream("GET", without_user(self._file.url), headers=wanted) as answer:
+            self._check(answer, 206)
+            return answer.read()
+
+    def _check(self, answer: "httpx2.Response", status: int) -> None:
+        if answer.status_code == 200 != status:
             raise OSError("the server sends no parts of files")
-        if answer.status_code not in (200, 206):
+        if answer.status_code != status:
             raise OSError(f"the server answers {answer.status_code}")
         if _version(answer.headers) != self._file.version:
             raise OSError("the file changed while it was read")
-        # Some servers name the compression of a .gz file as that of the answer; its bytes are wanted as they are.
-        is_compressed = self._file.suffix.endswith((".gz", ".zst"))
-        return answer.iter_raw() if is_compressed else answer.iter_bytes()
-
-    def _hang_up(self) -> None:
-        self._connection.close()
-        self._chunks, self._rest = None, b""
 
 
 def _find_in_store(url: str, key: str) -> list[RemoteFile]:
     name = shown(url)
-    if "::" in url:
-        raise DataError(f"{key}.path: '{name}': a file inside another one (::) is not read", hint="unpack it first")
     kind = _filesystem_class(url, key)
     try:
         with _as_os_errors(kind):

@@ -85,6 +85,8 @@ def _local_path(name: str, key: str) -> Path | None:
 
 def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
     """The files that a URL names; what can be told from the URL alone is checked before any server is asked."""
+    if "::" in name:
+        raise DataError(f"{key}.path: '{name}': a file inside another one (::) is not read", hint="unpack it first")
     if not any(sign in name for sign in "*?["):
         if not PurePosixPath(name).suffix:
             raise DataError(
