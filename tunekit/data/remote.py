@@ -475,7 +475,8 @@ def _as_os_errors(kind: type) -> Iterator[None]:
 def _unreachable(url: str, error: BaseException, key: str) -> DataError:
     """The server gave no answer; where an earlier copy is here, the hint names it."""
     copies = list(downloads_root().glob(f"{_digest(url)}-*"))
-    hint = "check the URL and the network"
+    log_in = _LOG_IN.get(_login_of(url)) if _protocol(url) not in _WEB else None
+    hint = f"check the URL and the network, or {log_in}" if log_in else "check the URL and the network"
     if copies:
         newest = max(copies, key=lambda copy: copy.stat().st_mtime)
         hint += f"; to use the copy of {datetime.fromtimestamp(newest.stat().st_mtime):%Y-%m-%d}, set {key}={newest}"
