@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def _open_cells(file: File, delimiter: str, spoken: str) -> Table:
     if isinstance(names, Fault):
         raise DataError(f"{file.name}:{header.number}: {names.what}")
     assert isinstance(names, list)
-    doubled = sorted({column for column in names if column and names.count(column) > 1})
+    doubled = sorted(column for column, times in Counter(names).items() if column and times > 1)
     if doubled:
         raise DataError(
             f"{file.name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them"
@@ -331,6 +332,7 @@ _BINARY_STARTS = {
 }
 
 
+_TOO_DEEP = "JSON nested too deeply"
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON counts as white space
 
 
@@ -379,14 +381,31 @@ def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 def _parse(text: str) -> object:
     """One JSON value, or a Fault."""
+    if text.startswith("\ufeff"):
+        return Fault("a byte-order mark (U+FEFF), which may stand only at the start of a file", column=1)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        return Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno)
+        what, position = _broken_json(error)
+        return Fault(what, column=position + 1)
     except RecursionError:
-        return Fault("JSON nested too deeply")
+        return Fault(_TOO_DEEP)
     except ValueError as error:  # a number of more than 4300 digits
         return Fault(f"broken JSON: {_lowered(_first_line(error))}")
+
+
+def _broken_json(error: json.JSONDecodeError) -> tuple[str, int]:
+    """What is wrong with a text, and at which of its characters.
+
+    From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
+    """
+    text, position = error.doc, error.pos
+    comma = position if error.msg.startswith("Illegal trailing comma") else len(text[:position].rstrip()) - 1
+    if error.msg.startswith(("Illegal trailing comma", "Expecting value", "Expecting property name")):
+        behind = _skip_space(text, comma + 1)
+        if text[comma : comma + 1] == "," and text[behind : behind + 1] in ("]", "}"):
+            return f"broken JSON: a comma before the closing {text[behind]}", comma
+    return f"broken JSON: {_lowered(error.msg)}", position
 
 
 def _list_items(text: str, start: int) -> Iterator[Record]:
@@ -406,9 +425,14 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         try:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            yield Record(error.lineno, Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno, ends=True))
+            what, at = _broken_json(error)
+            column = at - text.rfind("\n", 0, at)
+            yield Record(text.count("\n", 0, at) + 1, Fault(what, column=column, ends=True))
             return
-        except (RecursionError, ValueError) as error:
+        except RecursionError:
+            yield Record(line, Fault(_TOO_DEEP, ends=True))
+            return
+        except ValueError as error:
             yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}", ends=True))
             return
         yield Record(line, value)

@@ -195,10 +195,11 @@ class _Reader:
                     self._cut_short |= record.value.ends
                     raise BadRow(record.value.what)
                 row = self._row(record.value, format)
-            except BadRow as error:
+            except (BadRow, RecursionError) as error:
+                # JSON in a string of the row, or what was read just within the limit, may be too deep to be written.
                 self._num_bad += 1
                 if len(self._bad) < max(_FAULTS_SHOWN, self._max_bad_rows):
-                    self._bad.append(Skipped(where, str(error)))
+                    self._bad.append(Skipped(where, str(error) if isinstance(error, BadRow) else "nested too deeply"))
                 continue
             self._store.append(row)
             self._numbers.append(record.number)

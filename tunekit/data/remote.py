@@ -126,7 +126,7 @@ class WebFile:
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
-        """The file, read as it comes. A seek asks the server for the rest from there."""
+        """The file, read as it comes; from a seek on, block by block."""
         return cast(BinaryIO, io.BufferedReader(_WebReader(self), _BUFFER_BYTES))
 
     def save(self, path: Path) -> None:
@@ -210,7 +210,7 @@ def fetch(file: RemoteFile, *, key: str) -> Path:
         num_bytes = draft.stat().st_size
         if file.size_bytes is not None and num_bytes != file.size_bytes:
             raise OSError(f"{num_bytes:,} of {file.size_bytes:,} bytes came")
-        draft.rename(copy)
+        draft.replace(copy)
     except OSError as error:
         raise DataError(f"{key}.path: '{file.name}' cannot be fetched to {root}: {_said(error)}") from error
     finally:
