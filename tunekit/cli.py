@@ -6,17 +6,31 @@ Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tunekit.errors import TunekitError
 
 if TYPE_CHECKING:
     from tunekit.recipe.schema import Recipe
 
+
+class Commands(TyperGroup):
+    """Commands by name; a name may be two words, so that `data cache` stands beside `data RECIPE`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that the arguments begin with, and the other arguments."""
+        two_words = " ".join(args[:2])
+        if two_words in self.commands:
+            return two_words, self.commands[two_words], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="tunekit",
+    cls=Commands,
     help="Fine-tune and align open-weight language models: a short recipe, a plan with reasons, a run you can trust.",
     no_args_is_help=True,
     add_completion=False,
@@ -139,6 +153,30 @@ def data(
     for note in notes:
         console.print(f"note: {note}")
     console.print(*data_report_parts(report, console), sep="\n")
+
+
+@app.command("data cache", rich_help_panel=TRAIN)
+def data_cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove all of it. Runs keep the rows that they have.")
+    ] = False,
+) -> None:
+    """Show what is kept of prepared rows and fetched files, or remove it.
+
+    A recipe that is called cache is looked at with `tunekit data ./cache`.
+    """
+    from tunekit.data import cache, remote
+    from tunekit.display import make_console
+    from tunekit.display_data import cache_table
+
+    if clear:
+        print(f"{cache.clear() + remote.clear_downloads():,} bytes freed")
+        return
+    entries, downloads = cache.list_entries(), remote.list_downloads()
+    if not entries and not downloads:
+        print(f"nothing is kept in {cache.cache_root().parent}")
+        return
+    make_console().print(cache_table(entries, downloads))
 
 
 @app.command(rich_help_panel=RECIPES)

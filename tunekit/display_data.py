@@ -1,15 +1,20 @@
-"""What people see of data before it is trained on, drawn by rich.
+"""What people see of data before it is trained on, and of what is kept of it, drawn by rich.
 
 Tokens that count in the loss are green and the others dim; where there is no colour they stand between ⟦ and ⟧.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tunekit.data.cache import Entry
+from tunekit.data.formats import counted
 from tunekit.data.report import DataReport, Piece, Sample, SourceReport, visible
+from tunekit.planner.plan import gib
 
 BAR_WIDTH = 40
 """Columns of a histogram's longest bar."""
@@ -68,6 +73,38 @@ def _append(text: Text, pieces: Iterable[Piece], *, in_colour: bool) -> None:
         text.append(visible(piece.text), style=f"bold {style}" if piece.special else style)
     if trained and not in_colour:
         text.append("⟧")
+
+
+def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> RenderableType:
+    """Prepared rows, the largest first, files fetched from other machines, and the disk space of all.
+
+    Args:
+        entries: Sets of prepared rows.
+        downloads: Copies of files.
+    """
+    table = Table("source", "holds", box=None, padding=(0, 3, 0, 0))
+    for title in ("sequences", "tokens", "size", "age"):
+        table.add_column(title, justify="right")
+    for entry in entries:
+        counts = (f"{entry.account[name]:,}" for name in ("num_sequences", "num_tokens"))
+        holds = "tokens of a source" if entry.kind == "tokens" else "what is trained on"
+        table.add_row(Text(entry.source), holds, *counts, gib(entry.size_bytes), _age(entry.path))
+    num_download_bytes = sum(file.stat().st_size for file in downloads)
+    if downloads:
+        newest = max(downloads, key=lambda file: file.stat().st_mtime)
+        table.add_row(counted(len(downloads), "fetched file"), "", "", "", gib(num_download_bytes), _age(newest))
+    total = gib(num_download_bytes + sum(entry.size_bytes for entry in entries))
+    table.add_row("total", "", "", "", total, "", style="bold")
+    return table
+
+
+def _age(path: Path) -> str:
+    """How long ago something was made: `3 days`."""
+    seconds = max(0.0, time.time() - path.stat().st_mtime)
+    for noun, unit_seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= unit_seconds:
+            return counted(int(seconds // unit_seconds), noun)
+    return "now"
 
 
 def _heading(title: str, explanation: str = "") -> Text:

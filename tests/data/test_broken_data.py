@@ -49,6 +49,47 @@ CASES = {
         "chats.jsonl:1: one JSON value spreads over several lines, but a .jsonl file holds one object per line; "
         "put each object on one line, or make it a JSON list in a .json file",
     ),
+    "json_line_cut_short": (
+        "chats.jsonl",
+        f"{GOOD}\n{GOOD[:30]}",
+        "chats.jsonl:2:29: broken JSON: unterminated string starting at",
+    ),
+    "json_line_with_a_trailing_comma": (
+        "notes.jsonl",
+        '{"text":"a"},\n{"text":"b",}\n{"text":["a",]}',
+        "notes.jsonl:1:13: broken JSON: extra data\n"
+        "notes.jsonl:2:12: broken JSON: a comma before the closing }\n"
+        "notes.jsonl:3:13: broken JSON: a comma before the closing ]",
+    ),
+    "two_objects_on_a_line": (
+        "notes.jsonl",
+        '{"text":"a"}{"text":"b"}',
+        "notes.jsonl:1:13: broken JSON: extra data",
+    ),
+    "byte_order_mark_inside": (
+        "notes.jsonl",
+        '\ufeff{"text":"a"}\n\ufeff{"text":"b"}\n',
+        "notes.jsonl:2:1: a byte-order mark (U+FEFF), which may stand only at the start of a file",
+    ),
+    "json_list_with_a_trailing_comma": (
+        "notes.json",
+        '[{"text":"a"},\n{"text":"b"},\n]',
+        "notes.json:2:13: broken JSON: a comma before the closing ]",
+    ),
+    "json_list_of_lists": (
+        "chats.json",
+        f"[[{TURN}],\n[{TURN}]]",
+        "chats.json:1: a row must be an object, got a list\nchats.json:2: a row must be an object, got a list",
+    ),
+    "rows_of_several_kinds": (
+        "notes.jsonl",
+        '{"text":"a"}\n{"text":["a"]}\n{"text":{"a":1}}\n{"text":null}\n{"text":true}\n{"text":1.5}',
+        "notes.jsonl:2: text must be a string, got a list\n"
+        "notes.jsonl:3: text must be a string, got an object\n"
+        "notes.jsonl:4: text must be a string, got null\n"
+        "notes.jsonl:5: text must be a string, got the boolean true\n"
+        "notes.jsonl:6: text must be a string, got the number 1.5",
+    ),
     "json_list_with_a_missing_comma": (
         "chats.json",
         f"[\n {GOOD}\n {GOOD}\n]",
@@ -260,6 +301,11 @@ CASES = {
         "chats.jsonl:1: messages must be a list of {role, content}, got a string; "
         "conversations belong in .jsonl or .parquet, where a column can hold a list",
     ),
+    "messages_in_a_list_too_many": (
+        "chats.jsonl",
+        messages(f"[{TURN}]"),
+        "chats.jsonl:1: messages[0] must be an object {role, content}, got a list",
+    ),
     "no_messages": ("chats.jsonl", messages(), "chats.jsonl:1: messages is empty"),
     "message_no_object": (
         "chats.jsonl",
@@ -374,6 +420,26 @@ CASES = {
         'prompt,completion\n"a"b,c\n',
         "qa.csv:2: broken CSV: ',' expected after '\"'",
     ),
+    "csv_in_single_quotes": (
+        "qa.csv",
+        "prompt,completion\n'a, b',c\n",
+        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes",
+    ),
+    "csv_quotes_escaped_by_backslashes": (
+        "qa.csv",
+        'prompt,completion\n"say \\"a\\"",b\n',
+        "qa.csv:2: broken CSV: ',' expected after '\"'",
+    ),
+    "csv_header_with_a_trailing_comma": (
+        "qa.csv",
+        "prompt,completion,\na,b\n",
+        "qa.csv:2: 2 cells, but the header has 3",
+    ),
+    "csv_row_with_a_trailing_comma": (
+        "qa.csv",
+        "prompt,completion\na,b,\n",
+        "qa.csv:2: 3 cells, but the header has 2; a cell that holds a comma must stand in quotes",
+    ),
     "csv_header_twice": (
         "qa.csv",
         "prompt,completion,prompt\na,b,c\n",
@@ -400,6 +466,11 @@ CASES = {
         "tale.txt",
         b"one\ntwo caf\xe9s\n",
         "tale.txt:2: not UTF-8 (byte 0xe9 at position 8); save the file as UTF-8",
+    ),
+    "utf8_cut_in_a_character": (
+        "tale.txt",
+        "one\ntwo café".encode()[:-1],
+        "tale.txt:2: not UTF-8 (byte 0xc3 at position 8); save the file as UTF-8",
     ),
     "utf16": (
         "chats.jsonl",
@@ -465,6 +536,10 @@ CASES = {
         "qa.csv:1: the columns are separated by tabs; give the file the suffix .tsv",
     ),
 }
+
+
+def test_ninety_kinds_of_broken_files_have_a_message_of_their_own():
+    assert len({message for _, _, message in CASES.values()}) >= 90
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,12 +1,17 @@
 """What a user is told when the hub says no: a small server on this machine answers as the hub does."""
 
-import threading
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
+from tests.data import servers
+from tests.data.servers import serving
 from tunekit.data.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection, DataSource
@@ -34,16 +39,10 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    yield address
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Hub) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield address
 
 
 @pytest.mark.parametrize(
@@ -76,3 +75,71 @@ def test_a_refusal_of_the_hub_is_one_clear_line(hub, source, message, tmp_path, 
     with pytest.raises(DataError) as caught:
         load_data(DataSection(train=DataSource(**source)))
     assert str(caught.value) == message.replace("HUB", hub)
+
+
+LOAD = """
+import json, sys
+from tunekit.data import hub
+from tunekit.data.load import load_data
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection, DataSource
+answers = []
+for source in json.load(sys.stdin):
+    streaming = source.pop("streaming", False)
+    try:
+        if streaming:
+            opened = hub.open_hub(DataSource(**source), key="data.train", default_split="train", streaming=True)
+            records = list(opened.read(opened.columns))
+            answers.append([len(records), records[-1].number, records[-1].value["text"]])
+        else:
+            eval = {"eval": source} if source.pop("eval", False) else {}
+            data = load_data(DataSection(train=source, **eval))
+            rows = data.eval or data.train
+            answers.append([len(rows), rows.place(len(rows) - 1), rows.rows[-1]["text"]])
+    except DataError as error:
+        answers.append(str(error))
+print("\\n" + json.dumps(answers))
+"""
+CHATS = {"path": "org/chats", "name": "en"}
+CANNOT = "data.train: the hub dataset 'org/chats' cannot be loaded: "
+ASKED = [
+    (CHATS, [100, "org/chats row 100", "new 99"]),
+    ({**CHATS, "split": "train[:5%]"}, [5, "org/chats row 5", "new 4"]),
+    ({**CHATS, "split": "train[95:]+test"}, [15, "org/chats row 15", "test 9"]),
+    ({**CHATS, "revision": "v1"}, [50, "org/chats row 50", "old 49"]),
+    ({**CHATS, "name": "de"}, [7, "org/chats row 7", "neu 6"]),
+    ({**CHATS, "eval": True}, [10, "org/chats row 10", "test 9"]),
+    (
+        {"path": "org/chats"},
+        CANNOT + "Config name is missing. Please pick one among the available configs: ['en', 'de'] Example of usage: "
+        "`load_dataset('org/chats', 'en')`",
+    ),
+    ({**CHATS, "split": "dev"}, CANNOT + "Unknown split \"dev\". Should be one of ['train', 'test']."),
+    ({**CHATS, "revision": "v9"}, "data.train.revision: the hub dataset 'org/chats' has no revision 'v9'"),
+    ({**CHATS, "streaming": True}, [100, 100, "new 99"]),
+    ({**CHATS, "streaming": True, "revision": "v1", "split": "test"}, [10, 10, "test 9"]),
+    (
+        {**CHATS, "streaming": True, "split": "train[:5%]"},
+        "data.train.split: 'train[:5%]' is a part of a split, and a stream cannot be cut before it has come; name the "
+        "whole split, 'train', or do not stream it",
+    ),
+    ({"path": "hf://datasets/org/chats/en/test.jsonl"}, [10, "hf://datasets/org/chats/en/test.jsonl:10", "test 9"]),
+    (
+        {"path": "hf://datasets/org/chats@v1/en/t*n.jsonl"},
+        [50, "hf://datasets/org/chats@v1/en/train.jsonl:50", "old 49"],
+    ),
+    (
+        {"path": "hf://datasets/org/chats/en/none.jsonl"},
+        "data.train.path: there is no 'hf://datasets/org/chats/en/none.jsonl'; check the URL",
+    ),
+]
+
+
+def test_datasets_and_files_of_the_hub_are_read_as_the_source_says(tmp_path):
+    with serving(servers.Hub) as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+        sources = json.dumps([source for source, _ in ASKED])
+        command = [sys.executable, "-c", LOAD]
+        done = subprocess.run(command, env=environment, input=sources, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [answer for _, answer in ASKED]

@@ -1,4 +1,4 @@
-"""Local files as numbered records: JSON lines, JSON lists, CSV, TSV, Parquet, Arrow and plain text.
+"""Files as numbered records: JSON lines, JSON lists, CSV, TSV, Parquet, Arrow and plain text.
 
 Every reader gives each record the line where it starts in the file, as an editor counts lines, so that a bad row
 can be found. Records are read one at a time and checked here for syntax only; `formats` judges what they say.
@@ -12,14 +12,47 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from tunekit.data.formats import counted, listed
 from tunekit.errors import DataError
+
+
+class File(Protocol):
+    """A file of rows, on this machine or another one."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def suffix(self) -> str:
+        """What its own name ends in, one of `SUFFIXES`."""
+
+    def open(self) -> BinaryIO:
+        """Its bytes from the start."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine, and its name in messages."""
+
+    path: Path
+    name: str
+
+    @property
+    def suffix(self) -> str:
+        """What its own name ends in, one of `SUFFIXES`."""
+        return suffix_of(self.path.name)
+
+    def open(self) -> BinaryIO:
+        """Its bytes from the start."""
+        return self.path.open("rb")
 
 
 @dataclass(frozen=True)
@@ -60,17 +93,17 @@ class Table:
     unit: Literal["line", "row"] = "line"
 
 
-def open_jsonl(path: Path, name: str) -> Table:
+def open_jsonl(file: File) -> Table:
     """JSON lines: one object per line; blank lines are allowed."""
 
     def read(_: Sequence[str]) -> Iterator[Record]:
-        for number, line in _lines(path, name):
+        for number, line in _lines(file):
             if not line.strip():
                 continue
             value = _parse(line.removesuffix("\n"))
             if isinstance(value, Fault) and line.strip() in ("[", "{"):
                 raise DataError(
-                    f"{name}:{number}: one JSON value spreads over several lines, "
+                    f"{file.name}:{number}: one JSON value spreads over several lines, "
                     "but a .jsonl file holds one object per line",
                     hint="put each object on one line, or make it a JSON list in a .json file",
                 )
@@ -79,15 +112,15 @@ def open_jsonl(path: Path, name: str) -> Table:
     return Table(columns=None, read=read)
 
 
-def open_json(path: Path, name: str) -> Table:
+def open_json(file: File) -> Table:
     """A JSON list of objects, or JSON lines under the wrong suffix."""
-    text = "".join(line for _, line in _lines(path, name))
+    text = "".join(line for _, line in _lines(file))
     start = _skip_space(text, 0)
     if text[start : start + 1] == "{":
         first_line = text[start:].split("\n", 1)[0]
         if isinstance(_parse(first_line), dict):
-            return open_jsonl(path, name)
-        _refuse_single_object(text, name)
+            return open_jsonl(file)
+        _refuse_single_object(text, file.name)
 
     def read(_: Sequence[str]) -> Iterator[Record]:
         yield from _list_items(text, start)
@@ -95,34 +128,36 @@ def open_json(path: Path, name: str) -> Table:
     return Table(columns=None, read=read)
 
 
-def open_csv(path: Path, name: str) -> Table:
+def open_csv(file: File) -> Table:
     """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
-    return _open_cells(path, name, ",", "comma")
+    return _open_cells(file, ",", "comma")
 
 
-def open_tsv(path: Path, name: str) -> Table:
+def open_tsv(file: File) -> Table:
     """Tab-separated values with a header; cells in quotes may hold tabs and line breaks."""
-    return _open_cells(path, name, "\t", "tab")
+    return _open_cells(file, "\t", "tab")
 
 
-def _open_cells(path: Path, name: str, delimiter: str, spoken: str) -> Table:
-    header = next(_csv_records(path, name, delimiter), None)
+def _open_cells(file: File, delimiter: str, spoken: str) -> Table:
+    header = next(_csv_records(file, delimiter), None)
     if header is None:
-        raise DataError(f"{name}: there are no rows in it")
+        raise DataError(f"{file.name}: there are no rows in it")
     names = header.value
     if isinstance(names, Fault):
-        raise DataError(f"{name}:{header.number}: {names.what}")
+        raise DataError(f"{file.name}:{header.number}: {names.what}")
     assert isinstance(names, list)
-    doubled = sorted({column for column in names if column and names.count(column) > 1})
+    doubled = sorted(column for column, times in Counter(names).items() if column and times > 1)
     if doubled:
-        raise DataError(f"{name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them")
+        raise DataError(
+            f"{file.name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them"
+        )
     others = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
     for mark, meaning, advice in others:
         if len(names) == 1 and mark in names[0]:
-            raise DataError(f"{name}:{header.number}: the columns are separated by {meaning}", hint=advice)
+            raise DataError(f"{file.name}:{header.number}: the columns are separated by {meaning}", hint=advice)
 
     def read(_: Sequence[str]) -> Iterator[Record]:
-        records = _csv_records(path, name, delimiter)
+        records = _csv_records(file, delimiter)
         next(records)
         for record in records:
             cells = record.value
@@ -138,67 +173,74 @@ def _open_cells(path: Path, name: str, delimiter: str, spoken: str) -> Table:
     return Table(columns=tuple(names), read=read)
 
 
-def open_parquet(path: Path, name: str) -> Table:
+def open_parquet(file: File) -> Table:
     """A Parquet file; only the wanted columns are read."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
-        columns = tuple(pq.ParquetFile(path).schema_arrow.names)
+        columns = tuple(pq.ParquetFile(file.open()).schema_arrow.names)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{name}: not a Parquet file ({_first_line(error)})") from error
+        raise DataError(f"{file.name}: not a Parquet file ({_first_line(error)})") from error
+    except OSError as error:
+        raise DataError(f"{file.name}: the file cannot be read ({_first_line(error)})") from error
 
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         number = 0
         try:
-            for batch in pq.ParquetFile(path).iter_batches(batch_size=1000, columns=list(wanted)):
+            for batch in pq.ParquetFile(file.open()).iter_batches(batch_size=1000, columns=list(wanted)):
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, without_nested_nulls(value))
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{name} row {number + 1}: the Parquet file is damaged ({_first_line(error)})") from error
+            raise DataError(
+                f"{file.name} row {number + 1}: the Parquet file cannot be read to its end ({_first_line(error)})"
+            ) from error
 
     return Table(columns=columns, read=read, unit="row")
 
 
-def open_arrow(path: Path, name: str) -> Table:
+def open_arrow(file: File) -> Table:
     """An Arrow file or stream (IPC), also called Feather; only the wanted columns are read."""
     import pyarrow as pa
 
     try:
-        columns = tuple(next(_arrow_batches(path)).schema.names)
+        columns = tuple(next(_arrow_batches(file)).schema.names)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{name}: not an Arrow file ({_first_line(error)})") from error
+        raise DataError(f"{file.name}: not an Arrow file ({_first_line(error)})") from error
     except StopIteration:
-        raise DataError(f"{name}: there are no rows in it") from None
+        raise DataError(f"{file.name}: there are no rows in it") from None
 
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         number = 0
         try:
-            for batch in _arrow_batches(path):
+            for batch in _arrow_batches(file):
                 chosen = batch.select(list(wanted))
                 for start in range(0, len(chosen), 1000):
                     for value in chosen.slice(start, 1000).to_pylist():
                         number += 1
                         yield Record(number, without_nested_nulls(value))
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{name} row {number + 1}: the Arrow file is damaged ({_first_line(error)})") from error
+            raise DataError(
+                f"{file.name} row {number + 1}: the Arrow file is damaged ({_first_line(error)})"
+            ) from error
 
     return Table(columns=columns, read=read, unit="row")
 
 
-def _arrow_batches(path: Path) -> Iterator[Any]:
+def _arrow_batches(file: File) -> Iterator[Any]:
     """The batches of an Arrow file, or of a stream, which begins without the name of the format."""
     import pyarrow as pa
 
-    with pa.memory_map(str(path)) as file:
-        if file.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(file)
+    assert isinstance(file, LocalFile)  # on another machine it would not be mapped but read whole; it is fetched
+    with pa.memory_map(str(file.path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(mapped)
             for i in range(reader.num_record_batches):
                 yield reader.get_batch(i)
         else:
-            file.seek(0)
-            yield from pa.ipc.open_stream(file)
+            mapped.seek(0)
+            yield from pa.ipc.open_stream(mapped)
 
 
 def without_nested_nulls(value: Any) -> Any:
@@ -216,7 +258,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def open_text(path: Path, name: str) -> Table:
+def open_text(file: File) -> Table:
     """Plain text: documents parted by two or more blank lines; a single blank line only ends a paragraph.
 
     A text without such a gap is one document. To train on every line by itself, or on documents that hold gaps,
@@ -226,7 +268,7 @@ def open_text(path: Path, name: str) -> Table:
     def read(_: Sequence[str]) -> Iterator[Record]:
         held: list[str] = []
         start = num_blank = 0
-        for number, line in _lines(path, name):
+        for number, line in _lines(file):
             if not line.strip():
                 num_blank += 1
                 continue
@@ -243,7 +285,7 @@ def open_text(path: Path, name: str) -> Table:
     return Table(columns=("text",), read=read)
 
 
-OPENERS: dict[str, Callable[[Path, str], Table]] = {
+OPENERS: dict[str, Callable[[File], Table]] = {
     ".jsonl": open_jsonl,
     ".json": open_json,
     ".csv": open_csv,
@@ -262,11 +304,20 @@ SUFFIXES = (*OPENERS, *(kind + ending for ending in _COMPRESSIONS for kind in _C
 """Every suffix of a file that is read."""
 
 
+STREAMED = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
+"""Kinds that are read from another machine as they come."""
+
+
 def kind_of(name: str) -> str | None:
     """The kind of a file by its name (`.jsonl` for `chats.jsonl.gz`), or None if it is not read."""
+    suffix = suffix_of(name)
+    return "." + suffix.split(".")[1] if suffix else None
+
+
+def suffix_of(name: str) -> str:
+    """What the name of a file ends in (`.jsonl.gz` for `chats.jsonl.gz`); empty if it is not read."""
     lowered = name.lower()
-    suffix = next((suffix for suffix in SUFFIXES if lowered.endswith(suffix)), None)
-    return None if suffix is None else "." + suffix.split(".")[1]
+    return next((suffix for suffix in SUFFIXES if lowered.endswith(suffix)), "")
 
 
 _BINARY_STARTS = {
@@ -281,43 +332,44 @@ _BINARY_STARTS = {
 }
 
 
+_TOO_DEEP = "JSON nested too deeply"
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON counts as white space
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[int, str]]:
+def _lines(file: File) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file with their numbers; a byte-order mark and carriage returns are taken off.
 
     Lines end at line feeds only: `str.splitlines` would also split at characters that may stand in a JSON string.
     """
-    with _open(path) as file:
-        for number, raw in enumerate(_raw_lines(file, name), start=1):
+    with _open(file) as opened:
+        for number, raw in enumerate(_raw_lines(opened, file.name), start=1):
             if number == 1:
                 for start, (kind, advice) in _BINARY_STARTS.items():
                     if raw.startswith(start):
-                        raise DataError(f"{name}: the file is {kind}, not UTF-8 text", hint=advice)
+                        raise DataError(f"{file.name}: the file is {kind}, not UTF-8 text", hint=advice)
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if b"\0" in raw:
                 raise DataError(
-                    f"{name}:{number}:{raw.index(0) + 1}: a NUL byte, which no text holds",
+                    f"{file.name}:{number}:{raw.index(0) + 1}: a NUL byte, which no text holds",
                     hint="is this a binary file, or text in another encoding than UTF-8?",
                 )
             try:
                 line = raw.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
+                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
                     hint="save the file as UTF-8",
                 ) from error
             yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
-def _open(path: Path) -> BinaryIO:
-    compression = _COMPRESSIONS.get(path.suffix.lower())
+def _open(file: File) -> BinaryIO:
+    compression = next((_COMPRESSIONS[ending] for ending in _COMPRESSIONS if file.suffix.endswith(ending)), None)
     if compression is None:
-        return path.open("rb")
+        return file.open()
     import pyarrow as pa
 
-    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression=compression)))
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(file.open(), compression=compression)))
 
 
 def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -329,14 +381,31 @@ def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 def _parse(text: str) -> object:
     """One JSON value, or a Fault."""
+    if text.startswith("\ufeff"):
+        return Fault("a byte-order mark (U+FEFF), which may stand only at the start of a file", column=1)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        return Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno)
+        what, position = _broken_json(error)
+        return Fault(what, column=position + 1)
     except RecursionError:
-        return Fault("JSON nested too deeply")
+        return Fault(_TOO_DEEP)
     except ValueError as error:  # a number of more than 4300 digits
         return Fault(f"broken JSON: {_lowered(_first_line(error))}")
+
+
+def _broken_json(error: json.JSONDecodeError) -> tuple[str, int]:
+    """What is wrong with a text, and at which of its characters.
+
+    From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
+    """
+    text, position = error.doc, error.pos
+    comma = position if error.msg.startswith("Illegal trailing comma") else len(text[:position].rstrip()) - 1
+    if error.msg.startswith(("Illegal trailing comma", "Expecting value", "Expecting property name")):
+        behind = _skip_space(text, comma + 1)
+        if text[comma : comma + 1] == "," and text[behind : behind + 1] in ("]", "}"):
+            return f"broken JSON: a comma before the closing {text[behind]}", comma
+    return f"broken JSON: {_lowered(error.msg)}", position
 
 
 def _list_items(text: str, start: int) -> Iterator[Record]:
@@ -356,9 +425,14 @@ def _list_items(text: str, start: int) -> Iterator[Record]:
         try:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            yield Record(error.lineno, Fault(f"broken JSON: {_lowered(error.msg)}", column=error.colno, ends=True))
+            what, at = _broken_json(error)
+            column = at - text.rfind("\n", 0, at)
+            yield Record(text.count("\n", 0, at) + 1, Fault(what, column=column, ends=True))
             return
-        except (RecursionError, ValueError) as error:
+        except RecursionError:
+            yield Record(line, Fault(_TOO_DEEP, ends=True))
+            return
+        except ValueError as error:
             yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}", ends=True))
             return
         yield Record(line, value)
@@ -391,9 +465,9 @@ def _refuse_single_object(text: str, name: str) -> None:
     raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
 
 
-def _csv_records(path: Path, name: str, delimiter: str) -> Iterator[Record]:
+def _csv_records(file: File, delimiter: str) -> Iterator[Record]:
     """The rows of a CSV or TSV file as lists of cells, each with the line where it starts; blank lines are left out."""
-    reader = csv.reader((line for _, line in _lines(path, name)), delimiter=delimiter, strict=True)
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
     while True:
         start = reader.line_num + 1
         try:

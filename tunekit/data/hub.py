@@ -26,29 +26,39 @@ EVAL_SPLITS = ("validation", "test", "eval")
 _TIMEOUT_SECONDS = 5.0
 
 
-def open_hub(source: DataSource, *, key: str, default_split: Literal["train", "eval"]) -> Table:
+def open_hub(
+    source: DataSource, *, key: str, default_split: Literal["train", "eval"], streaming: bool = False
+) -> Table:
     """Download (or find in the cache) a dataset of the hub.
 
     Args:
         source: The dataset's name, configuration, split and revision.
         key: The recipe's key of the source, for messages.
         default_split: What is wanted where the source names no split.
+        streaming: Read the rows as they come instead of downloading all of them first.
 
     Raises:
         DataError: No such dataset, configuration or split; no access; or no network.
     """
     import datasets
 
+    if streaming and source.split is not None and "[" in source.split:
+        raise DataError(
+            f"{key}.split: '{source.split}' is a part of a split, and a stream cannot be cut before it has come",
+            hint=f"name the whole split, '{source.split.partition('[')[0]}', or do not stream it",
+        )
     _ask_hub(source, key)
     try:
         split = source.split or ("train" if default_split == "train" else _eval_split(source, key))
-        dataset = datasets.load_dataset(source.path, name=source.name, split=split, revision=source.revision)
+        dataset = datasets.load_dataset(
+            source.path, name=source.name, split=split, revision=source.revision, streaming=streaming
+        )
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         # `datasets` tells of a wrong configuration or split by a ValueError, of a dataset script by a RuntimeError
         # and of files that are neither in the cache nor to be had by an OSError.
         said = " ".join(str(error).split())
         raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {said}") from error
-    return open_dataset(dataset)
+    return open_stream(dataset, source.path) if streaming else open_dataset(dataset)
 
 
 def open_dataset(dataset: "datasets.Dataset") -> Table:
@@ -60,6 +70,38 @@ def open_dataset(dataset: "datasets.Dataset") -> Table:
             yield Record(number, without_nested_nulls(row))
 
     return Table(columns=tuple(dataset.column_names), read=read, unit="row")
+
+
+def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
+    """A `datasets.IterableDataset` as a table of numbered rows; each reading asks for them anew.
+
+    Args:
+        dataset: The rows.
+        name: What messages call it.
+
+    Raises:
+        DataError: There are no rows, or they stop coming.
+    """
+    import datasets
+
+    def rows(wanted: Sequence[str] | None) -> Iterator[Record]:
+        number = 0
+        try:
+            for number, row in enumerate(dataset.select_columns(list(wanted)) if wanted else dataset, start=1):
+                yield Record(number, without_nested_nulls(row))
+        except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({said})") from error
+
+    # Only some datasets say their columns before the first row has come.
+    columns: Sequence[str] | None = dataset.column_names
+    if columns is None:
+        first = next(rows(None), None)
+        if first is None:
+            raise DataError(f"{name}: there are no rows in it")
+        assert isinstance(first.value, dict)
+        columns = list(first.value)
+    return Table(columns=tuple(columns), read=rows, unit="row")
 
 
 def _ask_hub(source: DataSource, key: str) -> None:

@@ -30,6 +30,7 @@ from tunekit.data.formats import (
 )
 from tunekit.data.holdout import hold_out
 from tunekit.data.learner import Learner
+from tunekit.data.remote import shown
 from tunekit.data.row_function import LeftOut, converted
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
@@ -142,12 +143,12 @@ def load_rows(
         RecipeError: There is no such function.
     """
     files = find_files(source, key=key)
-    reader = _Reader(source.path, key, format, columns, max_bad_rows, learner)
+    reader = _Reader(shown(source.path), key, format, columns, max_bad_rows, learner)
     if files is None:
         reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split))
         return reader.rows(num_files=1, is_text=False)
     for file in files.found:
-        reader.read(file.name, OPENERS[files.kind](file.path, file.name))
+        reader.read(file.name, OPENERS[files.kind](file))
     rows = reader.rows(num_files=len(files.found), is_text=files.kind == ".txt")
     return replace(rows, notes=rows.notes + files.notes)
 
@@ -225,10 +226,11 @@ class _Reader:
                     self._cut_short |= record.value.ends
                     raise BadRow(record.value.what)
                 row = self._row(record.value, format)
-            except BadRow as error:
+            except (BadRow, RecursionError) as error:
+                # JSON in a string of the row, or what was read just within the limit, may be too deep to be written.
                 self._num_bad += 1
                 if len(self._bad) < max(_FAULTS_SHOWN, self._max_bad_rows):
-                    self._bad.append(Skipped(where, str(error)))
+                    self._bad.append(Skipped(where, str(error) if isinstance(error, BadRow) else "nested too deeply"))
                 continue
             self._store.append(row)
             self._numbers.append(record.number)

@@ -1,28 +1,25 @@
-"""Which files a source names: one, all of a folder, or those that fit a pattern; or none, but a dataset of the hub."""
+"""Which files a source names: one, all of a folder, or those that fit a pattern; or none, but a dataset of the hub.
+
+Files on other machines (`remote`) are fetched here, or left where they are to be read as they come.
+"""
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from tunekit.data import hub
-from tunekit.data.files import OPENERS, kind_of
+from tunekit.data.files import OPENERS, STREAMED, File, LocalFile, kind_of
 from tunekit.data.formats import listed
+from tunekit.data.remote import fetch, find_remote, is_url, shown
 from tunekit.errors import DataError
 from tunekit.recipe.library import find_example
 from tunekit.recipe.schema import DataSource
 
 EXAMPLE_PREFIX = "example:"
 """Marks a file that ships with tunekit."""
-
-
-@dataclass(frozen=True)
-class File:
-    """A file, and its name in messages."""
-
-    path: Path
-    name: str
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,24 @@ class Files:
     notes: tuple[str, ...] = ()
 
 
-def find_files(source: DataSource, *, key: str) -> Files | None:
+def find_files(source: DataSource, *, key: str, streaming: bool = False) -> Files | None:
     """The files that a source names, or None if it names a dataset of the hub.
 
+    Args:
+        source: The source as the recipe gives it.
+        key: The recipe's key of the source, for messages.
+        streaming: Leave files on other machines where they are, to be read as they come, instead of fetching them.
+
     Raises:
-        DataError: It names a file that is not there, files of several kinds, or a kind of file that is not read.
+        DataError: It names a file that is not there, files of several kinds, or a kind of file that is not read; or
+            a file on another machine cannot be had.
+        DependencyError: The package that speaks the protocol of a URL is not installed.
     """
     name = source.path
-    path = Path(name).expanduser()
+    path = _local_path(name, key)
+    if path is None:
+        _refuse_hub_parts(source, key, f"'{shown(name)}' is a URL")
+        return _remote(name, shown(name), key, streaming=streaming)
     if name.startswith(EXAMPLE_PREFIX):
         files = _one(find_example(name.removeprefix(EXAMPLE_PREFIX)), name, key)
     elif path.is_dir():
@@ -52,15 +59,56 @@ def find_files(source: DataSource, *, key: str) -> Files | None:
         return None
     else:
         files = _one(path, name, key)
-    for part, given in (("name", source.name), ("split", source.split), ("revision", source.revision)):
-        if given is not None:
-            kind = "a file" if files.found[0].name == name else "read from files"
-            raise DataError(f"{key}.{part}: only a hub dataset has one, and '{name}' is {kind}", hint="leave it out")
+    _refuse_hub_parts(source, key, f"'{name}' is {'a file' if files.found[0].name == name else 'read from files'}")
     return files
 
 
+def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
+    for part, given in (("name", source.name), ("split", source.split), ("revision", source.revision)):
+        if given is not None:
+            raise DataError(f"{key}.{part}: only a hub dataset has one, and {why}", hint="leave it out")
+
+
+def _local_path(name: str, key: str) -> Path | None:
+    """Where a source would lie on this machine; None for a URL of another one."""
+    if not is_url(name):
+        return Path(name).expanduser()
+    protocol, _, rest = name.partition("://")
+    if protocol != "file":
+        return None
+    if not rest.startswith("/"):
+        raise DataError(
+            f"{key}.path: '{name}' names no file from the root on", hint="write file:///..., or the path alone"
+        )
+    return Path(unquote(rest))
+
+
+def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
+    """The files that a URL names; what can be told from the URL alone is checked before any server is asked."""
+    if "::" in name:
+        raise DataError(f"{key}.path: '{name}': a file inside another one (::) is not read", hint="unpack it first")
+    if not any(sign in name for sign in "*?["):
+        if not PurePosixPath(name).suffix:
+            raise DataError(
+                f"{key}.path: '{name}': the URL does not end in the suffix of a file",
+                hint=f"known are {_KINDS}; where they can be listed, the files of a folder are named by a pattern: "
+                f"'{name.rstrip('/')}/*.jsonl'",
+            )
+        _known_kind(name, name, key)
+    found = find_remote(url, key=key)
+    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in found}, f"'{name}' fits", key)
+    if not streaming:
+        return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in found), kind)
+    if kind not in STREAMED:
+        raise DataError(
+            f"{key}.path: '{name}': a {kind} file can only be read whole",
+            hint="convert it to .jsonl or .parquet, or do not stream it",
+        )
+    return Files(tuple(found), kind)
+
+
 def _one(path: Path, name: str, key: str) -> Files:
-    return Files((File(path, name),), kind=_check_file(path, name, key))
+    return Files((LocalFile(path, name),), kind=_check_file(path, name, key))
 
 
 def _in_folder(folder: Path, name: str, key: str) -> Files:
@@ -71,8 +119,8 @@ def _in_folder(folder: Path, name: str, key: str) -> Files:
         raise DataError(f"{key}.path: there is no file to read in the folder '{name}'", hint=f"read are {_KINDS}")
     others = [path.name for path in inside if path not in readable]
     notes = (f"{name}: left aside, as no files of rows: {listed(others)}",) if others else ()
-    files = [File(path, f"{name.rstrip('/')}/{path.name}") for path in readable]
-    return Files(tuple(files), kind=_one_kind(files, f"the folder '{name}' holds", key), notes=notes)
+    files = [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable]
+    return Files(tuple(files), kind=_one_local_kind(files, f"the folder '{name}' holds", key), notes=notes)
 
 
 def _fitting(pattern: Path, name: str, key: str) -> Files:
@@ -82,21 +130,26 @@ def _fitting(pattern: Path, name: str, key: str) -> Files:
     paths = sorted(path for path in map(Path, found) if not path.is_dir())
     if not paths:
         raise DataError(f"{key}.path: no file fits '{name}'")
-    files = [File(path, str(path)) for path in paths]
-    return Files(tuple(files), kind=_one_kind(files, f"'{name}' fits", key))
+    files = [LocalFile(path, str(path)) for path in paths]
+    return Files(tuple(files), kind=_one_local_kind(files, f"'{name}' fits", key))
 
 
-def _one_kind(files: Sequence[File], what: str, key: str) -> str:
+def _one_local_kind(files: Sequence[LocalFile], what: str, key: str) -> str:
     """Check every file, and that all are of one kind."""
-    kinds: dict[str, str] = {}
-    for file in files:
-        kinds.setdefault(_check_file(file.path, file.name, key), file.path.name)
-    if len(kinds) > 1:
+    return _one_kind({file.name: _check_file(file.path, file.name, key) for file in files}, what, key)
+
+
+def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
+    """The kind that all files have."""
+    examples: dict[str, str] = {}
+    for name, kind in kind_by_name.items():
+        examples.setdefault(kind, name.rpartition("/")[2])
+    if len(examples) > 1:
         raise DataError(
-            f"{key}.path: {what} files of several kinds: {listed(kinds.values())}",
-            hint=f"choose one kind with a pattern: '*{next(iter(kinds))}'",
+            f"{key}.path: {what} files of several kinds: {listed(examples.values())}",
+            hint=f"choose one kind with a pattern: '*{next(iter(examples))}'",
         )
-    return next(iter(kinds))
+    return next(iter(examples))
 
 
 def _looks_like_file(name: str) -> bool:
@@ -122,12 +175,7 @@ def _check_file(path: Path, name: str, key: str) -> str:
             f"{key}.path: no file '{name}' in {where}",
             hint=f"did you mean '{path.with_name(near[0])}'?" if near else None,
         )
-    found = kind_of(path.name)
-    if found is None:
-        kind = f"the suffix '{path.suffix}' is not known" if path.suffix else "the file has no suffix"
-        if path.suffix.lower() in (".gz", ".zst"):
-            kind = f"only text is read compressed, and the name does not end in .jsonl{path.suffix} or the like"
-        raise DataError(f"{key}.path: '{name}': {kind}", hint=f"known are {_KINDS}")
+    found = _known_kind(path.name, name, key)
     if not path.is_file():
         raise DataError(f"{key}.path: '{name}' is not a regular file")
     try:
@@ -138,3 +186,15 @@ def _check_file(path: Path, name: str, key: str) -> str:
     if path.stat().st_size == 0:
         raise DataError(f"{key}.path: '{name}' is empty")
     return found
+
+
+def _known_kind(file: str, name: str, key: str) -> str:
+    """The kind of a file that is read, by what it is called."""
+    found = kind_of(file)
+    if found is not None:
+        return found
+    suffix = PurePosixPath(file).suffix
+    kind = f"the suffix '{suffix}' is not known" if suffix else "the file has no suffix"
+    if suffix.lower() in (".gz", ".zst"):
+        kind = f"only text is read compressed, and the name does not end in .jsonl{suffix} or the like"
+    raise DataError(f"{key}.path: '{name}': {kind}", hint=f"known are {_KINDS}")

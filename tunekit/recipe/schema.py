@@ -152,7 +152,8 @@ class DataSource(Section):
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
     """A file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst) relative to the
     working directory, a folder of files of one kind, a pattern (`chats/*.jsonl`), `example:NAME` for a file that ships
-    with tunekit, or a dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new document."""
+    with tunekit, a URL (`https://...`, `s3://...`, `gs://...`, `hf://...`; a pattern where files can be listed), or a
+    dataset's name on the Hugging Face hub. In a .txt file two blank lines begin a new document."""
 
     name: str | None = None
     """Configuration of a hub dataset."""

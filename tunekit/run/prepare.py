@@ -9,6 +9,7 @@ from tunekit.data.load import LoadedData, Rows
 from tunekit.data.measure import report_data
 from tunekit.data.mixture import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
+from tunekit.data.remote import is_url, without_user
 from tunekit.data.report import DataReport
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
@@ -136,6 +137,9 @@ def _absolute_sources(given: Sources) -> Sources:
 
 
 def _absolute_source(source: DataSource) -> DataSource:
+    if is_url(source.path):
+        # What a run writes down is shown to others, so it keeps no password.
+        return source.model_copy(update={"path": without_user(source.path)})
     path = _absolute(source.path)
     if path == source.path and any(sign in path for sign in "*?["):
         path = str(Path(path).resolve())
