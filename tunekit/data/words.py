@@ -80,7 +80,7 @@ _KNOWN = (
     r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
     r" ?[\p{P}\p{S}]+",
     r" ?[\p{P}\p{S}]+[\r\n]*",
-    "[一-龥぀-ゟ゠-ヿ]+",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
 )
 """The alternatives that the patterns of well-known models are made of."""
 
