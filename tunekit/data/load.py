@@ -7,6 +7,7 @@ on.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
@@ -40,6 +41,9 @@ from tunekit.recipe.schema import CompleteSource, DataSection, DataSource, Funct
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 
+HEAD_ROWS = 1000
+"""So many rows of a stream are looked at before training."""
+
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
 
@@ -52,7 +56,7 @@ class LoadedData:
     """The rows of a recipe.
 
     Attributes:
-        train: Rows to train on, a source after the other.
+        train: Rows to train on, a source after the other; the first rows of each where they are streamed.
         eval: Rows to evaluate on.
         notes: What was found and decided on the way, a sentence each.
     """
@@ -78,7 +82,10 @@ def load_data(section: DataSection, learner: Learner | None = None) -> LoadedDat
     Raises:
         DataError: A source cannot be found or read, a row is not valid, or the method does not learn from such rows.
     """
-    train = _load(section.sources, learner, max_bad_rows=section.max_bad_rows, default_split="train")
+    if section.streaming:
+        train = tuple(_head(source, learner, section.max_bad_rows) for source in section.sources)
+    else:
+        train = _load(section.sources, learner, max_bad_rows=section.max_bad_rows, default_split="train")
     notes = [note for rows in train for note in rows.notes]
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
@@ -116,6 +123,15 @@ def _load(
     return tuple(loaded)
 
 
+def _head(source: CompleteSource, learner: Learner | None, max_bad_rows: int) -> Rows:
+    """The first rows of a stream."""
+    head = next(stream_rows(source, learner, max_bad_rows=max_bad_rows, num_rows=HEAD_ROWS), None)
+    if head is None:
+        raise DataError(f"{source.key}: '{shown(source.path)}' has no row to train on")
+    note = f"{head.source}: a stream, of which these are the first rows; the others are read while training"
+    return replace(head, notes=(*head.notes, note))
+
+
 def load_rows(
     source: DataSource,
     learner: Learner | None = None,
@@ -145,12 +161,46 @@ def load_rows(
     files = find_files(source, key=key)
     reader = _Reader(shown(source.path), key, format, columns, max_bad_rows, learner)
     if files is None:
-        reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split))
+        deque(reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split)), maxlen=0)
         return reader.rows(num_files=1, is_text=False)
     for file in files.found:
-        reader.read(file.name, OPENERS[files.kind](file))
+        deque(reader.read(file.name, OPENERS[files.kind](file)), maxlen=0)
     rows = reader.rows(num_files=len(files.found), is_text=files.kind == ".txt")
     return replace(rows, notes=rows.notes + files.notes)
+
+
+def stream_rows(
+    source: CompleteSource, learner: Learner | None = None, *, max_bad_rows: int, num_rows: int
+) -> Iterator[Rows]:
+    """The rows of one source in batches, read as they come and kept nowhere.
+
+    Args:
+        source: The source.
+        learner: The method that is to learn from them; None takes rows of every format.
+        max_bad_rows: So many bad rows are left out; each batch has those so far.
+        num_rows: Rows of a batch.
+
+    Raises:
+        DataError: The source cannot be found or read on, or rows are not valid.
+    """
+    check_mapping(source.columns)
+    reader = _Reader(shown(source.path), source.key, source.format, source.columns, max_bad_rows, learner)
+    for name, table in _tables(source):
+        for _ in reader.read(name, table):
+            if reader.num_held == num_rows:
+                yield replace(reader.take(), loss_on=source.loss_on)
+        rest = reader.take()
+        if len(rest):
+            yield replace(rest, loss_on=source.loss_on)
+
+
+def _tables(source: CompleteSource) -> Iterator[tuple[str, Table]]:
+    files = find_files(source, key=source.key, streaming=True)
+    if files is None:
+        yield source.path, hub.open_hub(source, key=source.key, default_split="train", streaming=True)
+        return
+    for file in files.found:
+        yield file.name, OPENERS[files.kind](file)
 
 
 @dataclass(frozen=True)
@@ -205,8 +255,8 @@ class _Reader:
         self._num_left_out = self._num_weightless = 0
         self._cut_short = False
 
-    def read(self, name: str, table: Table) -> None:
-        """Read all rows of one file."""
+    def read(self, name: str, table: Table) -> Iterator[None]:
+        """Read the rows of one file into the store, and stop after each."""
         if self._function is not None:
             table = converted(table, find_function(self._function))
         format = self._settle_format(name, table)
@@ -239,8 +289,37 @@ class _Reader:
             for message in _messages(row, format):
                 self._passed_on.update(message.keys())
                 self._num_weightless += message.get("weight") == 0
+            yield
         if num_records == 0:
             raise DataError(f"{name}: there are no rows in it")
+
+    @property
+    def num_held(self) -> int:
+        """Rows in the store."""
+        return len(self._store)
+
+    def take(self) -> Rows:
+        """The rows in the store, of the file that is being read, and an empty store for those that follow.
+
+        Raises:
+            DataError: More rows are bad than may be.
+        """
+        format = self._format or "messages"
+        if self._num_bad > self._max_bad_rows or self._cut_short:
+            raise DataError("\n".join(self._faults()))
+        taken = Rows(
+            format=BECOMES[format],
+            rows=self._store,
+            source=self._source,
+            numbers=self._numbers,
+            unit=self._unit,
+            notes=(self._note(format, 1, is_text=False),),
+            read_as=format,
+            parts=(Part(0, self._parts[-1].name),),
+            skipped=tuple(self._bad),
+        )
+        self._store, self._numbers = RowStore(), array("Q")
+        return taken
 
     def rows(self, *, num_files: int, is_text: bool) -> Rows:
         """All rows that were read.

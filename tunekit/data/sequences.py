@@ -6,6 +6,7 @@ made of. A sequence is read when it is asked for, so any number of them takes li
 """
 
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,10 @@ class Sequences(Sequence[dict[str, list[int]]]):
     def __init__(self, folder: Path) -> None:
         import numpy as np
 
-        self._ids, self._counted = ((folder / name).open("rb", buffering=0) for name in _FILES[:2])
+        # Open as long as there is someone to read them, also when the folder is removed meanwhile.
+        self._ids, self._counted = (os.open(folder / name, os.O_RDONLY) for name in _FILES[:2])
+        for descriptor in (self._ids, self._counted):
+            weakref.finalize(self, os.close, descriptor)
         self.lengths, self.row_lengths = (np.fromfile(folder / name, dtype=np.int32) for name in _FILES[2:])
         self._starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=self._starts[1:])
@@ -110,5 +114,8 @@ class Sequences(Sequence[dict[str, list[int]]]):
         return Batch(np.frombuffer(ids, np.int32), np.frombuffer(counted, np.bool_), self.lengths[wanted])
 
 
-def _read(file: BinaryIO, start: int, stop: int) -> bytes:
-    return os.pread(file.fileno(), stop - start, start)
+def _read(descriptor: int, start: int, stop: int) -> bytes:
+    found = b""
+    while len(found) < stop - start:  # a read gives two gigabytes at most
+        found += os.pread(descriptor, stop - start - len(found), start + len(found))
+    return found

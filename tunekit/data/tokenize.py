@@ -90,7 +90,7 @@ def tokenize(
             at all would count in the loss.
     """
     encoder = Encoder(rows, tokenizer)
-    account = _Account()
+    account = Account()
     observed = Observed()
     batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
     with SequenceWriter(folder) as writer:
@@ -149,7 +149,7 @@ def _encode(batch: range) -> Encoded:
 
 
 @dataclass
-class _Account:
+class Account:
     """Counts what happens to the rows."""
 
     num_rows: int = 0
@@ -214,7 +214,7 @@ def _split(
     return split[:, 0], split[:, 1], split[:, 2]
 
 
-def _nothing_to_learn(rows: Rows, account: _Account, max_length: int) -> DataError:
+def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataError:
     problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
     if account.num_truncated:
         return DataError(

@@ -11,7 +11,7 @@ LEARNER = Learner("sft", ("messages", "prompt_completion", "text", "tokens"))
 """What it learns from."""
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from torch.nn import Module
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -26,7 +26,7 @@ def build(
     *,
     model: "Module",
     tokenizer: "PreTrainedTokenizerBase",
-    train_dataset: "Dataset",
+    train_dataset: "Dataset | IterableDataset",
     eval_dataset: "Dataset | None",
     checkpoints: Path,
     callbacks: "list[TrainerCallback]",

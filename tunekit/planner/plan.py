@@ -23,7 +23,7 @@ class Schedule(Facts):
     """When things happen, in optimizer steps."""
 
     num_steps: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     warmup_steps: int
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""

@@ -10,6 +10,7 @@ from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainabl
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
+    DataSection,
     FullAdapter,
     LoraAdapter,
     LrSchedulerType,
@@ -327,11 +328,11 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 def _schedule(recipe: Recipe, data: DataFacts) -> Schedule | None:
     """When things happen; not known before packing unless the recipe gives `max_steps`."""
     train = recipe.train
-    unknown = recipe.data.packing and not data.tokenized
+    unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
     if unknown and train.max_steps is None:
         return None
-    per_epoch = math.ceil(data.num_train / train.global_batch_size)
-    steps = train.max_steps or math.ceil((train.num_epochs or 1) * per_epoch)
+    per_epoch = None if recipe.data.streaming else math.ceil(data.num_train / train.global_batch_size)
+    steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
     return Schedule(
@@ -344,6 +345,9 @@ def _schedule(recipe: Recipe, data: DataFacts) -> Schedule | None:
 
 
 def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
+    if recipe.data.streaming:
+        why = f"read and tokenised while training; {data.num_train:,} were looked at"
+        return Reason(topic="data", choice="a stream of rows", why=why)
     if not data.tokenized:
         why = f"cut to {recipe.data.max_length} tokens each when the run starts"
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
@@ -371,6 +375,9 @@ def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     """How much of the training each of several sources is."""
     if len(data.sources) < 2:
         return
+    if recipe.data.streaming:
+        yield _stream_mixture_reason(recipe.data, data)
+        return
     total = sum(source.size for source in data.sources)
     choice = ", ".join(f"{source.name} {source.size / total:.1%}" for source in data.sources)
     measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
@@ -388,12 +395,24 @@ def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
 
 
+def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
+    weights = [source.weight for source in section.sources if source.weight is not None]
+    names = [source.name for source in data.sources]
+    if not weights:
+        order = "they take turns" if section.mixing == "interleave" else "one after another"
+        return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; how much each holds is not known")
+    shares = (f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
+    return Reason(topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until a stream ends that is due")
+
+
 def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
     if schedule is None:
         why = f"{data.num_train:,} rows are to be packed first"
         return Reason(topic="steps", choice="known after tokenising", why=why)
     if recipe.train.max_steps is not None:
-        why = f"as in the recipe; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
+        why = "as in the recipe"
+        if schedule.steps_per_epoch is not None:
+            why += f"; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
     else:
         batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1

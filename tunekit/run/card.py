@@ -4,6 +4,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from tunekit.data.remote import shown
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.schema import FullAdapter
 from tunekit.run.run import Run
@@ -31,7 +32,7 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
         ("Method", recipe.method.type),
         (
             "Training data",
-            f"{', '.join(source.path for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
+            f"{', '.join(shown(source.path) for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
         ),
         ("Tokens seen", f"{result['num_tokens']:,}"),
         ("Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])),

@@ -21,6 +21,9 @@ NUM_SAMPLE_PROMPTS = 3
 NUM_SAMPLES = 3
 """Sequences of each source that the report of a run shows."""
 
+STREAM_SKIPPED = "stream_skipped.jsonl"
+"""File of the bad rows that a stream left out, in the data folder of a run."""
+
 FILES = {"train": "train.arrow", "eval": "eval.arrow"}
 """Files of the sequences in the data folder of a run, by split."""
 
@@ -30,13 +33,16 @@ class PreparedData:
     """What a run trains and evaluates on, and what was counted in it."""
 
     splits: tuple[Split, ...]
+    """What is trained and evaluated on; of a stream its first rows."""
     facts: DataFacts
     report: DataReport
+    streaming: bool = False
+    """Whether the training rows are a stream."""
 
     def save(self, folder: Path) -> None:
         """Put the tokens where the processes of the run read them, and beside them what is known of the rows."""
         folder.mkdir()
-        for split in self.splits:
+        for split in self.splits[int(self.streaming) :]:
             split.prepared.link_to(folder / FILES[split.name])
         (folder / "report.json").write_text(json.dumps(self.report.to_dict(), ensure_ascii=False), encoding="utf-8")
         (folder / "report.html").write_text(self.report.to_html(), encoding="utf-8")
@@ -71,7 +77,7 @@ def prepare(
         notes=data.notes,
         skipped=data.skipped,
     )
-    return PreparedData(splits, _facts(splits), report)
+    return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
 
 
 def _facts(splits: tuple[Split, ...]) -> DataFacts:

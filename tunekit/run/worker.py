@@ -7,21 +7,24 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.prepare import read_dataset
+from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.interrupt import remembered_interrupts
-from tunekit.run.prepare import FILES
+from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
     from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
@@ -139,7 +142,7 @@ def _build(
         schedule,
         model=model,
         tokenizer=tokenizer,
-        train_dataset=read_dataset(run.path / "data" / FILES["train"]),
+        train_dataset=_train_dataset(run.path / "data", recipe, tokenizer),
         eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=[watch],
@@ -153,6 +156,14 @@ def _build(
             f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
         )
     return trainer, watch, tokenizer
+
+
+def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "Dataset | IterableDataset":
+    if not recipe.data.streaming:
+        return read_dataset(folder / FILES["train"])
+    from tunekit.methods import sft
+
+    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=folder / STREAM_SKIPPED)
 
 
 def _use_planned_device(plan: Plan) -> None:
