@@ -77,7 +77,7 @@ def train(
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.report.notes})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
     work(run, on_event)
     return run
 

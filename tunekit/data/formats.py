@@ -98,6 +98,8 @@ _PARTS = frozenset({"chosen", "rejected", "completions", "label"})
 # What was read may be anything, so what of it goes into a message is kept short and printable.
 _NAMES_SHOWN = 12
 _NAME_LENGTH = 40
+LOOKED_AT = 1000
+"""Among so many names a misspelt one is looked for: comparing takes its time."""
 
 
 class BadRow(Exception):
@@ -237,7 +239,9 @@ def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> st
     # `score` and `labels` are names by themselves far more often than they are misspelt.
     wanted = [name for name in known if name not in ("scores", "label")] if missing is None else list(missing)
     for name in wanted:
-        near = get_close_matches(name, [column for column in columns if column not in known], n=1, cutoff=0.7)
+        near = get_close_matches(
+            name, [column for column in columns[:LOOKED_AT] if column not in known], n=1, cutoff=0.7
+        )
         if near:
             return f"rename {shortened(near[0])} to {name}"
     return None

@@ -7,7 +7,7 @@ misspelt role is worse than an error: it trains on it.
 import json
 from difflib import get_close_matches
 
-from tunekit.data.formats import BadRow, Row, described, listed, shortened
+from tunekit.data.formats import LOOKED_AT, BadRow, Row, described, listed, shortened
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who can speak in a conversation."""
@@ -131,13 +131,15 @@ def _message(entry: object, where: str) -> Row:
         raise BadRow(f"{where} has from and value (ShareGPT); {advice}")
     for key in ("role", "content"):
         if key not in entry:
-            near = get_close_matches(key, [name for name in entry if isinstance(name, str)], n=1, cutoff=0.7)
+            near = get_close_matches(
+                key, [name for name in entry if isinstance(name, str)][:LOOKED_AT], n=1, cutoff=0.7
+            )
             raise BadRow(f"{where} has no {key}" + (f"; did you mean {near[0]!r}?" if near else ""))
     role, content = entry["role"], entry["content"]
     if not isinstance(role, str):
         raise BadRow(f"{where}.role must be a string, got {described(role)}")
     if role not in ROLES:
-        near = get_close_matches(role.lower(), ROLES, n=1, cutoff=0.6)
+        near = get_close_matches(role.lower()[:40], ROLES, n=1, cutoff=0.6)
         meant = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
         advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")

@@ -177,7 +177,7 @@ class SourceReport:
 
     def facts(self, max_length: int, *, is_packed: bool) -> list[tuple[str, str]]:
         """Everything that is a number or a sentence, as pairs of a name and words; shown alike everywhere."""
-        end, packing, repeats = self.end_token, self.packing, self.duplicates
+        packing, repeats = self.packing, self.duplicates
         changed = [
             f"{number:,} {what}"
             for number, what in (
@@ -212,10 +212,16 @@ class SourceReport:
             ),
             ("duplicates", f"{counted(repeats.num_rows, 'row')}{_equal(repeats)}" if repeats.num_rows else "none"),
         ]
+        return [*facts, ("end token", self.end_token_words)]
+
+    @property
+    def end_token_words(self) -> str:
+        """Whether the model learns where to stop: `<|im_end|> (id 2) is trained in 30 of 30 sequences`."""
+        end = self.end_token
         if end is None:
-            return [*facts, ("end token", "none is trained")]
+            return "none is trained"
         where = f"in {end.num_sequences_trained:,} of {counted(self.num_sequences, 'sequence')}"
-        return [*facts, ("end token", f"{end.text} (id {end.id}) is trained {where}")]
+        return f"{end.text} (id {end.id}) is trained {where}"
 
     @property
     def trained_share(self) -> float:

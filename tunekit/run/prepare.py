@@ -39,6 +39,12 @@ class PreparedData:
     streaming: bool = False
     """Whether the training rows are a stream."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should see before the training starts, a sentence each."""
+        ends = (f"{source.source}: end token: {source.end_token_words}" for source in self.report.sources)
+        return (*self.report.notes, *ends)
+
     def save(self, folder: Path) -> None:
         """Put the tokens where the processes of the run read them, and beside them what is known of the rows."""
         folder.mkdir()
