@@ -31,7 +31,7 @@ def data_report_parts(report: DataReport, console: Console) -> list[RenderableTy
     parts: list[RenderableType] = [Text(f"note: {note}", style="dim") for note in report.notes]
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings()]
     if report.mixture:
-        parts += ["", _heading("mixture", "what is trained on of each source"), _mixture_table(report)]
+        parts += ["", _heading("mixture", report.mixture_words), _mixture_table(report)]
     for source in report.sources:
         parts += ["", _heading(source.title), _facts_table(source, report)]
         parts += ["", _heading(f"{source.title}: row lengths", "tokens, before anything is cut")]

@@ -256,4 +256,5 @@ def test_the_shares_of_a_mixture_are_told_and_each_source_is_measured(folder):
     assert [source.num_tokens for source in found.sources] == [115, 54]
     # 40 + 24, 27 + 27, 27 + 27 and 27 + 24.
     assert found.num_train == 4
+    assert found.mixture_words == "4 packed sequences an epoch, 87.1% of their places hold tokens"
     assert "b.jsonl" in found.to_html() and "48.4%" in found.to_html()

@@ -203,7 +203,7 @@ class SourceReport:
             (
                 "packed",
                 f"{packing.packed_share:.1%} of the places hold tokens, in {counted(packing.num_packed, 'sequence')} "
-                f"of {max_length:,}{' (as in this recipe)' if is_packed else ''}",
+                f"of {max_length:,}{' (as in this recipe)' if is_packed and self.is_alone else ''}",
             ),
             (
                 "not packed",
@@ -273,6 +273,14 @@ class DataReport:
     leaked: Repeats
     skipped: tuple[Skipped, ...]
     notes: tuple[str, ...]
+
+    @property
+    def mixture_words(self) -> str:
+        """What an epoch of the mixture is: `48 packed sequences an epoch, 98.7% of their places hold tokens`."""
+        if not self.is_packed:
+            return f"{counted(self.num_train, 'sequence')} an epoch"
+        filled = sum(part.num_tokens for part in self.mixture) / (self.num_train * self.max_length)
+        return f"{counted(self.num_train, 'packed sequence')} an epoch, {filled:.1%} of their places hold tokens"
 
     def warnings(self) -> list[str]:
         """What should be looked at before training, a sentence each."""

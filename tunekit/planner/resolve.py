@@ -331,7 +331,7 @@ def _schedule(recipe: Recipe, data: DataFacts) -> Schedule | None:
     unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
     if unknown and train.max_steps is None:
         return None
-    per_epoch = None if recipe.data.streaming else math.ceil(data.num_train / train.global_batch_size)
+    per_epoch = None if unknown or recipe.data.streaming else math.ceil(data.num_train / train.global_batch_size)
     steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
