@@ -129,7 +129,7 @@ def test_data_in_a_terminal_colours_what_is_trained(workspace):
 def test_data_as_json_and_as_a_page(workspace):
     answer = tunekit(workspace, "data", "double.yaml", "--json", "--html", "data.html")
     found = json.loads(answer.stdout)
-    assert [split["num_rows"] for split in found["splits"]] == [16, 16]
+    assert [source["num_rows"] for source in found["sources"]] == [16, 16]
     assert found["leaked"]["num_rows"] == 16
     assert "double 0" in re.sub("<[^>]*>", "", (workspace / "data.html").read_text(encoding="utf-8"))
 

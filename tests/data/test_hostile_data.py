@@ -23,7 +23,7 @@ from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 before = peak_mib() if STATUS.exists() else 0
 try:
-    rows = load_data(DataSection(train=sys.argv[1])).train
+    rows = load_data(DataSection(train=sys.argv[1])).train[0]
     said = [len(rows), rows.place(len(rows) - 1), sum(len(row["text"]) for row in rows.rows)]
 except DataError as error:
     said = str(error)
@@ -156,7 +156,7 @@ def test_deep_nesting_is_read_or_refused_but_breaks_nothing(depth, where, tmp_pa
     from tunekit.recipe.schema import DataSection
 
     try:
-        assert len(load_data(DataSection(train=str(tmp_path / "a.jsonl"))).train) == 1
+        assert len(load_data(DataSection(train=str(tmp_path / "a.jsonl"))).train[0]) == 1
         assert where != "text" and depth < 5000
     except DataError as error:
         assert "nested too deeply" in str(error) or where == "text"

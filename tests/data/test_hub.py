@@ -94,7 +94,7 @@ for source in json.load(sys.stdin):
         else:
             eval = {"eval": source} if source.pop("eval", False) else {}
             data = load_data(DataSection(train=source, **eval))
-            rows = data.eval or data.train
+            (rows,) = data.eval or data.train
             answers.append([len(rows), rows.place(len(rows) - 1), rows.rows[-1]["text"]])
     except DataError as error:
         answers.append(str(error))

@@ -41,7 +41,7 @@ def load(path, **section):
 
 
 def texts(path):
-    return [row["text"] for row in load(path).train.rows]
+    return [row["text"] for row in load(path).train[0].rows]
 
 
 def refusal(path, error=DataError, **section) -> str:
@@ -52,8 +52,8 @@ def refusal(path, error=DataError, **section) -> str:
 
 def test_a_file_is_fetched_once_and_its_rows_are_named_by_the_url(web):
     data = load(f"{web.address}/rows.jsonl")
-    assert [row["text"] for row in data.train.rows] == ["a", "b"]
-    assert data.train.place(1) == f"{web.address}/rows.jsonl:2"
+    assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
+    assert data.train[0].place(1) == f"{web.address}/rows.jsonl:2"
     assert data.notes == [f"{web.address}/rows.jsonl: 2 rows of text (recognised from the column text)"]
     assert len(web.requests) == 2  # what it is, and its body
     assert texts(f"{web.address}/rows.jsonl") == ["a", "b"]
@@ -96,7 +96,7 @@ def test_an_answer_that_is_compressed_on_the_way_is_unpacked(web):
 def test_a_query_is_asked_but_neither_shown_nor_taken_for_the_suffix(web):
     data = load(f"{web.address}/rows.jsonl?download=true&key=hidden")
     assert web.requests[0][0] == "/rows.jsonl?download=true&key=hidden"
-    assert data.train.source == f"{web.address}/rows.jsonl"
+    assert data.train[0].source == f"{web.address}/rows.jsonl"
     assert "hidden" not in "".join(data.notes)
 
 
@@ -110,8 +110,8 @@ def test_user_and_password_open_the_file_and_are_never_told(web, tmp_path):
     web.private.add("/rows.jsonl")
     private = web.address.replace("://", f"://{USER}:{PASSWORD.replace('/', '%2F').replace('@', '%40')}@")
     data = load(f"{private}/rows.jsonl")
-    assert [row["text"] for row in data.train.rows] == ["a", "b"]
-    told = [data.train.place(0), data.train.source, *data.notes, *map(str, list_downloads())]
+    assert [row["text"] for row in data.train[0].rows] == ["a", "b"]
+    told = [data.train[0].place(0), data.train[0].source, *data.notes, *map(str, list_downloads())]
     web.files["/rows.jsonl"] += b"broken\n"
     told.append(refusal(f"{private}/rows.jsonl"))
     told.append(refusal(f"{private}/none.jsonl"))
@@ -138,11 +138,11 @@ def test_a_run_writes_a_url_down_as_it_is_but_for_the_password():
 
 def tunekit_recipe(path):
     from tunekit.data.load import LoadedData
-    from tunekit.data.rows import Rows
+    from tunekit.data.rows import Rows, RowStore
     from tunekit.recipe.load import load_recipe
 
-    rows = Rows(format="text", rows=[{"text": "a"}], source="a", numbers=[1])
-    return load_recipe({"model": "pico", "data": {"train": path}}), LoadedData(train=rows, eval=None, notes=[])
+    rows = Rows(format="text", rows=RowStore([{"text": "a"}]), source="a", numbers=[1])
+    return load_recipe({"model": "pico", "data": {"train": path}}), LoadedData(train=(rows,), eval=(), notes=[])
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def bucket(tmp_path, monkeypatch):
 
 
 def test_a_pattern_reads_the_files_of_a_store_in_the_order_of_names(bucket):
-    rows = load("bucket://chats/*.jsonl").train
+    rows = load("bucket://chats/*.jsonl").train[0]
     assert [rows.place(i) for i in range(2)] == ["bucket://chats/a.jsonl:1", "bucket://chats/b.jsonl:1"]
     assert [row["text"] for row in rows.rows] == ["1", "3"]
     assert len(list_downloads()) == 2
     (bucket / "chats" / "b.jsonl").write_text('{"text":"33"}\n')
-    assert [row["text"] for row in load("bucket://chats/*.jsonl").train.rows] == ["1", "33"]
+    assert [row["text"] for row in load("bucket://chats/*.jsonl").train[0].rows] == ["1", "33"]
     assert len(list_downloads()) == 3
 
 
@@ -345,7 +345,7 @@ def test_a_protocol_whose_package_is_not_there_says_what_to_install(monkeypatch)
 def test_a_file_url_is_the_file_itself(tmp_path):
     (tmp_path / "my rows.jsonl").write_bytes(ROWS)
     url = f"file://{tmp_path}/my%20rows.jsonl"
-    assert load(url).train.place(1) == f"{url}:2"
+    assert load(url).train[0].place(1) == f"{url}:2"
     assert list_downloads() == []
 
 
