@@ -88,9 +88,10 @@ def _config(
         fp16=plan.autocast and plan.dtype == "float16",
         gradient_checkpointing=plan.gradient_checkpointing,
         dataloader_pin_memory=plan.device.kind != "cpu",
-        max_length=data.max_length,
         packing=data.packing,
+        padding_free=plan.padding_free,
         # The rows are tokenised, truncated and packed already.
+        max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         logging_steps=train.logging_steps,
         # A NaN must be seen, not shown as 0.
