@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import transformers
 
 from benchmarks.isolation import RESULTS, measure
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B
@@ -40,8 +39,7 @@ def test_the_plan_knows_what_was_measured():
     "model_type",
     ["llama", "qwen3", "gemma3_text", "mixtral", "gptj", "gpt_oss", "falcon", "jamba", "lfm3", "qwen3_next", "xglm"],
 )
-def test_the_measurement_repeats(model_type, attention, monkeypatch):
-    monkeypatch.setattr(transformers.logging, "warning_once", lambda *_: None, raising=False)
+def test_the_measurement_repeats(model_type, attention):
     assert measure(model_type, attention).verdict == VERDICTS[model_type][attention]
 
 

@@ -54,7 +54,8 @@ def test_rows_one_behind_the_other_have_the_losses_of_padded_ones(
 
         def watch(model, inputs, free=free):
             if model.training:
-                shapes[free].add((len(inputs["input_ids"]), "attention_mask" in inputs, "cu_seq_lens_q" in inputs))
+                masked = inputs.get("attention_mask") is not None
+                shapes[free].add((len(inputs["input_ids"]), masked, "cu_seq_lens_q" in inputs))
 
         options = [f"adapter={adapter}", f"train.micro_batch_size={micro_batch_size}", f"data.padding_free={free}"]
         with watching_models(watch):

@@ -32,8 +32,8 @@ def build(
     Args:
         method: What else goes to SFTConfig.
         train: The optimisation.
-        data: Whether sequences are packed, how long they are, and whether they are shuffled.
-        plan: Precision, micro-batch and memory choices.
+        data: Whether sequences are packed, and whether they are shuffled.
+        plan: Precision, micro-batch, padding and memory choices.
         schedule: Steps.
         model: The model with its adapter.
         tokenizer: For padding, and saved with each checkpoint.

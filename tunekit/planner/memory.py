@@ -115,7 +115,7 @@ def activation_bytes_per_layer(
     """Bytes that autograd keeps per token for one decoder layer without checkpointing.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it is given a mask,
+    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it has a mask,
     SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
     h, i, n = model.hidden_size, model.intermediate_size, model.num_heads

@@ -16,8 +16,8 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
-from tunekit.run.isolation import check_isolation
 from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.isolation import check_isolation
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
