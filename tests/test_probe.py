@@ -34,6 +34,7 @@ def test_counts_are_those_of_the_loaded_model(saved):
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert facts.num_params == loaded.num_parameters()
     assert facts.architecture == type(loaded).__name__
+    assert (facts.model_type, facts.layer_types) == ("llama", ())
     assert (facts.num_layers, facts.hidden_size, facts.num_heads) == (2, 48, 4)
     assert (facts.num_kv_heads, facts.head_dim, facts.dtype) == (2, 12, "float32")
     assert facts.has_chat_template
@@ -54,6 +55,11 @@ def test_sharded_models_are_counted_over_all_files(saved, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((saved / "tokenizer.json").read_bytes())
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert probe_model(ModelSection(path=str(tmp_path))).num_params == model.num_parameters()
+
+
+def test_layers_are_named_as_config_json_names_them(model):
+    change_config(layer_types=["full_attention", "mamba"])(model)
+    assert probe_model(ModelSection(path=str(model))).layer_types == ("full_attention", "mamba")
 
 
 def drop(name):

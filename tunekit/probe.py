@@ -233,6 +233,8 @@ def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...
     return ModelFacts(
         path=path,
         architecture=architectures[0],
+        model_type=text.get("model_type") or "",
+        layer_types=tuple(text.get("layer_types") or ()),
         tensors={name: shape for name, (shape, _) in tensors.items()},
         dtype=max(set(types), key=types.count),
         hidden_size=hidden,

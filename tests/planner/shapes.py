@@ -30,6 +30,7 @@ def llama_facts(
     return ModelFacts(
         path=path,
         architecture="LlamaForCausalLM",
+        model_type="llama",
         tensors=tensors,
         dtype="bfloat16",
         hidden_size=hidden,

@@ -44,6 +44,7 @@ def facts_of(model) -> ModelFacts:
     return ModelFacts(
         path="tiny",
         architecture="LlamaForCausalLM",
+        model_type="llama",
         tensors={name: tuple(p.shape) for name, p in model.named_parameters()},
         dtype="float32",
         hidden_size=config.hidden_size,
@@ -71,7 +72,7 @@ def with_adapter(model, adapter):
     return wrapped, wrapped.get_base_model()
 
 
-def saved_bytes(num_layers, adapter, dtype, *, padded) -> int:
+def saved_bytes(num_layers, adapter, dtype, rows) -> int:
     """Bytes of distinct storages, other than parameters, that autograd saves in a decoder's forward pass."""
     weights = torch.float32 if isinstance(adapter, FullAdapter) else getattr(torch, dtype)
     model, base = with_adapter(build(num_layers).to(weights), adapter)
@@ -85,22 +86,27 @@ def saved_bytes(num_layers, adapter, dtype, *, padded) -> int:
         return tensor
 
     ids = torch.randint(0, 160, (2, TOKENS // 2))
-    mask = torch.ones_like(ids)
-    mask[1, -7:] = 0
+    options = {}
+    if rows == "padded":
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][1, -7:] = 0
+    elif rows == "in one":
+        ids = ids.reshape(1, TOKENS)
+        options["position_ids"] = torch.arange(TOKENS // 2).repeat(2)[None]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
-        base.model(ids, attention_mask=mask if padded else None, use_cache=False)
+        base.model(ids, use_cache=False, **options)
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("rows", ["even", "padded", "in one"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=8)], ids=["full", "lora"])
-def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, padded):
-    measured = saved_bytes(4, adapter, dtype, padded=padded) - saved_bytes(2, adapter, dtype, padded=padded)
+def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
+    measured = saved_bytes(4, adapter, dtype, rows) - saved_bytes(2, adapter, dtype, rows)
     facts = facts_of(build(2))
-    length = TOKENS // 2 if padded else None
-    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, padded_to=length)
+    length = {"even": None, "padded": TOKENS // 2, "in one": TOKENS}[rows]
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
 
@@ -199,7 +205,7 @@ def test_memory_grows_with_tokens_and_shrinks_with_checkpointing(adapter, dtype)
     def total(num_tokens, checkpointing):
         return estimate(
             LLAMA_8B, adapter, device="cuda", dtype=dtype, optim="adamw_torch_fused",
-            num_tokens=num_tokens, padded_to=1024, gradient_checkpointing=checkpointing,
+            num_tokens=num_tokens, mask_length=1024, gradient_checkpointing=checkpointing,
         ).total_bytes  # fmt: skip
 
     assert total(1024, True) < total(1024, False) < total(4096, False)

@@ -599,6 +599,13 @@ BROKEN = {
             "order; leave one of them out"
         ),
     ),
+    "the_padding_of_packed_rows": (
+        "model: pico\ndata: {train: a, packing: true, padding_free: false}\n",
+        (
+            "recipe.yaml:2:33: data.padding_free: cannot be false with data.packing: packed batches have no padding; "
+            "leave it out"
+        ),
+    ),
     "rows_to_evaluate_on_and_rows_held_out": (
         "model: pico\ndata: {train: a, eval: b, eval_size: 0.1}\n",
         "recipe.yaml:2:27: data.eval_size: cannot be given together with data.eval; keep one of them",
@@ -663,7 +670,7 @@ BROKEN = {
         ("model: pïco\ndata: {train: 'é.jsonl', évál: 3}\n"),
         (
             "recipe.yaml:2:26: data.évál: unknown key; data has train, eval, format, loss_on, max_length, packing, "
-            "columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, streaming"
+            "padding_free, columns, max_bad_rows, eval_size, weight_by, stopping_strategy, mixing, shuffle, streaming"
         ),
     ),
     "json_with_a_missing_comma": (

@@ -49,7 +49,7 @@ def test_a_section_made_in_python_is_held_to_the_same_rules() -> None:
         {**MIXED, "mixing": "concatenate", "shuffle": False},
         {"train": ["a.jsonl", "b.jsonl"], "mixing": "concatenate", "shuffle": False},
         {"train": ["a.jsonl", "b.jsonl"], "streaming": True, "mixing": "concatenate"},
-        {"train": "a.jsonl", "eval": ["b.jsonl"], "packing": True, "shuffle": True},
+        {"train": "a.jsonl", "eval": ["b.jsonl"], "packing": True, "shuffle": True, "padding_free": True},
         {"train": "a.jsonl", "weight_by": "rows", "stopping_strategy": "first_exhausted", "mixing": "interleave"},
     ],
 )

@@ -88,6 +88,7 @@ def test_a_schedule_that_needs_more_says_what_before_the_start(name, here):
         "train.gradient_checkpointing=true",
         "train.micro_batch_size=2",
         "data.packing=true",
+        "data.padding_free=true",
         "data.loss_on=all",
         "train.weight_decay=0.1",
     ],

@@ -36,8 +36,8 @@ def build(
     Args:
         method: What else goes to SFTConfig.
         train: The optimisation.
-        data: Whether sequences are packed, how long they are, and whether they are shuffled.
-        plan: Precision, micro-batch and memory choices.
+        data: Whether sequences are packed, and whether they are shuffled.
+        plan: Precision, micro-batch, padding and memory choices.
         schedule: Steps.
         model: The model with its adapter.
         tokenizer: For padding, and saved with each checkpoint.
@@ -92,9 +92,10 @@ def _config(
         fp16=plan.autocast and plan.dtype == "float16",
         gradient_checkpointing=plan.gradient_checkpointing,
         dataloader_pin_memory=plan.device.kind != "cpu",
-        max_length=data.max_length,
         packing=data.packing,
+        padding_free=plan.padding_free,
         # The rows are tokenised, truncated and packed already.
+        max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         logging_steps=train.logging_steps,
         # A NaN must be seen, not shown as 0.

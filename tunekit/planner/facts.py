@@ -47,6 +47,10 @@ class ModelFacts(Facts):
 
     path: str
     architecture: str
+    model_type: str
+    """The name that transformers has for its code."""
+    layer_types: tuple[str, ...] = ()
+    """How each layer mixes tokens, by transformers' names; empty where config.json does not say."""
     tensors: Mapping[str, tuple[int, ...]]
     """Shape of every stored tensor by name."""
     dtype: str

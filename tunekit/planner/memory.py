@@ -110,29 +110,29 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
 
 
 def activation_bytes_per_layer(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, padded_to: int | None
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, mask_length: int | None
 ) -> int:
     """Bytes that autograd keeps per token for one decoder layer without checkpointing.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where sequences are
-    padded to a length of `padded_to`, SDPA keeps k and v repeated for every head, and a mask row of that length.
+    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it has a mask,
+    SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
     h, i, n = model.hidden_size, model.intermediate_size, model.num_heads
     q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
     e = BYTES[dtype]
     attention = 2 * e * q + 2 * e * kv + 4 * n
     mlp = 4 * e * i
-    padding = 0 if padded_to is None else e * (2 * (q - kv) + padded_to)
+    mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
     if isinstance(adapter, FullAdapter):
         # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
         norms = 24 * h if e == 4 else 26 * h
-        return norms + attention + mlp + padding + 8
+        return norms + attention + mlp + mask + 8
     norms = 16 * h if e == 4 else 12 * h
     lora = 7 * e * adapter.rank
     # Float32 adapters under autocast read float32 copies of their inputs.
     casts = 0 if e == 4 else 6 * h + 2 * q
-    return norms + attention + mlp + lora + casts + padding + 8
+    return norms + attention + mlp + lora + casts + mask + 8
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
@@ -152,7 +152,7 @@ def estimate(
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,
-    padded_to: int | None,
+    mask_length: int | None,
     gradient_checkpointing: bool,
 ) -> MemoryEstimate:
     """Memory of one training step on one device.
@@ -164,11 +164,12 @@ def estimate(
         dtype: Type of the products, and of frozen weights.
         optim: Optimizer.
         num_tokens: Tokens of a micro-batch with its padding.
-        padded_to: Length to which sequences are padded, None where none is.
+        mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
+            the other; None without a mask.
         gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
     """
     trained = num_trainable_params(model, adapter)
-    layer = activation_bytes_per_layer(model, adapter, dtype, padded_to=padded_to) * num_tokens
+    layer = activation_bytes_per_layer(model, adapter, dtype, mask_length=mask_length) * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype)
     full = isinstance(adapter, FullAdapter)
     residual = 4 if full else BYTES[dtype]

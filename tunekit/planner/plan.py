@@ -42,6 +42,8 @@ class Plan(Facts):
     autocast: bool
     """Whether products are computed in `dtype` while trained weights are kept in float32."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+    padding_free: bool
+    """Whether the rows of a micro-batch lie one behind the other, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool
     micro_batch_size: int
     gradient_accumulation_steps: int

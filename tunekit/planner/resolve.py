@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Hardware, ModelFacts
 from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
+from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
@@ -62,13 +63,16 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     reasons.append(Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why))
     attention = _attention(recipe, hardware, device, dtype)
     reasons.append(attention)
+    check_isolation(recipe.data, model, attention.choice)
     _check_lengths(recipe, model)
     trainable = num_trainable_params(model, recipe.adapter)
     reasons.append(_adapter_reason(recipe, model, trainable))
     _check_optim(recipe, device)
     _check_lr_scheduler(recipe)
-    fit = _fit(recipe, device, model, dtype)
+    fit = _fit(recipe, device, model, dtype, attention.choice)
     reasons += fit.reasons(recipe.train.global_batch_size)
+    padding = padding_of(recipe.data, model, attention.choice, fit.micro_batch_size)
+    reasons.append(padding.reason())
     learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
     given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
     reasons.append(
@@ -89,6 +93,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
         dtype=dtype,
         autocast=autocast,
         attn_implementation=attention.choice,
+        padding_free=padding.is_free,
         gradient_checkpointing=fit.gradient_checkpointing,
         micro_batch_size=fit.micro_batch_size,
         gradient_accumulation_steps=recipe.train.global_batch_size // fit.micro_batch_size,
@@ -240,7 +245,7 @@ class _Fit:
         yield Reason(topic="checkpointing", choice=choice, why=self.why_checkpointing)
 
 
-def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype) -> _Fit:
+def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, attention: str) -> _Fit:
     """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy."""
     batch, asked = recipe.train.global_batch_size, recipe.train.micro_batch_size
     if asked is not None and batch % asked:
@@ -255,14 +260,24 @@ def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype) -> _Fi
     if asked is None and sizes[0] == batch:
         why_size = "the whole batch fits at once"
     enough = min(batch, math.ceil(ENOUGH_TOKENS / recipe.data.max_length))
+    in_one_row = recipe.data.packing or recipe.data.padding_free is True
+    widens_mask = asked is None and in_one_row and needs_mask(attention)
+    if widens_mask:
+        sizes = [size for size in sizes if size <= enough]
+        enough = sizes[0]
     for checkpointing in [False, True] if forced == "auto" else [forced]:
         for size in sizes:
             if not checkpointing and forced == "auto" and size < enough and asked is None:
                 break
-            memory = _memory(recipe, device, model, dtype, size, checkpointing)
+            memory = _memory(recipe, device, model, dtype, attention, size, checkpointing)
             if memory.total_bytes <= limit:
                 if size != batch and asked is None:
-                    why_size = f"the most that fits {gib(limit)}"
+                    busy = widens_mask and size == sizes[0]
+                    why_size = (
+                        f"enough to keep it busy; more would only widen the mask of {attention}"
+                        if busy
+                        else f"the most that fits {gib(limit)}"
+                    )
                 why_checkpointing = (
                     "as in the recipe"
                     if forced != "auto"
@@ -271,16 +286,16 @@ def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype) -> _Fi
                     else "activations fit without recomputing them"
                 )
                 return _Fit(size, checkpointing, memory, limit, why_size, why_checkpointing)
-    least = _memory(recipe, device, model, dtype, sizes[-1], forced != False)  # noqa: E712
+    least = _memory(recipe, device, model, dtype, attention, sizes[-1], forced != False)  # noqa: E712
     raise PlanError(
         f"this does not fit {device.name}: the least it needs is {gib(least.total_bytes)}, {gib(limit)} may be used "
         f"({gib(least.total_bytes - limit)} too much)",
-        hint=_what_would_fit(recipe, device, model, dtype, limit),
+        hint=_what_would_fit(recipe, device, model, dtype, attention, limit),
     )
 
 
 def _memory(
-    recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, size: int, checkpointing: bool
+    recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, attention: str, size: int, checkpointing: bool
 ) -> MemoryEstimate:
     return estimate(
         model,
@@ -289,18 +304,18 @@ def _memory(
         dtype=dtype,
         optim=recipe.train.optim,
         num_tokens=size * recipe.data.max_length,
-        padded_to=recipe.data.max_length if size > 1 and not recipe.data.packing else None,
+        mask_length=padding_of(recipe.data, model, attention, size).mask_length,
         gradient_checkpointing=checkpointing,
     )
 
 
-def _what_would_fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, limit: int) -> str:
+def _what_would_fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, attention: str, limit: int) -> str:
     """The smallest single change with which one sequence fits, in words."""
     free = recipe.model_copy(
         update={"train": recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": True})}
     )
     for change, changed in _changes(free):
-        memory = _memory(changed, device, model, dtype, 1, True)
+        memory = _memory(changed, device, model, dtype, attention, 1, True)
         if memory.total_bytes <= limit:
             return f"{change} would fit with {gib(memory.total_bytes)}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"

@@ -245,7 +245,13 @@ class DataSection(Section):
     sequence; the plan says how many."""
 
     packing: bool = False
-    """Put several documents into one sequence of `max_length` tokens. They do not see each other."""
+    """Put several documents into one sequence of `max_length` tokens. They do not see each other; a model that cannot
+    keep them apart is refused."""
+
+    padding_free: Literal["auto"] | bool = "auto"
+    """Lay the rows of a micro-batch one behind the other instead of padding them to the longest. They do not see each
+    other. `auto`: with flash attention; elsewhere the mask would grow with the square of the whole micro-batch. Packed
+    batches have no padding anyway."""
 
     columns: dict[str, str] = {}
     """The columns of the rows where they have other names: `{prompt: question, completion: answer}` reads the column
@@ -338,6 +344,9 @@ class DataSection(Section):
         if self.packing and not self.shuffle:
             what = "cannot be false with data.packing, which puts the rows into another order"
             yield Conflict(("shuffle",), what, "leave one of them out")
+        if self.packing and self.padding_free is False:
+            what = "cannot be false with data.packing: packed batches have no padding"
+            yield Conflict(("padding_free",), what, "leave it out")
         if not self.streaming:
             if self.mixing == "concatenate" and self.shuffle:
                 what = "cannot be concatenate with data.shuffle, which puts the rows into another order"

@@ -79,7 +79,7 @@ OWNED = {
     "packing": "use data.packing",
     "packing_strategy": "use data.packing",
     "pad_token": "the tokenizer of the model has it",
-    "padding_free": "use data.packing",
+    "padding_free": "use data.padding_free",
     "parallelism_config": _DEVICES,
     "per_device_eval_batch_size": _BATCHES,
     "per_device_train_batch_size": _BATCHES,

@@ -19,6 +19,7 @@ from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.isolation import check_isolation
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
@@ -149,6 +150,9 @@ def _build(
     )
     keep_trained_in_float32(trainer.model)
     _check_device(trainer, plan)
+    if plan.padding_free:
+        asked = "data.packing" if recipe.data.packing else "data.padding_free"
+        check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
     if num_trained(trainer.model) != plan.num_trainable_params:
         log.write(
             "warning",

@@ -1,0 +1,74 @@
+"""When rows are padded, when they lie one behind the other, and what it costs."""
+
+import pytest
+
+from tests.planner.shapes import H100, LLAMA_1B, RTX_4090
+from tunekit.planner.facts import DataFacts
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.recipe.schema import Recipe
+
+ROWS = DataFacts(num_train=1000)
+FLASH = H100.model_copy(update={"flash_attn": True})
+
+
+def planned(hardware=H100, *, size=4, model_type="llama", **data) -> Plan:
+    facts = LLAMA_1B.model_copy(update={"model_type": model_type})
+    section = {"train": "chats.jsonl", **data}
+    train = {"global_batch_size": 16, "max_steps": 5, "micro_batch_size": size}
+    return resolve(Recipe.model_validate({"model": "m", "data": section, "train": train}), hardware, facts, ROWS)
+
+
+def padding(plan: Plan) -> tuple[bool, str, str]:
+    (reason,) = (reason for reason in plan.reasons if reason.topic == "padding")
+    return plan.padding_free, reason.choice, reason.why
+
+
+PADDED, FREE = "to the longest row of a micro-batch", "none: rows lie one behind the other"
+A_MASK = "sdpa keeps them apart by a mask over the whole micro-batch"
+
+CASES = {
+    "sdpa": (planned(), PADDED, "laid one behind the other, sdpa would need a mask that grows with their square"),
+    "flash": (planned(FLASH), FREE, "flash_attention_2 is told where each begins"),
+    "flash, one row": (planned(FLASH, size=1), PADDED, "one row at a time needs none"),
+    "flash, state": (
+        planned(FLASH, model_type="qwen3_next"),
+        PADDED,
+        "laid one behind the other, rows would see each other: qwen3_next has layers that carry a state from one to "
+        "the next",
+    ),
+    "asked for with sdpa": (planned(padding_free=True), FREE, f"as in the recipe; {A_MASK}"),
+    "asked for with flash": (planned(FLASH, padding_free=True), FREE, "as in the recipe"),
+    "not wanted": (planned(FLASH, padding_free=False), PADDED, "as in the recipe"),
+    "packed with sdpa": (planned(packing=True), FREE, f"packed; {A_MASK}"),
+    "packed with flash": (planned(FLASH, packing=True), FREE, "packed"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_says_whether_rows_are_padded_and_why(name):
+    plan, choice, why = CASES[name]
+    assert padding(plan) == (choice == FREE, choice, why)
+
+
+def test_rows_one_behind_the_other_need_memory_for_their_mask_and_flash_attention_has_none():
+    def activations(*args, **options):
+        return planned(*args, **options).memory.activations_bytes
+
+    assert activations(FLASH) == activations(FLASH, packing=True) == activations(FLASH, padding_free=True)
+    assert activations(FLASH) < activations(FLASH, padding_free=False) == activations()
+    assert activations() < activations(padding_free=True) == activations(packing=True)
+    # A single row: padded to nothing, and packed with a mask of its own.
+    assert activations(size=1) == activations(size=1, padding_free=True) < activations(size=1, packing=True)
+
+
+def test_a_mask_over_the_whole_micro_batch_keeps_it_small():
+    """More than keeps the device busy only makes the mask wider, where it would fit as well."""
+    for data in ({"packing": True}, {"padding_free": True}):
+        plan = planned(size=None, **data)
+        assert plan.micro_batch_size == 2
+        (reason,) = (reason for reason in plan.reasons if reason.topic == "batch")
+        assert reason.why == "enough to keep it busy; more would only widen the mask of sdpa"
+        assert planned(FLASH, size=None, **data).micro_batch_size == 16
+    assert planned(size=None).micro_batch_size == 16
+    assert planned(RTX_4090, size=None, packing=True, max_length=4096).micro_batch_size == 1

@@ -1,0 +1,130 @@
+"""Which models keep documents apart that lie in one row.
+
+A packed or padding-free batch has no mask: positions that begin again at zero say where a document begins. Attention
+that builds its mask from them, or flash attention that is handed the boundaries, keeps documents apart. Layers that
+carry a state from token to token do not look at positions, and some models drop them on the way.
+
+`benchmarks/isolation.py` found out which: of the 189 types of causal language models in transformers 5.23 it built 162
+small with random weights, and compared the logits of a second document with those that it has alone, and with those
+after another first one (`benchmarks/results/isolation.json`). What is not named here was seen to isolate, could not
+be built, or is not in transformers; every run that needs it looks again, at the model itself, before it trains.
+"""
+
+from tunekit.planner.facts import ModelFacts
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+"""Names in a configuration's `layer_types` of layers that see other tokens through masked attention alone."""
+
+CARRY_STATE = frozenset(
+    {
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "inkling2_text",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    }
+)
+"""Types with state-space, recurrent, linear-attention or short-convolution layers, unless `layer_types` names none.
+
+Some of them would take the boundaries with the packages `causal_conv1d` and `fla`; transformers refuses them without,
+and with them they are not measured."""
+
+NEVER_ISOLATE = frozenset(
+    {
+        "axk2",
+        "bart",
+        "big_bird",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "bloom",
+        "cpmant",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm_moe_dsa",
+        "hy_v4",
+        "marian",
+        "mbart",
+        "megatron-bert",
+        "mpt",
+        "mvp",
+        "openai-gpt",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "rembert",
+        "roformer",
+        "trocr",
+        "xglm",
+        "xlm",
+        "xlnet",
+    }
+)
+"""Types whose code takes no notice of positions, or chooses what to attend to from the whole row."""
+
+ISOLATE_WITH_FLASH_ONLY = frozenset(
+    {
+        "afmoe",
+        "bert",
+        "bert-generation",
+        "biogpt",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "falcon",
+        "gpt_oss",
+        "granitemoehybrid",
+        "opt",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    }
+)
+"""Types that build their masks without the positions, and hand the boundaries to flash attention all the same."""
+
+ISOLATE_WITH_MASKS_ONLY = frozenset({"gpt_neo", "gptj"})
+"""Types that build their masks from the positions, and do not hand the boundaries to flash attention."""
+
+
+def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
+    """Why documents in one row would see each other; None where nothing is known that speaks for it.
+
+    Args:
+        model: The model, of which its type and the types of its layers count.
+        attn_implementation: Attention implementation by its transformers name.
+    """
+    others = sorted(set(model.layer_types) - ATTENTION_LAYERS)
+    if others:
+        return f"its {' and '.join(others)} layers do not keep them apart"
+    if model.model_type in CARRY_STATE and not model.layer_types:
+        return f"{model.model_type} has layers that carry a state from one to the next"
+    if model.model_type in NEVER_ISOLATE:
+        return f"the code of {model.model_type} does not keep them apart"
+    flash = attn_implementation.startswith("flash_attention")
+    if model.model_type in (ISOLATE_WITH_MASKS_ONLY if flash else ISOLATE_WITH_FLASH_ONLY):
+        return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"
+    return None
