@@ -6,13 +6,13 @@ different words: remembered once, most of them cost a look-up afterwards. What c
 these reasons:
 
 - **The words are those of a known kind.** A pattern is taken only where each of its alternatives is in the list below.
-  In all of these a space stands at the start of a word, or behind nothing but white space, and none looks further than
-  one character beyond its end, where a space counts as much as the end of the text. So text may be cut before every
-  space that follows something else than white space, and each piece be encoded alone. That takes no regular expression
-  but `str.split`.
+  In all of these a space stands at the start of a word, or behind nothing but white space, and where they look
+  ahead, a space counts as much as the end of the text and hides what is behind it. So text may be cut before every
+  space that follows something else than white space, and each piece be encoded alone. Mostly that takes no regular
+  expression, but `str.split`.
 - **A piece that is not remembered** is cut into words by Python's `re` where it is ASCII, with the classes of
   characters written out, and by the tokenizer's own pre-tokenizer where it is not: which of all characters are letters
-  is never decided here. The tokenizer's own model makes tokens of the words.
+  is never decided here. The tokenizer's own model makes tokens of the words. Long ones the tokenizer encodes itself.
 - **An added token is found as the tokenizer finds it**: the leftmost, and of those the longest. Tokens that swallow
   white space around them, or stand only as whole words, are left to the tokenizer.
 - **Unicode normalisation** leaves normalised text as it is, and never reaches over a space. Text that the tokenizer's
@@ -61,6 +61,7 @@ _SYMBOLS = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
 )
 _SPACES = r"\s+"
+"""With this alternative, a word begins at every space, if not before."""
 _KNOWN = (
     *_LETTERS,
     *_NUMBERS,
@@ -103,7 +104,7 @@ _ASCII_MEMBERS = {
 _ASCII_SYMBOLS = {byte: 256 + i for i, byte in enumerate((*range(33), 127))}
 """What stands for these bytes in the alphabet of byte-level models; other ASCII stands for itself."""
 
-_AFTER_A_WORD = re.compile(r"(?<=\S) ")
+_AFTER_A_WORD = re.compile(r" (?<=\S )")
 """A space that text may be cut before. Python takes a few more characters for white space than tokenizers do."""
 
 _TRICKY = (
@@ -130,7 +131,7 @@ class WordEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", pipeline: "_Pipeline") -> None:
         self.byte_lengths = pipeline.byte_lengths
         self._form = pipeline.form
-        backend = tokenizer.backend_tokenizer
+        self._backend = backend = tokenizer.backend_tokenizer
         self._normalize = str if pipeline.form is None else backend.normalizer.normalize_str
         self._pre_tokenize = backend.pre_tokenizer.pre_tokenize_str
         self._model_tokenize = backend.model.tokenize
@@ -189,7 +190,7 @@ class WordEncoder:
         return tuple(self._direct_ids(f" {piece}"))
 
     def _direct_ids(self, text: str) -> list[int]:
-        """Ids of a text without added tokens, word by word."""
+        """Ids of a text without added tokens, word by word where words are short."""
         words: Iterable[str]
         if text.isascii():
             words = (text,)
@@ -197,9 +198,19 @@ class WordEncoder:
                 words = chain.from_iterable(map(split, words))
         elif self._normalize(text) != text:
             raise _NotNormal
-        else:
+        elif len(text) <= _LONGEST_REMEMBERED:
             words = (word for word, _ in self._pre_tokenize(text))
+        else:
+            return self._ids_of_tokenizer(text)
         return list(chain.from_iterable(map(self._words.__getitem__, words)))
+
+    def _ids_of_tokenizer(self, text: str) -> list[int]:
+        """Ids of a text without added tokens whose words hardly come twice: Chinese, for one, has few spaces."""
+        # As the tokenizer's own call does, which costs as much again as twenty tokens.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _word_ids(self, word: str) -> tuple[int, ...]:
         # The pre-tokenizer's words come in the byte-level alphabet, which the translation leaves as it is.
