@@ -12,6 +12,8 @@ from tunekit.data.chat import ChatRenderer, Rendered
 from tunekit.data.formats import Row
 from tunekit.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 NUMBERED = (  # the number of a turn depends on all that came before, so no turn can be rendered alone
     "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ messages | length + 1 }} assistant: {% endif %}"

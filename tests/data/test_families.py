@@ -18,6 +18,8 @@ from tests.data.tokenizers import CHATML, byte_tokenizer
 from tunekit.data.convert import check_row
 from tunekit.data.rows import Rows, RowStore
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 TRL_TEMPLATES = Path(trl.chat_template_utils.__file__).with_name("chat_templates")
 
 LLAMA_2 = (

@@ -26,6 +26,8 @@ from tunekit.data.formats import Format
 from tunekit.data.rows import Rows, RowStore
 from tunekit.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def rows(format: Format, *given) -> Rows:
     checked = [check_row(row, format) for row in given]
@@ -270,13 +272,24 @@ def test_a_chat_model_is_told_that_its_template_is_not_applied():
 
 
 def test_a_token_across_the_boundary_counts_and_is_reported():
-    tokenizer = byte_tokenizer(merges=(("=", "4"),))
-    data = rows("prompt_completion", PAIR, {"prompt": "2+2=", "completion": "5"})
-    assert learned(tokenizer, data) == ["2+2⟦=4<|im_end|>⟧", "2+2=⟦5<|im_end|>⟧"]
+    tokenizer = byte_tokenizer(merges=(("a", "b"),))
+    data = rows("prompt_completion", {"prompt": "so a", "completion": "b."}, {"prompt": "so a", "completion": "!"})
+    assert learned(tokenizer, data) == ["so ⟦ab.<|im_end|>⟧", "so a⟦!<|im_end|>⟧"]
     assert tokenised(data, tokenizer, max_length=99, loss_on="assistant").report.notes[1] == (
         "data.jsonl: in 1 row the end of the prompt and the start of the completion fall into one token, which counts "
         "in the loss; end prompts on a line break or a full stop"
     )
+
+
+def test_a_token_across_the_start_of_an_answer_counts_and_one_across_no_boundary_is_not_parted():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template, merges=(("t", "h"), ("r", "h")))
+    assert learned(tokenizer, rows("messages", chat("u hé", "a ho, the"))) == [
+        "<|im_start|>userh\ufffd\ufffd<|im_end|><|im_start|>assistan⟦tho, the<|im_end|>⟧"
+    ]
 
 
 def test_a_tokenizer_without_end_token_takes_no_plain_text():

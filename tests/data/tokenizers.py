@@ -48,7 +48,7 @@ def byte_tokenizer(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate([*alphabet, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
     backend.add_special_tokens(special)

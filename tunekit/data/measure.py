@@ -22,6 +22,7 @@ from tunekit.data.rows import Rows, Skipped
 from tunekit.data.sequences import IGNORED, Sequences
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 NUM_BINS = 12
@@ -170,21 +171,43 @@ def padded_share(ordered: Sequence[int], batch_size: int) -> float:
 
 def find_repeats(sources: Sequence[Rows], *, within: Sequence[Rows] = ()) -> Repeats:
     """Rows that are equal to an earlier one, or to any row of other sources."""
-    places: dict[bytes, tuple[Rows, int]] = {}
-    for rows in within:
-        for i in range(len(rows)):
-            places.setdefault(rows.rows.digest_of(i), (rows, i))
-    number, first = 0, None
+    import numpy as np
+
+    digests = _digests(sources)
+    if within:
+        known = _digests(within)
+        order = np.argsort(known, kind="stable")
+        found = np.minimum(np.searchsorted(known[order], digests), len(known) - 1)
+        earlier = order[found]
+        repeated = np.flatnonzero(known[earlier] == digests)
+    else:
+        _, firsts, which = np.unique(digests, return_index=True, return_inverse=True)
+        earlier = firsts[which]
+        repeated = np.flatnonzero(earlier != np.arange(len(digests)))
+    if not len(repeated):
+        return Repeats(0)
+    first = int(repeated[0])
+    return Repeats(len(repeated), (_place(sources, first), _place(within or sources, int(earlier[first]))))
+
+
+def _digests(sources: Sequence[Rows]) -> "np.ndarray":
+    """A digest of every row, `(rows,)`."""
+    import numpy as np
+
+    whole = bytearray()
     for rows in sources:
         for i in range(len(rows)):
-            digest = rows.rows.digest_of(i)
-            if digest in places:
-                number += 1
-                there, k = places[digest]
-                first = first or (rows.place(i), there.place(k))
-            elif not within:
-                places[digest] = rows, i
-    return Repeats(number, first)
+            whole += rows.rows.digest_of(i)
+    return np.frombuffer(whole, dtype="S16")
+
+
+def _place(sources: Sequence[Rows], index: int) -> str:
+    """Where a row stands, counted over all sources."""
+    for rows in sources:
+        if index < len(rows):
+            return rows.place(index)
+        index -= len(rows)
+    raise IndexError(index)
 
 
 def _steps() -> Iterator[int]:

@@ -266,7 +266,7 @@ class DataSection(Section):
     the same rows stay held out when the file grows or is reordered, and equal rows stand on the same side."""
 
     weight_by: Literal["rows", "tokens"] = "rows"
-    """What `weight` counts: rows as they stand in the source, or the tokens that they become."""
+    """What `weight` counts: rows (each part of a text that is longer than `max_length` is one), or their tokens."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """Where weighted sources end, by the names of datasets.interleave_datasets. `first_exhausted`: with the first that
