@@ -6,12 +6,12 @@ import typing
 
 import pytest
 
-from tunekit.data.formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, SourceFormat, recognise
+from tunekit.data.formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, recognise
 from tunekit.data.load import load_data
 from tunekit.errors import DataError
 from tunekit.planner.facts import DataFacts
 from tunekit.recipe.fields import choices_of
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.schema import DataSection, SourceFormat
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 ROWS: dict[str, dict] = {

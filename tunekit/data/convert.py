@@ -8,7 +8,7 @@ is refused.
 
 from dataclasses import dataclass, field
 
-from tunekit.data.formats import BadRow, Format, Row, SourceFormat, check_columns, described, listed
+from tunekit.data.formats import BadRow, Format, Row, check_columns, described, listed
 from tunekit.data.messages import (
     ROLES,
     conversation,
@@ -22,6 +22,7 @@ from tunekit.data.messages import (
 )
 from tunekit.data.preferences import best_and_worst, pair, rated
 from tunekit.data.tokens import check_tokens
+from tunekit.recipe.schema import SourceFormat
 
 SPEAKERS = {
     "human": "user",

@@ -12,22 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from tunekit.recipe.schema import SourceFormat
+
 Format = Literal["messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"]
 """Shape of rows that a method can learn from."""
-
-SourceFormat = Literal[
-    "messages",
-    "sharegpt",
-    "alpaca",
-    "prompt_completion",
-    "text",
-    "tokens",
-    "preference",
-    "ranking",
-    "unpaired_preference",
-    "prompts",
-]
-"""Shape of rows as they stand in a source."""
 
 Row = dict[str, Any]
 """One valid row: the columns of its format and no others, but that `prompts` keep all."""

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunekit.data.formats import BECOMES, COLUMNS, Format, SourceFormat, listed, misspelt
+from tunekit.data.formats import BECOMES, COLUMNS, Format, listed, misspelt
+from tunekit.recipe.schema import SourceFormat
 
 _SPOKEN: dict[SourceFormat, str] = {
     "messages": "conversations",

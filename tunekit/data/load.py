@@ -22,7 +22,6 @@ from tunekit.data.formats import (
     OPTIONAL_COLUMNS,
     BadRow,
     Row,
-    SourceFormat,
     check_columns,
     check_same_reading,
     counted,
@@ -37,7 +36,7 @@ from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.schema import CompleteSource, DataSection, DataSource, FunctionPath
+from tunekit.recipe.schema import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 
@@ -46,9 +45,6 @@ HEAD_ROWS = 1000
 
 _FAULTS_SHOWN = 5
 _SKIPPED_SHOWN = 3
-
-AnyFormat = SourceFormat | Literal["auto"] | FunctionPath
-"""A format, that it is to be recognised, or a function that makes the rows."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def load_rows(
     learner: Learner | None = None,
     *,
     key: str,
-    format: AnyFormat,
+    format: DataFormat,
     default_split: Literal["train", "eval"],
     columns: Mapping[str, str] = {},
     max_bad_rows: int = 0,
@@ -228,7 +224,7 @@ class _Reader:
         self,
         source: str,
         key: str,
-        format: AnyFormat,
+        format: DataFormat,
         columns: Mapping[str, str],
         max_bad_rows: int,
         learner: Learner | None,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, cast, overload
 
 import platformdirs
 
-from tunekit.data.formats import Format, Row, SourceFormat
+from tunekit.data.formats import Format, Row
 from tunekit.errors import DataError
+from tunekit.recipe.schema import LossOn, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,10 +42,6 @@ def cache_folder() -> Path:
     except OSError as error:
         raise DataError(f"cannot write to {folder}: {error.strerror}", hint="set XDG_CACHE_HOME") from error
     return folder
-
-
-LossOn = Literal["assistant", "last", "all"]
-"""Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
 
 
 class RowStore(Sequence[Row]):

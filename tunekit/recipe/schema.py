@@ -65,24 +65,25 @@ LrSchedulerType = Literal[
 ]
 
 
-DataFormat = (
-    Literal[
-        "auto",
-        "messages",
-        "sharegpt",
-        "alpaca",
-        "prompt_completion",
-        "text",
-        "tokens",
-        "preference",
-        "ranking",
-        "unpaired_preference",
-        "prompts",
-    ]
-    | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
-)
+SourceFormat = Literal[
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "text",
+    "tokens",
+    "preference",
+    "ranking",
+    "unpaired_preference",
+    "prompts",
+]
+"""Shape of rows as they stand in a source."""
+
+DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]
+"""A shape of rows, that it is to be recognised, or a function that makes the rows."""
 
 LossOn = Literal["assistant", "last", "all"]
+"""Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
 
 
 class Conflict(NamedTuple):
