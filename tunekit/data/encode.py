@@ -13,8 +13,8 @@ padding token is its end-of-sequence token still learns to end its answers.
 - `tokens` are taken as they are.
 
 Texts become tokens word by word where the tokenizer's words are known (`words`), otherwise through the tokenizer
-itself, several times slower. Where a token stands in the text follows from the bytes that it is made of, if the bytes
-of all tokens are those of the text; otherwise the tokenizer is asked.
+itself, several times slower. Where a token stands in the text follows from the bytes that it is made of, or is asked of
+the tokenizer.
 """
 
 from collections import Counter
@@ -211,8 +211,8 @@ class Encoder:
         ids = _array(found)
         ends = np.cumsum(self._words.byte_lengths[ids])
         spans, num_bytes = _in_bytes(rendered)
-        if (ends[-1] if found else 0) != num_bytes:
-            return None
+        # Word for word the tokens make up the text; anything else would put the marks on other words.
+        assert (ends[-1] if found else 0) == num_bytes
         marks = np.zeros(len(ids), dtype=np.bool_)
         first = np.searchsorted(ends, [start for start, _ in spans], side="right")
         last = np.searchsorted(ends, [end for _, end in spans], side="left")
