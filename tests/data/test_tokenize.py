@@ -357,6 +357,27 @@ def test_more_rows_than_a_batch_keep_their_order():
         assert byte_tokenizer().decode(made.sequences[i]["input_ids"]) == f"{i}.<|im_end|>"
 
 
+def test_token_ids_are_taken_as_they_are_and_cut_like_a_conversation():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("so be it")["input_ids"]
+    given = rows("tokens", {"input_ids": ids, "labels": [-100] * 3 + ids[3:]}, {"input_ids": ids})
+    assert learned(tokenizer, given) == ["so ⟦be it⟧", "s⟦o be it⟧"]
+    assert learned(tokenizer, given, loss_on="all") == ["s⟦o be it⟧"] * 2
+    assert learned(tokenizer, given, max_length=4) == ["so ⟦b⟧", "s⟦o b⟧"]
+    assert tokenised(given, tokenizer, max_length=4).report.num_truncated == 2
+
+
+def test_a_token_id_that_the_tokenizer_does_not_know_is_refused_with_its_place():
+    tokenizer = byte_tokenizer()
+    given = rows("tokens", {"input_ids": [1, 2]}, {"input_ids": [1, 2**40]})
+    with pytest.raises(DataError) as caught:
+        learned(tokenizer, given)
+    assert str(caught.value) == (
+        "data.jsonl:2: input_ids hold 1099511627776, but the tokenizer knows 260 tokens; "
+        "were the rows made with another tokenizer?"
+    )
+
+
 @pytest.fixture
 def in_processes(monkeypatch):
     monkeypatch.setattr(tokenizing, "FEW_ROWS", 0)
