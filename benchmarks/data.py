@@ -30,6 +30,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from tunekit.data.rows import cache_folder
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "data.json"
 PICO = ROOT / "tunekit" / "model" / "pico"
@@ -196,7 +198,7 @@ def main() -> None:
         return
     kept: dict[str, Any] = {}
     console = Console(width=130)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
         path = Path(folder) / "chats.jsonl"
         if args.rows:
             write_chats(path, args.rows)

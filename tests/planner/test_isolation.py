@@ -8,7 +8,7 @@ from benchmarks.isolation import RESULTS, measure
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.isolation import why_not_isolated
+from tunekit.planner.isolation import WITHOUT_SDPA, why_not_isolated
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 
@@ -32,6 +32,18 @@ def test_the_plan_knows_what_was_measured():
     assert claimed == measured
     assert sum(measured.values()) > 250
     assert len({model_type for model_type, _ in measured}) > 150
+
+
+def test_models_that_have_no_sdpa_get_eager_attention():
+    assert {name for name, verdicts in VERDICTS.items() if verdicts.get("sdpa") == "unsupported"} == WITHOUT_SDPA
+    plain = {"model": "m", "data": {"train": "chats.jsonl", "max_length": 256}}
+    gemma2 = model("gemma2")
+    plan = resolve(Recipe.model_validate(plain), LAPTOP, gemma2, ROWS)
+    (reason,) = (reason for reason in plan.reasons if reason.topic == "attention")
+    assert (reason.choice, reason.why) == ("eager", "transformers has no sdpa for gemma2")
+    asked = Recipe.model_validate(plain | {"model": {"path": "m", "attn_implementation": "sdpa"}})
+    with pytest.raises(PlanError, match=r"^model\.attn_implementation: transformers has no sdpa for gemma2; use eager$"):
+        resolve(asked, LAPTOP, gemma2, ROWS)
 
 
 @pytest.mark.parametrize("attention", NAMES)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import tunekit
 from tests.tiny import TEMPLATE, make_tokenizer, save_chats, save_tiny_model, watching_models
+from tunekit.data.prepare import read_dataset
 from tunekit.errors import PlanError
 from tunekit.recipe.schema import LrSchedulerType, Optim
 
@@ -173,9 +174,7 @@ def test_a_chat_template_of_the_recipe_is_trained_with_and_saved(here):
     (here / "own.jinja").write_text(own, encoding="utf-8")
     run = train("model.chat_template=own.jinja")
     assert (run.model_path / "chat_template.jinja").read_text(encoding="utf-8") == own
-    from datasets import load_from_disk
-
-    text = make_tokenizer().decode(load_from_disk(str(run.path / "data" / "train"))[0]["input_ids"])
+    text = make_tokenizer().decode(read_dataset(run.path / "data" / "train.arrow")[0]["input_ids"])
     assert text.startswith("<|im_start|>@user\ndouble 0<|im_end|>")
 
 

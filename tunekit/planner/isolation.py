@@ -110,6 +110,50 @@ ISOLATE_WITH_MASKS_ONLY = frozenset({"gpt_neo", "gptj"})
 """Types that build their masks from the positions, and do not hand the boundaries to flash attention."""
 
 
+WITHOUT_SDPA = frozenset(
+    {
+        "big_bird",
+        "bigbird_pegasus",
+        "bloom",
+        "codegen",
+        "cpmant",
+        "deepseek_v4",
+        "falcon_mamba",
+        "flint",
+        "gemma2",
+        "git",
+        "got_ocr2",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "gpt_oss",
+        "gptj",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling2_text",
+        "mamba",
+        "mamba2",
+        "megatron-bert",
+        "mimo_v2_flash",
+        "mpt",
+        "mvp",
+        "openai-gpt",
+        "prophetnet",
+        "reformer",
+        "rembert",
+        "roformer",
+        "rwkv",
+        "trocr",
+        "vaultgemma",
+        "xglm",
+        "xlm",
+        "xlnet",
+        "xlstm",
+    }
+)
+"""Types that transformers refuses to load with sdpa."""
+
+
 def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
     """Why documents in one row would see each other; None where nothing is known that speaks for it.
 

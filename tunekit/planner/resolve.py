@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Hardware, ModelFacts
+from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
 from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
@@ -61,7 +62,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     autocast = dtype != "float32"
     kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
     reasons.append(Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why))
-    attention = _attention(recipe, hardware, device, dtype)
+    attention = _attention(recipe, hardware, device, model, dtype)
     reasons.append(attention)
     check_isolation(recipe.data, model, attention.choice)
     _check_lengths(recipe, model)
@@ -145,22 +146,31 @@ def _dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
     return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
 
 
-def _attention(recipe: Recipe, hardware: Hardware, device: Device, dtype: Dtype) -> Reason:
+def _attention(recipe: Recipe, hardware: Hardware, device: Device, model: ModelFacts, dtype: Dtype) -> Reason:
     """Attention implementation, and why."""
     asked = recipe.model.attn_implementation
+    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
     flash_runs = device.kind == "cuda" and (device.compute_capability or (0, 0)) >= (8, 0) and dtype != "float32"
     if asked.startswith("flash_attention") and not flash_runs:
         raise PlanError(
             f"model.attn_implementation: {asked} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
             f"products; this is {device.name} with {dtype}",
-            hint="use sdpa",
+            hint=f"use {without_flash}",
         )
     if asked.startswith("flash_attention") and not hardware.flash_attn:
-        raise PlanError(f"model.attn_implementation: {asked} is not installed", hint="install flash-attn, or use sdpa")
+        raise PlanError(
+            f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {without_flash}"
+        )
+    if asked == "sdpa" and without_flash != "sdpa":
+        raise PlanError(
+            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {without_flash}"
+        )
     if asked != "auto":
         return Reason(topic="attention", choice=asked, why="as in the recipe")
     if flash_runs and hardware.flash_attn:
         return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+    if without_flash != "sdpa":
+        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
     return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
 
 
