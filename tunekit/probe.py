@@ -246,6 +246,7 @@ def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
         has_chat_template=_has_chat_template(folder),
+        sliding_window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
     )
 
 

@@ -202,11 +202,12 @@ def test_known_models_have_their_published_sizes():
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(), QloraAdapter()], ids=["full", "lora", "qlora"])
 @pytest.mark.parametrize("dtype", sorted(BYTES))
 def test_memory_grows_with_tokens_and_shrinks_with_checkpointing(adapter, dtype):
-    def total(num_tokens, checkpointing):
+    # The peak itself may lie where there are no activations, as in the backward of a large embedding.
+    def at_the_head(num_tokens, checkpointing):
         return estimate(
-            LLAMA_8B, adapter, device="cuda", dtype=dtype, optim="adamw_torch_fused",
-            num_tokens=num_tokens, mask_length=1024, gradient_checkpointing=checkpointing,
-        ).total_bytes  # fmt: skip
+            LLAMA_8B, adapter, device="cuda", dtype=dtype, optim="adamw_torch_fused", num_tokens=num_tokens,
+            mask_length=1024, sliding_mask_length=None, gradient_checkpointing=checkpointing, accumulates=False,
+        ).phases["head"]  # fmt: skip
 
-    assert total(1024, True) < total(1024, False) < total(4096, False)
-    assert total(1024, True) < total(4096, True) < total(4096, False)
+    assert at_the_head(1024, True) < at_the_head(1024, False) < at_the_head(4096, False)
+    assert at_the_head(1024, True) < at_the_head(4096, True) < at_the_head(4096, False)

@@ -64,6 +64,15 @@ class ModelFacts(Facts):
     vocab_size: int
     max_position_embeddings: int | None
     has_chat_template: bool
+    sliding_window: int | None = None
+    """How far layers of sliding attention look back, in tokens."""
+
+    @property
+    def num_sliding_layers(self) -> int:
+        """Number of layers with sliding attention; all of them where a window is set and their types are not."""
+        if self.sliding_window is None:
+            return 0
+        return self.layer_types.count("sliding_attention") if self.layer_types else self.num_layers
 
     @property
     def num_params(self) -> int:

@@ -1,12 +1,17 @@
-"""Bytes that a training step needs on one device, by part.
+"""Bytes that a training step needs on one device, by phase and by part.
 
-Closed forms for Llama-like decoders. The activation counts are exact for Hugging Face's modules with SDPA: they equal
-the bytes that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
+A step goes through phases, and what it needs is the most that any of them needs: at the end of the forward pass all
+that is kept for the backward pass is there but few gradients, at its end the gradients but few activations. Closed
+forms for Llama-like decoders. The activation counts are exact for Hugging Face's modules with SDPA: they equal the
+bytes that autograd saves, which the tests measure. Where an architecture differs they are an estimate.
+`benchmarks/planner.py` compares the phases with a trace of the real modules.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type, T tokens of a micro-batch.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from tunekit.planner.facts import Facts, ModelFacts
@@ -47,8 +52,26 @@ FIXED_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 0.5 GiB resident after the imports and 0.8 GiB at the end of a small run (torch 2.13, transformers 5.23). On CUDA: the
 context with its libraries, an upper bound of published figures (0.5 to 1.4 GB)."""
 
+FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
+"""Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
+
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
+
+
+Phase = Literal["forward", "head", "last layer", "first layer", "embedding", "optimizer"]
+"""Where in a step the memory is: at the end of the forward pass, in the backward pass of the head, of the last layer,
+of the first and of the embedding, or in the optimizer's step. From layer to layer memory falls or rises evenly, so the
+layers between are never the peak."""
+
+PHASE_WORDS: dict[Phase, str] = {
+    "forward": "at the end of the forward pass",
+    "head": "in the backward of the head",
+    "last layer": "in the backward of the last layer",
+    "first layer": "in the backward of the first layer",
+    "embedding": "in the backward of the embedding",
+    "optimizer": "in the optimizer's step",
+}
 
 
 class MemoryEstimate(Facts):
@@ -61,18 +84,32 @@ class MemoryEstimate(Facts):
     logits_bytes: int
     fixed_bytes: int
     """What the process holds besides tensors: libraries, or the CUDA context."""
+    phase: Phase
+    """Where the peak is."""
+    phases: Mapping[Phase, int]
+    """Bytes at the peak of each phase."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the peak by part."""
+        return {
+            "weights": self.weights_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activations_bytes,
+            "logits": self.logits_bytes,
+            "fixed": self.fixed_bytes,
+        }
 
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        return (
-            self.weights_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.logits_bytes
-            + self.fixed_bytes
-        )
+        return sum(self.parts.values())
+
+    @property
+    def peak_words(self) -> str:
+        """Where the peak is, in words."""
+        return f"peak {PHASE_WORDS[self.phase]}"
 
 
 def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
@@ -121,18 +158,37 @@ def activation_bytes_per_layer(
     h, i, n = model.hidden_size, model.intermediate_size, model.num_heads
     q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
     e = BYTES[dtype]
-    attention = 2 * e * q + 2 * e * kv + 4 * n
+    full = isinstance(adapter, FullAdapter)
+    attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=full, e=e)
     mlp = 4 * e * i
     mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
+    # Norms behind attention and MLP, where there are any, keep their input in float32.
+    behind = max(0, _num_norms(model) - 2) * (4 + (8 if full else 4) * h)
     if isinstance(adapter, FullAdapter):
         # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
         norms = 24 * h if e == 4 else 26 * h
-        return norms + attention + mlp + mask + 8
+        return norms + behind + attention + mlp + mask + 8
     norms = 16 * h if e == 4 else 12 * h
     lora = 7 * e * adapter.rank
     # Float32 adapters under autocast read float32 copies of their inputs.
     casts = 0 if e == 4 else 6 * h + 2 * q
-    return norms + attention + mlp + lora + casts + mask + 8
+    return norms + behind + attention + mlp + lora + casts + mask + 8
+
+
+def _num_norms(model: ModelFacts) -> int:
+    """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
+    sized = [name for name, shape in model.tensors.items() if shape == (model.hidden_size,) and "norm" in name]
+    return (len(sized) - 1) // model.num_layers
+
+
+def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
+    """Bytes per token that norms of queries and keys keep, where a model has them (Qwen 3, Gemma 3)."""
+    if not any(name.endswith("q_norm.weight") for name in model.tensors):
+        return 0
+    heads = model.num_heads + model.num_kv_heads
+    # Gemma multiplies by its weight in float32; the others cast first.
+    normed = 0 if not full else 4 if model.model_type.startswith("gemma") else e
+    return heads * (model.head_dim * (4 + normed) + 4)
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
@@ -153,7 +209,9 @@ def estimate(
     optim: Optim,
     num_tokens: int,
     mask_length: int | None,
+    sliding_mask_length: int | None,
     gradient_checkpointing: bool,
+    accumulates: bool,
 ) -> MemoryEstimate:
     """Memory of one training step on one device.
 
@@ -166,30 +224,206 @@ def estimate(
         num_tokens: Tokens of a micro-batch with its padding.
         mask_length: Length of a row of the attention mask: to which sequences are padded, or of all that lie one behind
             the other; None without a mask.
+        sliding_mask_length: The same for layers of sliding attention, which need a mask also where others do not.
         gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
+        accumulates: Whether a step has several micro-batches, so that gradients lie there from the first one on.
     """
     trained = num_trainable_params(model, adapter)
-    layer = activation_bytes_per_layer(model, adapter, dtype, mask_length=mask_length) * num_tokens
-    casts = cast_weights_bytes(model, adapter, dtype)
-    full = isinstance(adapter, FullAdapter)
-    residual = 4 if full else BYTES[dtype]
-    if gradient_checkpointing:
-        kept = model.num_layers * residual * model.hidden_size * num_tokens
-        activations = kept + layer + casts // model.num_layers
-    else:
-        activations = model.num_layers * layer + casts
-    # Gradients of the layer that the backward pass is in: of the MLP's intermediates and the residual stream.
-    activations += num_tokens * BYTES[dtype] * (3 * model.intermediate_size + 2 * model.hidden_size)
-    tile = min(num_tokens, HEAD_TOKENS) * min(model.vocab_size, HEAD_COLUMNS)
-    # One tile in the compute type; off CUDA its statistics are torch operations on float32 copies of it.
-    logits = tile * (BYTES[dtype] + (0 if device == "cuda" else 12)) + 4 * model.hidden_size * num_tokens
-    if full:
-        logits += 4 * model.vocab_size * model.hidden_size
-    return MemoryEstimate(
-        weights_bytes=weights_bytes(model, adapter, dtype),
-        gradients_bytes=4 * trained,
-        optimizer_bytes=int(OPTIMIZER_BYTES[optim] * trained),
-        activations_bytes=activations,
-        logits_bytes=logits,
-        fixed_bytes=FIXED_BYTES[device],
+    weights, states = weights_bytes(model, adapter, dtype), int(OPTIMIZER_BYTES[optim] * trained)
+    layers = _layers(
+        model,
+        adapter,
+        dtype,
+        num_tokens,
+        mask_length,
+        sliding_mask_length,
+        gradient_checkpointing=gradient_checkpointing,
+        accumulates=accumulates,
     )
+    head = _head(model, adapter, device, dtype, num_tokens)
+    needs = _needs(model, adapter, layers, head, accumulates=accumulates)
+    copied = 4 * trained if optim in FOREACH and device == "cuda" else 0
+    needs["optimizer"] = _Need(gradients=4 * trained + copied)
+    fixed = FIXED_BYTES[device]
+    phases = {phase: weights + states + fixed + need.total for phase, need in needs.items()}
+    phase = max(phases, key=phases.__getitem__)
+    peak = needs[phase]
+    return MemoryEstimate(
+        weights_bytes=weights,
+        gradients_bytes=peak.gradients,
+        optimizer_bytes=states,
+        activations_bytes=peak.activations,
+        logits_bytes=peak.logits,
+        fixed_bytes=fixed,
+        phase=phase,
+        phases=phases,
+    )
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that a phase needs besides weights and optimizer states."""
+
+    gradients: int = 0
+    activations: int = 0
+    logits: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Bytes of the decoder layers in a step."""
+
+    stream: int
+    """The residual stream, and so its gradient."""
+    kept: int
+    """Of all layers, kept for the backward pass."""
+    forward_only: int
+    """Besides, until the forward pass ends."""
+    first: int
+    """Of the first layer, while its backward pass runs, recomputed where it has to be."""
+    recomputed: int
+    """Of one layer, recomputed in the backward pass."""
+    passing: int
+    """Of one layer's forward pass, beyond what it keeps, where that is much."""
+    working: int
+    """Of one layer's backward pass, beyond what was kept for it."""
+    shared: int
+    """Masks, which all layers read."""
+
+
+def _layers(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    num_tokens: int,
+    mask_length: int | None,
+    sliding_mask_length: int | None,
+    *,
+    gradient_checkpointing: bool,
+    accumulates: bool,
+) -> _Layers:
+    h, i, e = model.hidden_size, model.intermediate_size, BYTES[dtype]
+    full = isinstance(adapter, FullAdapter)
+    stream = (4 if full else e) * h * num_tokens
+    casts = cast_weights_bytes(model, adapter, dtype)
+
+    def kept(length: int | None) -> int:
+        saved = activation_bytes_per_layer(model, adapter, dtype, mask_length=length) * num_tokens
+        return saved + casts // model.num_layers
+
+    sliding = model.num_sliding_layers
+    # Of the first and the last layer, the one that keeps more is what decides.
+    one = max(kept(mask_length), kept(sliding_mask_length) if sliding else 0)
+    others = sliding * kept(sliding_mask_length) + (model.num_layers - sliding) * kept(mask_length) - one
+    working = stream + _working_bytes(model, adapter, e, recomputes=gradient_checkpointing) * num_tokens
+    if full:
+        # The gradient of the MLP's last weight is there; its cast copy is not any more.
+        working += (0 if accumulates else 4 * h * i) - (0 if e == 4 else 2 * h * i)
+    # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
+    kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
+    shared = num_tokens * sum(length or 0 for length in kinds)
+    if gradient_checkpointing:
+        # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
+        again = one - (stream if full or e == 4 else 0)
+        return _Layers(stream, model.num_layers * stream, casts, stream + again, again, 0, working, shared)
+    # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
+    first = one if full else one - 4 * h * num_tokens
+    passing = 0 if full else _adapter_copy_bytes(model, e) * num_tokens
+    return _Layers(stream, first + others, 0, first, 0, passing, working, shared)
+
+
+def _working_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, recomputes: bool) -> int:
+    """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
+    h, i = model.hidden_size, model.intermediate_size
+    full = isinstance(adapter, FullAdapter)
+    sandwich = _num_norms(model) > 2
+    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
+    # So is what the norm behind it kept.
+    moments = [2 * e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
+    if sandwich:
+        # That norm itself, in float32: its gradient, product, quotient and power.
+        moments.append(4 * 4 * h if full else 5 * 4 * h)
+    if recomputes and not full and e == 2:
+        moments.append(_adapter_copy_bytes(model, e))
+    return max(moments)
+
+
+def _adapter_copy_bytes(model: ModelFacts, e: int) -> int:
+    """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
+
+    The MLP's product, a float32 copy of it for the last adapter, and what the layer's code still has names for.
+    """
+    if e == 4:
+        return 0
+    return (e + 4) * model.intermediate_size + (5 if _num_norms(model) > 2 else 4) * e * model.hidden_size
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Bytes of the final norm and of TRL's fused head in a step."""
+
+    kept: int
+    """What the norm and the head keep."""
+    forward: int
+    """Besides, in the forward pass."""
+    backward: int
+    """Besides, in the backward pass, without the weight's gradient."""
+
+
+def _head(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, device: Literal["cpu", "cuda"], dtype: Dtype, num_tokens: int
+) -> _Head:
+    """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
+
+    On CUDA the tile's buffer has all its columns also where the vocabulary is smaller; on a CPU what is not touched is
+    not resident, but the statistics are torch operations on float32 copies of the tile.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    rows, columns = min(num_tokens, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
+    tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
+    if not isinstance(adapter, FullAdapter):
+        # A float32 input of the norm; what the head reads, in the compute type; the gradient in float32 and cast.
+        out = e * h * num_tokens
+        return _Head(4 * h * num_tokens + out, tile + out, tile + 4 * h * num_tokens + (out if e == 2 else 0))
+    stream = 4 * h * num_tokens
+    if e == 4:
+        return _Head(3 * stream, tile + stream, tile + stream)
+    # The backward pass casts a tile of the weight, and of what the head reads, while it still holds the last ones.
+    more_rows = num_tokens > HEAD_TOKENS
+    held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+    casts = e * h * (rows * (1 + more_rows) + columns)
+    return _Head(3 * stream, tile + casts + stream, tile + casts + e * h * held + stream)
+
+
+def _needs(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, layers: _Layers, head: _Head, *, accumulates: bool
+) -> dict[Phase, _Need]:
+    """What each phase up to the optimizer's step needs. A gradient that is added to another is there beside it."""
+    trained = 4 * num_trainable_params(model, adapter)
+    vocabulary = 4 * model.vocab_size * model.hidden_size if isinstance(adapter, FullAdapter) else 0
+    tied = "lm_head.weight" not in model.tensors
+    in_layers = trained - vocabulary * (1 if tied else 2)
+    per_layer = in_layers // model.num_layers
+    before = trained if accumulates else 0
+    first = before or vocabulary + in_layers - per_layer
+    # Gradients of a weight with two uses wait for each other and are summed into a third tensor.
+    waiting = vocabulary if tied and accumulates else 0
+    forward = _Need(before, layers.kept + layers.forward_only + layers.shared + head.kept, head.forward)
+    if layers.passing > head.kept + head.forward:
+        forward = _Need(before, layers.kept + layers.shared + layers.passing)
+    needs: dict[Phase, _Need] = {
+        "forward": forward,
+        "head": _Need(before + vocabulary, layers.kept + layers.shared + head.kept, head.backward),
+        "last layer": _Need(
+            waiting + (before or vocabulary), layers.kept + layers.recomputed + layers.working + layers.shared
+        ),
+        "first layer": _Need(waiting + first, layers.first + layers.working + layers.shared),
+    }
+    if isinstance(adapter, FullAdapter):
+        fresh = (2 if tied else 0) + (1 if accumulates else 0)
+        needs["embedding"] = _Need(trained + fresh * vocabulary, 0 if tied else layers.stream)
+    return needs

@@ -78,12 +78,12 @@ class Plan(Facts):
     def memory_line(self) -> str:
         """Predicted memory by part against the limit, in one line."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.memory_parts().items())
-        return f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} (estimate): {parts}"
+        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} (estimate)"
+        return f"{total}, {self.memory.peak_words}: {parts}"
 
     def memory_parts(self) -> dict[str, int]:
         """Predicted bytes by part, the largest first."""
-        parts = {name.removesuffix("_bytes"): size for name, size in self.memory.model_dump().items()}
-        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+        return dict(sorted(self.memory.parts.items(), key=lambda part: -part[1]))
 
     def __str__(self) -> str:
         return self.explain()

@@ -307,15 +307,21 @@ def _fit(recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, attent
 def _memory(
     recipe: Recipe, device: Device, model: ModelFacts, dtype: Dtype, attention: str, size: int, checkpointing: bool
 ) -> MemoryEstimate:
+    length = recipe.data.max_length
+    mask_length = padding_of(recipe.data, model, attention, size).mask_length
+    # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
+    slides = needs_mask(attention) and model.sliding_window is not None and length >= model.sliding_window
     return estimate(
         model,
         recipe.adapter,
         device=device.kind,
         dtype=dtype,
         optim=recipe.train.optim,
-        num_tokens=size * recipe.data.max_length,
-        mask_length=padding_of(recipe.data, model, attention, size).mask_length,
+        num_tokens=size * length,
+        mask_length=mask_length,
+        sliding_mask_length=mask_length or (length if slides else None),
         gradient_checkpointing=checkpointing,
+        accumulates=size < recipe.train.global_batch_size,
     )
 
 

@@ -1,0 +1,66 @@
+"""Training steps on which the memory formulas are compared with a trace: drawn by chance, a fifth of them held out.
+
+The shapes are those of published models, from their config.json on the hub.
+"""
+
+import random
+
+from tests.planner.oracle import Step
+from tunekit.recipe.schema import FullAdapter, LoraAdapter
+
+NUM_STEPS, SEED = 60, 2026
+
+
+def _shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, tied=False, **more):
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        **more,
+    }
+
+
+SHAPES = (
+    ("llama", _shape(2048, 8192, 16, 32, 8, 64, 128256, tied=True)),  # Llama-3.2-1B
+    ("llama", _shape(4096, 14336, 32, 32, 8, 128, 128256)),  # Llama-3.1-8B
+    ("llama", _shape(2048, 5632, 22, 32, 4, 64, 32000)),  # TinyLlama-1.1B
+    ("qwen3", _shape(1024, 3072, 28, 16, 8, 128, 151936, tied=True)),  # Qwen3-0.6B
+    ("qwen3", _shape(4096, 12288, 36, 32, 8, 128, 151936)),  # Qwen3-8B
+    ("gemma3_text", _shape(1152, 6912, 26, 4, 1, 256, 262144, tied=True, sliding_window=512)),  # Gemma-3-1B
+    ("gemma3_text", _shape(2560, 10240, 34, 8, 4, 256, 262208, tied=True, sliding_window=1024)),  # Gemma-3-4B
+    ("mistral", _shape(4096, 14336, 32, 32, 8, 128, 32768, sliding_window=None)),  # Mistral-7B-v0.3
+)
+
+BATCHES = ((1, 512), (4, 512), (8, 1024), (2, 2048), (1, 4096), (1, 8192))
+
+
+def _drawn() -> list[Step]:
+    draw = random.Random(SEED)
+    steps: list[Step] = []
+    while len(steps) < NUM_STEPS:
+        family, sizes = SHAPES[len(steps) % len(SHAPES)]
+        batch, length = draw.choice(BATCHES)
+        step = Step(
+            family,
+            tuple(sizes.items()),
+            draw.choice([FullAdapter(), LoraAdapter(rank=draw.choice([8, 16, 64]))]),
+            batch,
+            length,
+            checkpointing=draw.random() < 0.5,
+            dtype=draw.choice(["bfloat16", "bfloat16", "bfloat16", "float32"]),
+            accumulates=draw.random() < 0.5,
+            rows=draw.choice(["even", "even", "padded"]),
+        )
+        if step not in steps:
+            steps.append(step)
+    return steps
+
+
+STEPS = _drawn()
+HELD_OUT = sorted(random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5))
+"""Places in `STEPS` that were set aside before the formulas were fitted to the others."""

@@ -1,0 +1,278 @@
+"""What a training step allocates, traced: the real model, the real head and real autograd on tensors without storage.
+
+A Hugging Face model is built on `meta`, given fake CPU tensors, and taken through one forward and one backward pass
+under the types that a run uses. Every live byte is counted. On fake CPU tensors SDPA saves what its flash kernel saves
+on CUDA. Three functions of TRL's head are replaced by what they allocate on CUDA: its kernels work in place there.
+
+Optimizer states are added, since they are known: two float32 values for each trained one. What lies outside: the
+allocator's rounding and fragmentation, workspaces of cuBLAS and of the attention kernels, and bitsandbytes' kernels.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+from unittest import mock
+
+import torch
+import transformers.integrations.moe
+import transformers.masking_utils
+import trl.kernels.chunked_logprob as chunked_logprob
+import trl.trainer.utils as trl_head
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tunekit.planner.facts import ModelFacts
+from tunekit.planner.memory import Dtype, MemoryEstimate, estimate
+from tunekit.recipe.schema import FullAdapter, LoraAdapter
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step to trace: a model by its family and sizes, and how it is trained."""
+
+    family: str
+    sizes: tuple[tuple[str, int | bool], ...]
+    adapter: FullAdapter | LoraAdapter
+    batch: int
+    length: int
+    checkpointing: bool
+    dtype: Dtype = "bfloat16"
+    accumulates: bool = False
+    rows: Literal["even", "padded"] = "even"
+
+    def config(self) -> PretrainedConfig:
+        return AutoConfig.for_model(self.family, **dict(self.sizes))
+
+    def with_layers(self, num_layers: int) -> "Step":
+        sizes = {**dict(self.sizes), "num_hidden_layers": num_layers}
+        return Step(**{**self.__dict__, "sizes": tuple(sizes.items())})
+
+    def __str__(self) -> str:
+        sizes = dict(self.sizes)
+        tied = " tied" if sizes.get("tie_word_embeddings") else ""
+        how = f"{'ckpt' if self.checkpointing else ''}{' accum' if self.accumulates else ''}"
+        trained = "full" if isinstance(self.adapter, FullAdapter) else f"lora{self.adapter.rank}"
+        shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
+        kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[self.dtype]
+        return f"{self.family:9} {shape:18} {trained:6} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
+
+
+@dataclass
+class Trace:
+    """Bytes that were live, tensors only."""
+
+    weights_bytes: int
+    optimizer_bytes: int
+    step_bytes: dict[str, int]
+    """Most bytes besides weights and optimizer states, by phase."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.weights_bytes + self.optimizer_bytes + max(self.step_bytes.values())
+
+    @property
+    def phase(self) -> str:
+        return max(self.step_bytes, key=self.step_bytes.__getitem__)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that operations make, from then until it is freed."""
+
+    def __init__(self, ignored: set[int]) -> None:
+        super().__init__()
+        self.live = 0
+        self.peaks: dict[str, int] = {}
+        self.phase = "forward"
+        self._seen: set[int] = set(ignored)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self.live += size
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def trace(step: Step) -> Trace:
+    """The live bytes of one step. Weights are counted by what they hold, the rest as it comes and goes."""
+    with torch.device("meta"):
+        model, base = _built(step)
+    with FakeTensorMode(allow_non_fake_inputs=True), _as_on_cuda():
+        model.to_empty(device="cpu")
+        base.tie_weights()
+        model.train()
+        own = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
+        trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+        ids = torch.zeros(step.batch, step.length, dtype=torch.long)
+        options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+        tracker = LiveBytes(set(own))
+        _watch(base, tracker)
+        with tracker:
+            for _ in range(2 if step.accumulates else 1):
+                tracker.enter("forward")
+                with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.dtype != "float32"):
+                    output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
+                loss = output.loss
+                del output
+                tracker.enter("head")
+                loss.backward()
+                del loss
+            tracker.enter("optimizer")
+            tracker.peaks["optimizer"] = tracker.live
+        return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+def trace_deep(step: Step) -> Trace:
+    """The live bytes of one step of a deep model, drawn through those of three and four layers.
+
+    From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
+    kinds of layers alternate, the same holds for whole turns.
+    """
+    short, long = (6, 12) if step.family.startswith("gemma") else (3, 4)
+    few, more = trace(step.with_layers(short)), trace(step.with_layers(long))
+    times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)
+
+    def drawn(less: int, most: int) -> int:
+        return round(less + times * (most - less))
+
+    return Trace(
+        drawn(few.weights_bytes, more.weights_bytes),
+        drawn(few.optimizer_bytes, more.optimizer_bytes),
+        {phase: drawn(few.step_bytes[phase], more.step_bytes[phase]) for phase in few.step_bytes},
+    )
+
+
+def _built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
+    """The model and, where it has an adapter, the model below it."""
+    full = isinstance(step.adapter, FullAdapter)
+    weights = torch.float32 if full else getattr(torch, step.dtype)
+    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation="sdpa")
+    trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    model: torch.nn.Module = base
+    if not full:
+        from peft import LoraConfig, get_peft_model
+
+        adapter = step.adapter
+        config = LoraConfig(
+            task_type="CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=0.0
+        )
+        model = get_peft_model(base, config)
+    if step.checkpointing:
+        base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        if not full:
+            base.enable_input_require_grads()
+    return model, base
+
+
+def _watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
+    """Enter a phase where the gradient of what a layer gave arrives: from there on, that layer's backward runs."""
+
+    def enter_on_gradient(phase: str):
+        def hook(_module, _inputs, output):
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _gradient: tracker.enter(phase))
+
+        return hook
+
+    layers = base.model.layers
+    for place, layer in enumerate(layers):
+        name = "last layer" if place == len(layers) - 1 else "first layer" if place == 0 else "middle layers"
+        layer.register_forward_hook(enter_on_gradient(name))
+    base.model.embed_tokens.register_forward_hook(enter_on_gradient("embedding"))
+    base.model.norm.register_forward_hook(enter_on_gradient("norm"))
+
+
+@contextlib.contextmanager
+def _as_on_cuda() -> Iterator[None]:
+    """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
+    apply = chunked_logprob.ChunkedLogProbFunction.apply
+
+    def compacted(hidden, *rest):
+        # Indexing by the mask copies, also where taking a view would do.
+        return apply(hidden.clone() if hidden._base is not None else hidden, *rest)
+
+    with (
+        # A fake tensor has no values to find documents in; even rows hold one each.
+        mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
+        # The product of experts looks at values on a CPU; the operation made for compilers saves and makes the same.
+        mock.patch.object(transformers.integrations.moe, "_can_use_grouped_mm", lambda *_args: False),
+        # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
+        mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
+        mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),
+        mock.patch.object(chunked_logprob, "_addmm_fp32", lambda *_args: None),
+        mock.patch.object(trl_head, "_ChunkedLogProbFunction", mock.Mock(apply=compacted)),
+    ):
+        yield
+
+
+def facts_of(step: Step) -> ModelFacts:
+    """Facts as a probe reads them from the model's files."""
+    config = step.config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(step.with_layers(1).config())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = {
+        name.replace(".layers.0.", f".layers.{place}."): shape
+        for name, shape in shapes.items()
+        for place in range(config.num_hidden_layers if ".layers.0." in name else 1)
+    }
+    heads = config.num_attention_heads
+    return ModelFacts(
+        path=step.family,
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        layer_types=tuple(config.layer_types) if config.model_type.startswith("gemma") else (),
+        tensors=tensors,
+        dtype="bfloat16",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.to_dict().get("head_dim") or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        has_chat_template=True,
+        sliding_window=config.sliding_window if "sliding_window" in dict(step.sizes) else None,
+    )
+
+
+def estimate_of(step: Step) -> MemoryEstimate:
+    """What the planner says of a step on an accelerator."""
+    facts = facts_of(step)
+    mask_length = step.length if step.rows == "padded" else None
+    slides = facts.sliding_window is not None and step.length >= facts.sliding_window
+    return estimate(
+        facts,
+        step.adapter,
+        device="cuda",
+        dtype=step.dtype,
+        optim="adamw_torch_fused",
+        num_tokens=step.batch * step.length,
+        mask_length=mask_length,
+        sliding_mask_length=mask_length or (step.length if slides else None),
+        gradient_checkpointing=step.checkpointing,
+        accumulates=step.accumulates,
+    )
