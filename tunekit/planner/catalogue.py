@@ -5,6 +5,10 @@ of structured sparsity), a link counts one direction (NVLink is sold by both), a
 programs, which is up to 6 % less than the number on the box. Prices age: each carries its day, and the last of an
 entry's sources says where it was read. Those of RunPod's Community Cloud of 2026-03-10 were read in a third party's
 table, which agrees for A100 and H100 with RunPod's own list of 2026-11-09.
+
+Peaks of data-centre chips were compared with the tables of torchtitan and Lightning, which cite the same sheets, those
+of RTX cards with third parties' tables, and memory with what nvidia-smi and rocm-smi print in public logs (2026-11-21).
+Not confirmed so: the memory speed of RTX 3090, and the network adapters of the DGX systems.
 """
 
 from typing import Literal
