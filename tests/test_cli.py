@@ -101,6 +101,35 @@ def test_plan_as_json_is_complete(workspace):
     assert found["plan"]["memory"]["weights_bytes"] > 0
 
 
+def test_plan_for_a_named_machine_comes_in_a_blink(workspace):
+    began = time.monotonic()
+    answer = tunekit(workspace, "plan", "double.yaml", "--on", "8xH100")
+    assert time.monotonic() - began < 10  # a second on an idle machine
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^device +H100 SXM 80 GB +79\.6 GiB of 79\.6 GiB free; .*7 more are left idle", answer.stdout)
+    assert re.search(r"^precision +bfloat16 products", answer.stdout, re.MULTILINE)
+
+
+def test_plan_for_a_machine_of_a_file(workspace):
+    (workspace / "lab.yaml").write_text("accelerator: rtx4090\nfree_memory_gib: 20\n", encoding="utf-8")
+    answer = tunekit(workspace, "plan", "double.yaml", "--on", "lab.yaml")
+    assert re.search(r"^device +RTX 4090 24 GB +20\.0 GiB of 24\.0 GiB free", answer.stdout)
+
+
+def test_plans_for_several_machines_stand_side_by_side(workspace):
+    machines = ("--on", "t4", "--on", "2x8xrtx5090", "--on", "tpu-v5p")
+    answer = tunekit(workspace, "plan", "double.yaml", *machines)
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^machine +fits +memory +micro-batch", answer.stdout)
+    assert re.search(r"^t4 +yes +\S+ GiB of 13\.8 GiB +4 x 1 +float32, sdpa", answer.stdout, re.MULTILINE)
+    assert re.search(r"^2x8xrtx5090 +yes .*15 more", answer.stdout, re.MULTILINE)
+    assert re.search(r"^tpu-v5p +no +tpu-v5p: tunekit trains on CUDA devices only", answer.stdout, re.MULTILINE)
+    found = json.loads(tunekit(workspace, "plan", "double.yaml", *machines, "--json").stdout)
+    assert found["plans"]["t4"]["dtype"] == "float32"
+    assert "CUDA devices only" in found["plans"]["tpu-v5p"]["refused"]
+    assert found["recipe"]["train"]["global_batch_size"] == 4
+
+
 def test_check_says_ok_and_what_it_found(workspace):
     answer = tunekit(workspace, "check", "double.yaml")
     assert answer.returncode == 0
@@ -147,6 +176,9 @@ def test_data_as_json_and_as_a_page(workspace):
             ["check", "double.yaml", "train.learning_rate=-1"],
             "command line: train.learning_rate: must be greater than 0",
         ),
+        (["plan", "double.yaml", "--on", "8xh1000"], "no accelerator 'h1000' is known; did you mean '8xh100'"),
+        (["plan", "double.yaml", "--on", "h100", "--on", "none.yaml"], "none.yaml: file not found"),
+        (["plan", "double.yaml", "--on", "trn2"], "trn2: tunekit trains on CUDA devices only"),
         (["data", "double.yaml", "data.train=row.jsonl"], "data.train.path: no file 'row.jsonl'"),
         (["data", "double.yaml", "--html", "nowhere/data.html"], "cannot write 'nowhere/data.html'"),
         (["runs", "show", "nothing"], "no run 'nothing' in runs"),

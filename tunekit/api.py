@@ -9,8 +9,10 @@ from typing import Any
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
+from tunekit.errors import PlanError
 from tunekit.methods import sft
 from tunekit.planner.facts import Hardware, ModelFacts
+from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe import probe_hardware, probe_model
@@ -25,18 +27,43 @@ Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
 
 
-def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
-    """How a recipe would run here. Reads the rows and the model's headers; loads neither weights nor torch.
+def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
+    """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
 
     Args:
         source: The recipe.
         overrides: Changes to it, such as `train.max_steps=10`.
+        on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
 
     Raises:
-        TunekitError: The recipe, the model or the data has a fault, or nothing that it allows fits.
+        TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
     """
     recipe = load_recipe(source, overrides)
-    return _look(recipe).plan(recipe)
+    hardware = None if on is None else find_machine(on).hardware()
+    return _look(recipe, hardware).plan(recipe)
+
+
+def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
+    """How a recipe would run on each of several machines, or why it would not.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        on: The machines, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe = load_recipe(source, overrides)
+    machines = {name: find_machine(name) for name in on}
+    model, data = probe_model(recipe.model), load_data(recipe.data, sft.LEARNER)
+    plans: dict[str, Plan | PlanError] = {}
+    for name, machine in machines.items():
+        try:
+            plans[name] = _Found(machine.hardware(), model, data).plan(recipe)
+        except PlanError as error:
+            plans[name] = error
+    return plans
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -126,5 +153,10 @@ class _Found:
         return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data))
 
 
-def _look(recipe: Recipe) -> _Found:
-    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())
+def _look(recipe: Recipe, hardware: Hardware | None = None) -> _Found:
+    """What there is to plan from, on this machine where no other is given."""
+    return _Found(
+        model=probe_model(recipe.model),
+        data=load_data(recipe.data, sft.LEARNER),
+        hardware=hardware or probe_hardware(),
+    )

@@ -7,8 +7,10 @@ tensor with its shape, so that counts are exact before any weight is read.
 import json
 import os
 import platform
+import re
 import struct
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,8 @@ from typing import Any
 import psutil
 
 from tunekit.errors import ModelError
-from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.catalogue import pcie_bytes_per_second, reported_as
+from tunekit.planner.facts import Device, Figures, Hardware, ModelFacts
 from tunekit.recipe.schema import ModelSection
 
 PICO = Path(__file__).parent / "model" / "pico"
@@ -42,7 +45,13 @@ def probe_hardware() -> Hardware:
     )
     accelerators = () if version("torch").endswith("+cpu") else _cuda_devices()
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
-    return Hardware(cpu=cpu, accelerators=accelerators, num_cores=cores, flash_attn=find_spec("flash_attn") is not None)
+    return Hardware(
+        cpu=cpu,
+        accelerators=tuple(found.device for found in accelerators),
+        num_cores=cores,
+        flash_attn=find_spec("flash_attn") is not None,
+        figures=_figures(accelerators) if accelerators else None,
+    )
 
 
 def _processor() -> str:
@@ -54,23 +63,22 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cuda_devices() -> tuple[Device, ...]:
-    """CUDA devices that this process may use, as the driver's own tool reports them."""
-    query = "index,uuid,name,memory.total,memory.free,compute_cap"
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (FileNotFoundError, subprocess.SubprocessError):
-        return ()
+@dataclass(frozen=True)
+class _Cuda:
+    """A CUDA device, with what else the driver's own tool says of it."""
+
+    device: Device
+    uuid: str
+    host_bytes_per_second: float | None
+
+
+def _cuda_devices() -> tuple[_Cuda, ...]:
+    """CUDA devices that this process may use."""
+    query = "index,uuid,name,memory.total,memory.free,compute_cap,pcie.link.gen.max,pcie.link.width.max"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found: dict[str, Device] = {}
-    for line in answer.stdout.strip().splitlines():
-        index, uuid, name, total, free, capability = (cell.strip() for cell in line.split(","))
+    found: dict[str, _Cuda] = {}
+    for line in _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits").strip().splitlines():
+        index, uuid, name, total, free, capability, generation, width = (cell.strip() for cell in line.split(","))
         major, minor = (int(number) for number in capability.split("."))
         device = Device(
             kind="cuda",
@@ -80,10 +88,47 @@ def _cuda_devices() -> tuple[Device, ...]:
             native_bfloat16=major >= 8,
             compute_capability=(major, minor),
         )
-        found[index] = found[uuid] = device
+        # A virtual machine may hide the link and say "[N/A]".
+        pcie = pcie_bytes_per_second(int(generation), int(width)) if generation.isdigit() and width.isdigit() else None
+        found[index] = found[uuid] = _Cuda(device, uuid, pcie)
     if visible is None:
-        return tuple(device for key, device in found.items() if key.isdigit())
+        return tuple(cuda for key, cuda in found.items() if key.isdigit())
     return tuple(found[key.strip()] for key in visible.split(",") if key.strip() in found)
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; nothing where it is missing or fails."""
+    try:
+        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
+
+
+def _figures(found: tuple[_Cuda, ...]) -> Figures:
+    """Speeds of the first device: its sheet's where the catalogue has it, its links as they are here."""
+    first = found[0]
+    known = reported_as(first.device.name)
+    links = _nvlink_bytes_per_second(_nvidia_smi("nvlink", "--status")) if len(found) > 1 else {}
+    # Nobody pays by the hour for a machine because somebody else lists one like it.
+    priceless = {"usd_per_hour": None, "price_source": None, "network_bytes_per_second": None}
+    measured = {
+        "link_bytes_per_second": links.get(first.uuid, first.host_bytes_per_second),
+        "host_bytes_per_second": first.host_bytes_per_second,
+    }
+    return (known.figures if known else Figures()).model_copy(update={**priceless, **measured})
+
+
+def _nvlink_bytes_per_second(status: str) -> dict[str, float]:
+    """The sum of each device's active NVLinks in one direction, by UUID, from `nvidia-smi nvlink --status`."""
+    speeds: dict[str, float] = {}
+    uuid = ""
+    for line in status.splitlines():
+        if gpu := re.search(r"\(UUID: ([^)]+)\)", line):
+            uuid = gpu[1]
+        elif link := re.fullmatch(r"\s*Link [0-9]+: ([0-9.]+) GB/s", line.rstrip()):
+            speeds[uuid] = speeds.get(uuid, 0) + float(link[1]) * 1e9
+    return speeds
 
 
 def model_folder(model: ModelSection) -> str:

@@ -20,6 +20,7 @@ class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
     kind: Literal["cpu", "cuda"]
+    """As torch names it; its ROCm builds say `cuda` too."""
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
@@ -29,14 +30,58 @@ class Device(Facts):
     """CUDA compute capability, such as (9, 0)."""
 
 
-class Hardware(Facts):
-    """The machine of one process: its processor, and its accelerators if it has any."""
+class Figures(Facts):
+    """What data sheets, price lists and the driver say of one accelerator; None where they do not.
 
-    cpu: Device
+    These are peaks: what a program reaches is less. Operations are dense ones, without structured sparsity, and links
+    count one direction.
+    """
+
+    flops_16bit: float | None = None
+    """Floating-point operations a second, of 16-bit factors summed in float32."""
+    flops_fp8: float | None = None
+    """Floating-point operations a second, of 8-bit factors."""
+    memory_bytes_per_second: float | None = None
+    """From its own memory."""
+    link_bytes_per_second: float | None = None
+    """To the other accelerators of its node: over NVLink or its like, or else over PCIe."""
+    host_bytes_per_second: float | None = None
+    """To the main memory of its node."""
+    network_bytes_per_second: float | None = None
+    """Its share of the network, to other nodes."""
+    usd_per_hour: float | None = None
+    price_source: str | None = None
+    """Whose price that is, and of which day."""
+
+
+class Hardware(Facts):
+    """The machine of a run: the processor and the accelerators of a node, and how many such nodes there are."""
+
+    cpu: Device | None = None
+    """None for a machine that is only named and does not say what hosts its accelerators."""
     accelerators: tuple[Device, ...] = ()
-    num_cores: int
-    flash_attn: bool = False
-    """Whether the flash-attn package is installed."""
+    """Those of one node."""
+    num_cores: int | None = None
+    flash_attn: bool | None = False
+    """Whether the flash-attn package is installed; None where it cannot be known."""
+    num_nodes: int = 1
+    figures: Figures | None = None
+    """Of each accelerator."""
+    note: str | None = None
+    """What is to be said of every plan for it."""
+
+    @property
+    def device(self) -> Device:
+        """The device that one process computes on."""
+        if self.accelerators:
+            return self.accelerators[0]
+        assert self.cpu is not None, "a machine has a processor or an accelerator"
+        return self.cpu
+
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators of all nodes."""
+        return self.num_nodes * len(self.accelerators)
 
 
 class ModelFacts(Facts):

@@ -55,7 +55,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
-    device = hardware.accelerators[0] if hardware.accelerators else hardware.cpu
+    device = hardware.device
     reasons = [_device_reason(hardware, device), _model_reason(model)]
     dtype, why = _dtype(recipe, device)
     full = isinstance(recipe.adapter, FullAdapter)
@@ -113,10 +113,12 @@ def _device_reason(hardware: Hardware, device: Device) -> Reason:
     if device.kind == "cpu":
         why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
         return Reason(topic="device", choice=device.name, why=why)
-    others = len(hardware.accelerators) - 1
+    others = hardware.num_accelerators - 1
     why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free; one process, no launcher"
     if others:
         why += f"; {others} more {'is' if others == 1 else 'are'} left idle: this version trains on one device"
+    if hardware.note:
+        why += f"; {hardware.note}"
     return Reason(topic="device", choice=device.name, why=why)
 
 
@@ -157,7 +159,7 @@ def _attention(recipe: Recipe, hardware: Hardware, device: Device, model: ModelF
             f"products; this is {device.name} with {dtype}",
             hint=f"use {without_flash}",
         )
-    if asked.startswith("flash_attention") and not hardware.flash_attn:
+    if asked.startswith("flash_attention") and hardware.flash_attn is False:
         raise PlanError(
             f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {without_flash}"
         )
