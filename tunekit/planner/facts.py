@@ -27,6 +27,14 @@ class Device(Facts):
     """Whether bfloat16 products are computed by the hardware at speed."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability, such as (9, 0)."""
+    peak_bfloat16_flops: float | None = None
+    """Dense 16-bit products a second by the vendor's sheet, in FLOP/s; None where it is not known."""
+    peak_float32_flops: float | None = None
+    """Float32 products a second by the vendor's sheet, in FLOP/s."""
+    memory_bandwidth_bytes_per_second: float | None = None
+    """How fast its memory is read or written, by the vendor's sheet."""
+    price_per_hour_usd: float | None = None
+    """What an hour of it costs, where it is rented."""
 
 
 class Hardware(Facts):
