@@ -8,8 +8,8 @@ from tunekit.errors import TunekitError
 from tunekit.planner.speed import RunRecord
 from tunekit.run.run import RUNS, Run, list_runs
 
-NUM_RUNS = 20
-"""Finished runs that are looked at, the newest: reading one takes some 20 ms, and older ones tell of older code."""
+NUM_RUNS = 10
+"""Finished runs that are looked at, the newest: each is to be read and checked, and older ones tell of older code."""
 
 
 def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
@@ -21,13 +21,13 @@ def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
 
 def _record(run: Run) -> RunRecord | None:
     try:
-        plan, recipe, result = run.plan, run.recipe, run.result()
+        plan, result = run.plan, run.result()
         if plan.speed is None or not result["tokens_per_second"]:
             return None
         return RunRecord(
             device=plan.device.name,
             model_type=plan.speed.model_type,
-            adapter=recipe.adapter.type,
+            adapter=plan.recipe.adapter.type,
             dtype=plan.dtype,
             num_params=plan.num_params,
             flops_per_token=plan.speed.flops_per_token,
