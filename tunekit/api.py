@@ -15,10 +15,12 @@ from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.planner.speed import RunRecord
 from tunekit.probe import probe_hardware, probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
+from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts, prepare, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
@@ -56,11 +58,11 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     """
     recipe = load_recipe(source, overrides)
     machines = {name: find_machine(name) for name in on}
-    model, data = probe_model(recipe.model), load_data(recipe.data, sft.LEARNER)
+    model, data, records = probe_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
     plans: dict[str, Plan | PlanError] = {}
     for name, machine in machines.items():
         try:
-            plans[name] = _Found(machine.hardware(), model, data).plan(recipe)
+            plans[name] = _Found(machine.hardware(), model, data, records).plan(recipe)
         except PlanError as error:
             plans[name] = error
     return plans
@@ -99,7 +101,7 @@ def train(
     words = StringIO()
     with library_words_to(words):
         prepared = prepare(recipe, found.data, _progress_to(on_event))
-        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts)
+        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts, found.records)
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -147,10 +149,11 @@ class _Found:
     hardware: Hardware
     model: ModelFacts
     data: LoadedData
+    records: list[RunRecord]
 
     def plan(self, recipe: Recipe) -> Plan:
         """A plan from rows that are counted but not yet tokenised."""
-        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data))
+        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data), self.records)
 
 
 def _look(recipe: Recipe, hardware: Hardware | None = None) -> _Found:
@@ -159,4 +162,5 @@ def _look(recipe: Recipe, hardware: Hardware | None = None) -> _Found:
         model=probe_model(recipe.model),
         data=load_data(recipe.data, sft.LEARNER),
         hardware=hardware or probe_hardware(),
+        records=recorded_runs(),
     )

@@ -1,7 +1,7 @@
 """From a recipe and facts to a plan: one pure function, built of small decisions that each give their reason."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
@@ -10,6 +10,7 @@ from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
 from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
+from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     DataSection,
@@ -49,8 +50,17 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
 """Schedules of transformers that have no default for one of their arguments."""
 
 
-def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts) -> Plan:
+def resolve(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts, records: Sequence[RunRecord] = ()
+) -> Plan:
     """How to run `recipe` on `hardware`.
+
+    Args:
+        recipe: What is asked for.
+        hardware: The machine.
+        model: The model.
+        data: The rows.
+        records: Finished runs, from which the speed of this one is told.
 
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
@@ -87,6 +97,20 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     reasons.append(_data_reason(recipe, data))
     reasons += _mixture_reasons(recipe, data)
     reasons.append(_steps_reason(recipe, data, schedule))
+    step = step_of(
+        recipe,
+        model,
+        data,
+        device,
+        dtype=dtype,
+        mask_length=padding.mask_length,
+        padding_free=padding.is_free,
+        micro_batch_size=fit.micro_batch_size,
+        gradient_checkpointing=fit.gradient_checkpointing,
+    )
+    num_steps = None if schedule is None else schedule.num_steps
+    speed = None if step is None else speed_of(step, device, hardware.figures, records, num_steps=num_steps)
+    reasons.append(_speed_reason(recipe.data, data, speed))
     return Plan(
         recipe=recipe,
         strategy="single",
@@ -105,6 +129,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
         schedule=schedule,
         memory=fit.memory,
         memory_limit_bytes=fit.limit_bytes,
+        speed=speed,
         reasons=tuple(reasons),
     )
 
@@ -447,6 +472,17 @@ def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) ->
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+
+
+def _speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
+    if speed is None:
+        why = "operations are counted for dense decoders with attention in every layer"
+        return Reason(topic="speed", choice="not predicted", why=why)
+    at_most = not data.tokenized and not section.packing
+    why = speed.basis
+    if at_most and speed.seconds is not None:
+        why += f"; every row taken as {section.max_length} tokens"
+    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
 
 
 def _divisors(number: int) -> list[int]:
