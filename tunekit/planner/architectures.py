@@ -30,6 +30,8 @@ class Family:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The norms of a layer, each as wide as the hidden state."""
     defaults: Config = field(default_factory=dict)
+    full_attention_every: int | None = None
+    """Of so many layers one sees all tokens and the others a sliding window; None where all layers are alike."""
 
 
 def tensors_of(config: Config) -> dict[str, tuple[int, ...]]:
@@ -62,7 +64,8 @@ def tensors_of(config: Config) -> dict[str, tuple[int, ...]]:
 
 def is_known(config: Config) -> bool:
     """Whether the tensors of a model can be told from this config.json."""
-    return str(text_config(config).get("model_type")) in FAMILIES
+    others_known = "text_config" not in config or config.get("model_type") in WITH_VISION
+    return others_known and text_config(config).get("model_type") in FAMILIES
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -73,17 +76,13 @@ def complete(config: Config) -> dict[str, Any]:
     """
     if not is_known(config):
         raise ModelError(
-            f"the tensors of a {text_config(config).get('model_type')!r} model cannot be told from its config.json",
-            hint=f"its safetensors files say them; known without are {', '.join(FAMILIES)}",
+            f"the tensors of a {config.get('model_type')!r} model cannot be told from its config.json alone",
+            hint=f"its safetensors files say them; known without are {', '.join([*FAMILIES, *sorted(WITH_VISION)])}",
         )
+    decoder = text_config(config)
+    text = {**FAMILIES[decoder["model_type"]].defaults, **decoder}
     if "text_config" not in config:
-        return {**FAMILIES[config["model_type"]].defaults, **config}
-    if config.get("model_type") != "gemma3":
-        raise ModelError(
-            f"the tensors of a {config.get('model_type')!r} model cannot be told from its config.json",
-            hint="of models with more than a decoder only gemma3 is known",
-        )
-    text = {**FAMILIES[config["text_config"]["model_type"]].defaults, **config["text_config"]}
+        return text
     vision = {**VISION_DEFAULTS, **(config.get("vision_config") or {})}
     return {"tie_word_embeddings": True, **config, "text_config": text, "vision_config": vision}
 
@@ -92,6 +91,32 @@ def text_config(config: Config) -> Config:
     """What config.json says of the decoder: the whole, unless it describes other parts besides."""
     nested: Config | None = config.get("text_config")
     return config if nested is None else nested
+
+
+def mlp_width_of(config: Config) -> int:
+    """Width of the gated MLP that a token goes through, that of all its experts taken together."""
+    if not num_experts_of(config):
+        return _number(config, "intermediate_size")
+    inner = config.get("moe_intermediate_size") or _number(config, "intermediate_size")
+    return int(inner * (_number(config, "num_experts_per_tok") + (config.get("n_shared_experts") or 0)))
+
+
+def sliding_window_of(config: Config) -> int | None:
+    """Tokens that a layer with a sliding window looks back; None where no layer has one."""
+    window: int | None = config.get("sliding_window")
+    return None if config.get("use_sliding_window") is False else window
+
+
+def layer_types_of(config: Config) -> tuple[str, ...]:
+    """How each layer attends, by transformers' names: as config.json says, or as its type has it by default."""
+    if config.get("layer_types"):
+        return tuple(config["layer_types"])
+    family = FAMILIES.get(config.get("model_type", ""))
+    if family is None or family.full_attention_every is None:
+        return ()
+    every = config.get("sliding_window_pattern") or family.full_attention_every
+    layers = range(1, _number(config, "num_hidden_layers") + 1)
+    return tuple("sliding_attention" if layer % every else "full_attention" for layer in layers)
 
 
 def num_experts_of(config: Config) -> int:
@@ -332,12 +357,16 @@ FAMILIES: dict[str, Family] = {
         _plain_attention, _plain_mlp, defaults=_defaults(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096)
     ),
     "qwen2": Family(
-        _qwen2_attention, _plain_mlp, defaults=_defaults(151936, 4096, 22016, 32, 32, 32, 32768, sliding_window=4096)
+        _qwen2_attention,
+        _plain_mlp,
+        defaults=_defaults(
+            151936, 4096, 22016, 32, 32, 32, 32768, sliding_window=4096, use_sliding_window=False
+        ),
     ),
     "qwen3": Family(
         _attention_with_head_norms,
         _plain_mlp,
-        defaults=_defaults(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128, sliding_window=4096),
+        defaults=_defaults(151936, 4096, 22016, 32, 32, 32, 32768, head_dim=128, sliding_window=4096, use_sliding_window=False),
     ),
     "phi3": Family(_fused_attention, _fused_mlp, defaults=_defaults(32064, 3072, 8192, 32, 32, None, 4096)),
     "gemma": Family(
@@ -350,12 +379,14 @@ FAMILIES: dict[str, Family] = {
         _plain_mlp,
         _AROUND_BOTH,
         _defaults(256000, 2304, 9216, 26, 8, 4, 8192, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
+        full_attention_every=2,
     ),
     "gemma3_text": Family(
         _attention_with_head_norms,
         _plain_mlp,
         _AROUND_BOTH,
         _defaults(262208, 2304, 9216, 26, 8, 4, 131072, head_dim=256, sliding_window=4096, tie_word_embeddings=True),
+        full_attention_every=6,
     ),
     "olmo2": Family(
         _attention_with_wide_norms,
@@ -368,6 +399,7 @@ FAMILIES: dict[str, Family] = {
         _plain_mlp,
         _BEHIND_BOTH,
         _defaults(50304, 4096, 11008, 32, 32, None, 2048, sliding_window=4096),
+        full_attention_every=4,
     ),
     "smollm3": Family(
         _attention, _mlp, defaults=_defaults(128256, 2048, 11008, 36, 16, 4, 32768, tie_word_embeddings=True)
@@ -383,6 +415,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_defaults(
             151936, 2048, 6144, 24, 32, 4, 32768,
             decoder_sparse_step=1, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, sliding_window=4096,
+            use_sliding_window=False,
         ),
     ),
     "gpt_oss": Family(
@@ -392,6 +425,7 @@ FAMILIES: dict[str, Family] = {
             201088, 2880, 2880, 36, 64, 8, 131072,
             head_dim=64, attention_bias=True, sliding_window=128, num_local_experts=128, num_experts_per_tok=4,
         ),
+        full_attention_every=2,
     ),
     "deepseek_v3": Family(
         _latent_attention,
@@ -405,6 +439,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 """Types of decoders by transformers' names. The defaults are those of its configuration classes, 5.23."""
+
+WITH_VISION = frozenset({"gemma3"})
+"""Types with a vision tower besides the decoder that transformers loads as causal language models, tower and all."""
 
 VISION_DEFAULTS: Config = {
     "hidden_size": 768,
