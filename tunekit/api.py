@@ -13,9 +13,9 @@ from tunekit.methods import sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
-from tunekit.probe import probe_hardware, probe_model
+from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.events import Event
 from tunekit.run.prepare import counted_facts, prepare, record
 from tunekit.run.quiet import library_words_to
@@ -28,6 +28,9 @@ Source = str | Path | Mapping[str, Any] | Recipe
 def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
     """How a recipe would run here. Reads the rows and the model's headers; loads neither weights nor torch.
 
+    A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
+    from tunekit's own table; training needs the files.
+
     Args:
         source: The recipe.
         overrides: Changes to it, such as `train.max_steps=10`.
@@ -36,7 +39,7 @@ def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
         TunekitError: The recipe, the model or the data has a fault, or nothing that it allows fits.
     """
     recipe = load_recipe(source, overrides)
-    return _look(recipe).plan(recipe)
+    return _look(recipe, sketch_model).plan(recipe)
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -126,5 +129,5 @@ class _Found:
         return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data))
 
 
-def _look(recipe: Recipe) -> _Found:
-    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())
+def _look(recipe: Recipe, probe: Callable[[ModelSection], ModelFacts] = probe_model) -> _Found:
+    return _Found(model=probe(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())

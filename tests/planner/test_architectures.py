@@ -1,12 +1,18 @@
 """Tensors from a config.json alone are those that transformers builds on the meta device, name by name."""
 
-import re
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from tunekit.errors import ModelError
-from tunekit.planner.architectures import FAMILIES, VISION_DEFAULTS, tensors_of
+from tunekit.planner.architectures import FAMILIES, complete, layer_types_of, tensors_of
+from tunekit.planner.experts import FORMER_LINEARS
+from tunekit.planner.memory import num_trainable_params
+from tunekit.probe import sketch_model
+from tunekit.recipe.schema import LoraAdapter, ModelSection
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -67,6 +73,13 @@ def shapes(model):
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+def facts_of(config):
+    """Facts as `tunekit plan` has them for a folder with nothing but this config.json."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({"architectures": ["SomeForCausalLM"], **config}))
+        return sketch_model(ModelSection(path=folder))
+
+
 def tiny(name):
     return {**SMALL, "model_type": name.partition("-")[0], **TINY[name]}
 
@@ -86,3 +99,109 @@ def test_a_vision_tower_is_counted_with_its_decoder(with_head):
     text = {**SMALL, "model_type": "gemma3_text", "head_dim": 16}
     config = {"model_type": "gemma3", "text_config": text, "vision_config": {**VISION, "vision_use_head": with_head}}
     assert tensors_of(config) == shapes(built(config))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_alternate_as_transformers_has_them(name):
+    from transformers import CONFIG_MAPPING
+
+    theirs = getattr(CONFIG_MAPPING[name](), "layer_types", None) or []
+    alternates = len(set(theirs)) > 1
+    assert layer_types_of(complete({"model_type": name})) == (tuple(theirs) if alternates else ())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_linear_layers_are_those_of_the_module(name):
+    """What bitsandbytes quantises, fused experts and routers not among it."""
+    model = built(tiny(name))
+    theirs = {found for found, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(facts_of(tiny(name)).linears) == theirs - {"lm_head"}
+
+
+ATTENTION = ["o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+TARGETS = [(name, "all-linear") for name in TINY] + [
+    (name, targets)
+    for name in ("llama", "qwen3_moe", "qwen3_moe-partly-dense", "deepseek_v3")
+    for targets in (ATTENTION, MLP, ATTENTION + MLP)
+]  # fmt: skip
+TARGETS += [("mixtral", ["w1", "w2", "w3"]), ("mixtral", ["q_proj", "gate"])]
+
+
+@pytest.mark.filterwarnings("ignore:The following")
+@pytest.mark.parametrize(("name", "targets"), TARGETS)
+def test_what_peft_adapts_is_counted_so(name, targets):
+    """Also where PEFT takes names of former linear layers for fused experts."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(built(tiny(name)), LoraConfig(r=4, target_modules=targets))
+    facts = facts_of(tiny(name))
+    modules = {*adapted.targeted_module_names, *adapted.targeted_parameter_names}
+    assert set(facts.adapter_linears(targets)) == {found.removesuffix(".weight") for found in modules}
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert num_trainable_params(facts, LoraAdapter(rank=4, target_modules=targets)) == trained
+
+
+def test_the_types_whose_experts_peft_adapts_are_those_it_names():
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    theirs = {name: base for name, base in _MODEL_TO_CONVERSION_PATTERN.items() if base in _MOE_TARGET_MODULE_MAPPING}
+    causal = {name: base for name, base in theirs.items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert set(FORMER_LINEARS) == set(causal)
+    for name, base in causal.items():
+        former = {old: new.removesuffix(".weight") for old, new in _MOE_TARGET_MODULE_MAPPING[base].items()}
+        assert FORMER_LINEARS[name] == former
+
+
+def test_experts_and_router_are_counted_and_are_no_linear_layers():
+    facts = facts_of(tiny("qwen3_moe"))
+    assert (facts.num_experts, facts.num_experts_per_token) == (4, 2)
+    experts = 3 * (4 * 2 * 16 * 48 + 4 * 48 * 16)
+    assert facts.num_params - facts.num_active_params == experts // 2
+    assert not any("experts" in name or name.endswith("mlp.gate") for name in facts.linears)
+    assert facts.intermediate_size == 2 * 16
+
+
+def test_experts_that_files_store_one_by_one_are_no_linear_layers_either():
+    fused = facts_of(tiny("mixtral"))
+    stored = {name: shape for name, shape in fused.tensors.items() if "mlp" not in name}
+    for layer in range(3):
+        block = f"model.layers.{layer}.block_sparse_moe."
+        stored[block + "gate.weight"] = (4, 48)
+        for expert in range(4):
+            stored |= {f"{block}experts.{expert}.{w}.weight": (80, 48) for w in ("w1", "w3")}
+            stored[f"{block}experts.{expert}.w2.weight"] = (48, 80)
+    apart = fused.model_copy(update={"tensors": stored})
+    assert apart.linears == fused.linears
+    adapter = LoraAdapter(rank=4)
+    assert num_trainable_params(apart, adapter) == num_trainable_params(fused, adapter)
+    assert (apart.num_params, apart.num_active_params) == (fused.num_params, fused.num_active_params)
+
+
+def test_a_window_that_is_not_used_is_none():
+    assert facts_of({**tiny("qwen2"), "sliding_window": 64, "use_sliding_window": False}).sliding_window is None
+    assert facts_of({**tiny("mistral"), "sliding_window": 64}).sliding_window == 64
+
+
+def test_a_tied_head_has_no_tensor():
+    assert facts_of(tiny("llama-tied")).has_tied_head
+    assert not facts_of(tiny("llama")).has_tied_head
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mamba2"},
+        {**SMALL, "model_type": "nothing-known"},
+        {"model_type": "mistral3", "text_config": {**SMALL, "model_type": "mistral"}},
+    ],
+)
+def test_an_unknown_type_is_refused_rather_than_guessed(config):
+    with pytest.raises(ModelError, match=rf"'{config['model_type']}' model cannot be told .*; .* known without are"):
+        tensors_of(config)
+
+
+def test_a_number_that_is_none_is_named():
+    with pytest.raises(ModelError, match="hidden_size of a 'llama' model is None"):
+        tensors_of({"model_type": "llama", "hidden_size": None})

@@ -97,18 +97,17 @@ def mlp_width_of(config: Config) -> int:
     """Width of the gated MLP that a token goes through, that of all its experts taken together."""
     if not num_experts_of(config):
         return _number(config, "intermediate_size")
-    inner = config.get("moe_intermediate_size") or _number(config, "intermediate_size")
-    return int(inner * (_number(config, "num_experts_per_tok") + (config.get("n_shared_experts") or 0)))
+    inner = _first_count(config, "moe_intermediate_size", "intermediate_size")
+    return inner * (num_experts_per_token_of(config) + _first_count(config, "n_shared_experts"))
 
 
 def sliding_window_of(config: Config) -> int | None:
     """Tokens that a layer with a sliding window looks back; None where no layer has one."""
-    window: int | None = config.get("sliding_window")
-    return None if config.get("use_sliding_window") is False else window
+    return None if config.get("use_sliding_window") is False else _first_count(config, "sliding_window") or None
 
 
 def layer_types_of(config: Config) -> tuple[str, ...]:
-    """How each layer attends, by transformers' names: as config.json says, or as its type has it by default."""
+    """How each layer attends, by transformers' names: as config.json says, or as its type alternates by default."""
     if config.get("layer_types"):
         return tuple(config["layer_types"])
     family = FAMILIES.get(config.get("model_type", ""))
@@ -120,11 +119,18 @@ def layer_types_of(config: Config) -> tuple[str, ...]:
 
 
 def num_experts_of(config: Config) -> int:
-    """Number of routed experts in a layer of experts; 0 for a dense model."""
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(name):
-            return _number(config, name)
-    return 0
+    """Number of routed experts in a layer that has them; 0 in a dense model."""
+    return _first_count(config, "num_local_experts", "num_experts", "n_routed_experts")
+
+
+def num_experts_per_token_of(config: Config) -> int:
+    """Number of routed experts that a token goes through."""
+    return _first_count(config, "num_experts_per_tok")
+
+
+def _first_count(config: Config, *names: str) -> int:
+    """The first of some numbers that is there; 0 where none is, or none is a single number."""
+    return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), 0)
 
 
 def _number(config: Config, name: str) -> int:
@@ -246,7 +252,7 @@ def _fused_mlp(config: Config, layer: int) -> Shapes:
 
 
 def _experts(config: Config, inner: int) -> Shapes:
-    """A router, and the experts as two tensors for all of them. None of the three is a linear module to PEFT."""
+    """A router, and the experts as two tensors for all of them. None of the three is a linear module."""
     experts, hidden = num_experts_of(config), _number(config, "hidden_size")
     yield "gate.weight", (experts, hidden)
     yield "experts.gate_up_proj", (experts, 2 * inner, hidden)

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, is_former_linear
+
 
 class Facts(BaseModel):
     """Plain, frozen data that can be written to and read from YAML."""
@@ -99,11 +101,10 @@ class ModelFacts(Facts):
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The two sizes of every linear layer but the head, by module name (what PEFT calls `all-linear`).
+        """The two sizes of every linear layer but the head, by module name.
 
-        Routed experts and their router are not among them, however the files store them: in transformers 5 the experts
-        of a layer are two tensors of three dimensions and no linear modules, so that neither PEFT's `all-linear`
-        adapts them nor bitsandbytes quantises them. The linear layers of a vision tower are among them.
+        Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
+        linear modules, so that bitsandbytes does not quantise them. The linear layers of a vision tower are.
         """
         return {
             name.removesuffix(".weight"): (shape[0], shape[1])
@@ -123,14 +124,20 @@ class ModelFacts(Facts):
         )
 
     def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        """The linear layers which get an adapter, matched by name endings as PEFT does."""
-        if target_modules == "all-linear":
-            return self.linears
-        return {
+        """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
+
+        Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
+        experts: see `tunekit.planner.experts`.
+        """
+        former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
+        targets = None if target_modules == "all-linear" else target_modules
+        matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if any(_ends_in(name, target) for target in target_modules)
+            if (targets is None or any(_ends_in(name, target) for target in targets))
+            and not (former and is_former_linear(name, former))
         }
+        return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
 
 
 class SourceFacts(Facts):
