@@ -19,7 +19,10 @@ from typing import Any
 import psutil
 
 from tunekit.errors import ModelError
-from tunekit.planner.architectures import (
+from tunekit.planner.architectures import tensors_of
+from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.known_models import known_models
+from tunekit.planner.model_config import (
     WITH_VISION,
     complete,
     head_dim_of,
@@ -29,11 +32,8 @@ from tunekit.planner.architectures import (
     num_experts_of,
     num_experts_per_token_of,
     sliding_window_of,
-    tensors_of,
     text_config,
 )
-from tunekit.planner.facts import Device, Hardware, ModelFacts
-from tunekit.planner.known_models import known_models
 from tunekit.recipe.schema import ModelSection
 
 PICO = Path(__file__).parent / "model" / "pico"

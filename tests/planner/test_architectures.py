@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tunekit.errors import ModelError
-from tunekit.planner.architectures import FAMILIES, complete, layer_types_of, tensors_of
+from tunekit.planner.architectures import FAMILIES, tensors_of
 from tunekit.planner.experts import FORMER_LINEARS
 from tunekit.planner.memory import num_trainable_params
+from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
 from tunekit.probe import sketch_model
 from tunekit.recipe.schema import LoraAdapter, ModelSection
 
@@ -89,16 +90,41 @@ def test_every_name_and_shape_is_that_of_the_module(name):
     assert tensors_of(tiny(name)) == shapes(built(tiny(name)))
 
 
+def test_every_family_has_its_defaults():
+    assert set(FAMILIES) == set(DEFAULTS)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_config_json_omits_is_what_transformers_takes(name):
+    from transformers import CONFIG_MAPPING
+
     assert tensors_of({"model_type": name}) == shapes(built({"model_type": name}))
+    theirs = CONFIG_MAPPING[name]()
+    assert complete({"model_type": name})["max_position_embeddings"] == theirs.max_position_embeddings
+    ours = facts_of({"model_type": name})
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+
+
+def tiny_with_vision(**vision):
+    text = {**SMALL, "model_type": "gemma3_text", "head_dim": 16}
+    return {"model_type": "gemma3", "text_config": text, "vision_config": {**VISION, **vision}}
 
 
 @pytest.mark.parametrize("with_head", [True, False])
 def test_a_vision_tower_is_counted_with_its_decoder(with_head):
-    text = {**SMALL, "model_type": "gemma3_text", "head_dim": 16}
-    config = {"model_type": "gemma3", "text_config": text, "vision_config": {**VISION, "vision_use_head": with_head}}
+    config = tiny_with_vision(vision_use_head=with_head)
     assert tensors_of(config) == shapes(built(config))
+
+
+def test_adapters_reach_the_vision_tower():
+    from peft import LoraConfig, get_peft_model
+
+    config = tiny_with_vision(vision_use_head=False)
+    adapted = get_peft_model(built(config), LoraConfig(r=4, target_modules="all-linear"))
+    facts = facts_of(config)
+    assert set(facts.adapter_linears("all-linear")) == set(adapted.targeted_module_names)
+    assert any("vision_tower" in name for name in facts.linears)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -42,7 +42,9 @@ def test_models_that_have_no_sdpa_get_eager_attention():
     (reason,) = (reason for reason in plan.reasons if reason.topic == "attention")
     assert (reason.choice, reason.why) == ("eager", "transformers has no sdpa for gemma2")
     asked = Recipe.model_validate(plain | {"model": {"path": "m", "attn_implementation": "sdpa"}})
-    with pytest.raises(PlanError, match=r"^model\.attn_implementation: transformers has no sdpa for gemma2; use eager$"):
+    with pytest.raises(
+        PlanError, match=r"^model\.attn_implementation: transformers has no sdpa for gemma2; use eager$"
+    ):
         resolve(asked, LAPTOP, gemma2, ROWS)
 
 

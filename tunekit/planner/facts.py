@@ -82,7 +82,10 @@ class ModelFacts(Facts):
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters that one token goes through: of the routed experts only its own."""
+        """Number of parameters that one token goes through: of the routed experts only its own.
+
+        The embedding is among them; some model cards leave it out.
+        """
         if not self.num_experts:
             return self.num_params
         experts = sum(_size(shape) for name, shape in self.tensors.items() if ".experts." in name)
