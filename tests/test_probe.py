@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, save_tiny_model_with_vision
 from tunekit.errors import ModelError
 from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.schema import ModelSection
@@ -63,6 +63,22 @@ def test_sharded_models_are_counted_over_all_files(saved, tmp_path):
 def test_layers_are_named_as_config_json_names_them(model):
     change_config(layer_types=["full_attention", "mamba"])(model)
     assert probe_model(ModelSection(path=str(model))).layer_types == ("full_attention", "mamba")
+
+
+def test_a_model_that_sees_is_counted_tower_and_all(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    facts = probe_model(ModelSection(path=str(save_tiny_model_with_vision(tmp_path))))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert facts.num_params == loaded.num_parameters()
+    assert facts.num_vision_params == sum(
+        parameter.numel() for name, parameter in loaded.named_parameters() if "language_model" not in name
+    )
+    assert (facts.model_type, facts.num_layers, facts.has_tied_head) == ("gemma3_text", 2, True)
+    (tmp_path / "model.safetensors").unlink()
+    sketched = sketch_model(ModelSection(path=str(tmp_path)))
+    assert sketched.num_params == facts.num_params
+    assert sorted(sketched.linears.values()) == sorted(facts.linears.values())
 
 
 def drop(name):

@@ -158,20 +158,18 @@ def _has_config_only(folder: Path) -> bool:
 
 
 def _from_config(config: Mapping[str, Any], path: str, has_chat_template: bool) -> ModelFacts:
-    if config.get("model_type") not in WITH_VISION:
-        _check_causal(config, path)
-    try:
-        tensors = tensors_of(config)
-    except ModelError as error:
-        raise ModelError(f"model.path: {path!r}: {error.problem}", hint=error.hint) from error
-    dtype = _stated_dtype(config)
-    facts = _facts(config, path, {name: (shape, dtype) for name, shape in tensors.items()}, has_chat_template)
+    _check_causal(config, path)
+    facts = _facts(config, path, _config_tensors(config, path), has_chat_template)
     return facts.model_copy(update={"known_from": "config"})
 
 
-def _stated_dtype(config: Mapping[str, Any]) -> str:
-    """The type that config.json says its weights have; float32 where it says none, as transformers has it."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+def _config_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor by config.json: of float32 where it names no type, as transformers has it."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    try:
+        return {name: (shape, dtype) for name, shape in tensors_of(config).items()}
+    except ModelError as error:
+        raise ModelError(f"model.path: {path!r}: {error.problem}", hint=error.hint) from error
 
 
 def _near(folder: Path) -> str:
@@ -285,8 +283,7 @@ def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...
     tensors = stored if stored is not None else _folder_tensors(folder, path)
     if "quantization_config" in config and is_known(config):
         # What is stored then are packed blocks and their scales, not the weights that are trained.
-        dtype = _stated_dtype(config)
-        tensors = {name: (shape, dtype) for name, shape in tensors_of(config).items()}
+        tensors = _config_tensors(config, path)
     return _facts(config, path, tensors, _has_chat_template(folder))
 
 
@@ -304,8 +301,10 @@ def _read_config(folder: Path, path: str) -> dict[str, Any]:
 
 
 def _check_causal(config: Mapping[str, Any], path: str) -> None:
+    """Refuse what transformers does not load as a causal language model. Some with a vision tower it loads as one."""
     architectures = config.get("architectures") or []
-    if not any("CausalLM" in name or "LMHead" in name for name in architectures):
+    is_causal = any("CausalLM" in name or "LMHead" in name for name in architectures)
+    if not is_causal and (config.get("model_type") not in WITH_VISION or not architectures):
         found = ", ".join(architectures) or "none"
         raise ModelError(
             f"model.path: {path!r} is not a causal language model (architectures: {found})",
@@ -325,7 +324,7 @@ def _facts(
     )
     return ModelFacts(
         path=path,
-        architecture=(config.get("architectures") or [""])[0],
+        architecture=config["architectures"][0],
         model_type=text.get("model_type") or "",
         layer_types=layer_types_of(text),
         tensors={name: shape for name, (shape, _) in tensors.items()},
