@@ -63,6 +63,22 @@ def test_help_lists_the_commands_by_task(workspace):
     assert order == sorted(order)
 
 
+def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(workspace, tmp_path):
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    arguments = ("double.yaml", "model.path=google/gemma-3-270m-it", "adapter.type=lora", "train.global_batch_size=1")
+    planned, refused = (
+        subprocess.run(
+            command(verb, *arguments), cwd=workspace, capture_output=True, text=True, check=False, env=environment
+        )
+        for verb in ("plan", "train")
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "268 M parameters" in planned.stdout
+    assert "from tunekit's own table" in " ".join(planned.stdout.split())
+    assert refused.returncode == 2
+    assert "the hub cannot be reached" in refused.stderr
+
+
 def test_train_prints_plan_progress_summary_and_answers(trained):
     for topic in ("device", "model", "precision", "adapter", "batch", "optimizer", "data", "steps", "memory"):
         assert re.search(rf"^{topic} +\S", trained, re.MULTILINE), topic

@@ -16,9 +16,9 @@ from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.speed import RunRecord
-from tunekit.probe import probe_hardware, probe_model
+from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.events import Event
 from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts, prepare, record
@@ -32,6 +32,9 @@ Source = str | Path | Mapping[str, Any] | Recipe
 def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
     """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
 
+    A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
+    from tunekit's own table; training needs the files.
+
     Args:
         source: The recipe.
         overrides: Changes to it, such as `train.max_steps=10`.
@@ -42,7 +45,7 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
     """
     recipe = load_recipe(source, overrides)
     hardware = None if on is None else find_machine(on).hardware()
-    return _look(recipe, hardware).plan(recipe)
+    return _look(recipe, hardware, sketch_model).plan(recipe)
 
 
 def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
@@ -58,7 +61,7 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     """
     recipe = load_recipe(source, overrides)
     machines = {name: find_machine(name) for name in on}
-    model, data, records = probe_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
+    model, data, records = sketch_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
     plans: dict[str, Plan | PlanError] = {}
     for name, machine in machines.items():
         try:
@@ -156,10 +159,12 @@ class _Found:
         return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data), self.records)
 
 
-def _look(recipe: Recipe, hardware: Hardware | None = None) -> _Found:
+def _look(
+    recipe: Recipe, hardware: Hardware | None = None, probe: Callable[[ModelSection], ModelFacts] = probe_model
+) -> _Found:
     """What there is to plan from, on this machine where no other is given."""
     return _Found(
-        model=probe_model(recipe.model),
+        model=probe(recipe.model),
         data=load_data(recipe.data, sft.LEARNER),
         hardware=hardware or probe_hardware(),
         records=recorded_runs(),

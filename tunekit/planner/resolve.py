@@ -33,6 +33,13 @@ MUCH_TRUNCATED = 0.05
 RUNS_PER_RECIPE = 4
 """Evaluations and checkpoints in a run whose recipe does not say how often."""
 
+WITHOUT_WEIGHTS = {
+    "weights": "",
+    "config": "; from its config.json, training needs the weights",
+    "table": "; from tunekit's own table, training needs the files",
+}
+"""What a plan says of a model whose weights were not looked at, by where it is known from."""
+
 
 @dataclass(frozen=True)
 class _Needed:
@@ -149,11 +156,9 @@ def _device_reason(hardware: Hardware, device: Device) -> Reason:
 
 def _model_reason(model: ModelFacts) -> Reason:
     shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
-    return Reason(
-        topic="model",
-        choice=model.path,
-        why=f"{model.architecture}, {count(model.num_params)} parameters: {shape}",
-    )
+    active = f", {count(model.num_active_params)} active" if model.num_experts else ""
+    why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
+    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
 
 
 def _dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
