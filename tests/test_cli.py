@@ -63,6 +63,22 @@ def test_help_lists_the_commands_by_task(workspace):
     assert order == sorted(order)
 
 
+def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(workspace, tmp_path):
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    arguments = ("double.yaml", "model.path=google/gemma-3-270m-it", "adapter.type=lora", "train.global_batch_size=1")
+    planned, refused = (
+        subprocess.run(
+            command(verb, *arguments), cwd=workspace, capture_output=True, text=True, check=False, env=environment
+        )
+        for verb in ("plan", "train")
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "268 M parameters" in planned.stdout
+    assert "from tunekit's own table" in " ".join(planned.stdout.split())
+    assert refused.returncode == 2
+    assert "the hub cannot be reached" in refused.stderr
+
+
 def test_train_prints_plan_progress_summary_and_answers(trained):
     for topic in ("device", "model", "precision", "adapter", "batch", "optimizer", "data", "steps", "memory"):
         assert re.search(rf"^{topic} +\S", trained, re.MULTILINE), topic
@@ -99,6 +115,34 @@ def test_plan_as_json_is_complete(workspace):
     assert found["plan"]["schedule"]["num_steps"] == 6
     assert found["recipe"]["train"]["global_batch_size"] == 4
     assert found["plan"]["memory"]["weights_bytes"] > 0
+
+
+def test_plan_for_a_named_machine(workspace):
+    answer = tunekit(workspace, "plan", "double.yaml", "--on", "8xH100")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^device +H100 SXM 80 GB +79\.6 GiB of 79\.6 GiB free; ", answer.stdout)
+    assert "7 more are left idle" in " ".join(answer.stdout.split())
+    assert re.search(r"^precision +bfloat16 products", answer.stdout, re.MULTILINE)
+
+
+def test_plan_for_a_machine_of_a_file(workspace):
+    (workspace / "lab.yaml").write_text("accelerator: rtx4090\nfree_memory_gib: 20\n", encoding="utf-8")
+    answer = tunekit(workspace, "plan", "double.yaml", "--on", "lab.yaml")
+    assert re.search(r"^device +RTX 4090 24 GB +20\.0 GiB of 24\.0 GiB free", answer.stdout)
+
+
+def test_plans_for_several_machines_stand_side_by_side(workspace):
+    machines = ("--on", "t4", "--on", "2x8xrtx5090", "--on", "tpu-v5p")
+    answer = tunekit(workspace, "plan", "double.yaml", *machines)
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^machine +fits +memory +micro-batch", answer.stdout)
+    assert re.search(r"^t4 +yes +\S+ GiB of 13\.8 GiB +4 x 1 +float32, sdpa", answer.stdout, re.MULTILINE)
+    assert re.search(r"^2x8xrtx5090 +yes .*15 more", answer.stdout, re.MULTILINE)
+    assert re.search(r"^tpu-v5p +no +tpu-v5p: tunekit trains on CUDA devices only", answer.stdout, re.MULTILINE)
+    found = json.loads(tunekit(workspace, "plan", "double.yaml", *machines, "--json").stdout)
+    assert found["plans"]["t4"]["dtype"] == "float32"
+    assert "CUDA devices only" in found["plans"]["tpu-v5p"]["refused"]
+    assert found["recipe"]["train"]["global_batch_size"] == 4
 
 
 def test_check_says_ok_and_what_it_found(workspace):
@@ -147,6 +191,9 @@ def test_data_as_json_and_as_a_page(workspace):
             ["check", "double.yaml", "train.learning_rate=-1"],
             "command line: train.learning_rate: must be greater than 0",
         ),
+        (["plan", "double.yaml", "--on", "8xh1000"], "no accelerator 'h1000' is known; did you mean '8xh100'"),
+        (["plan", "double.yaml", "--on", "h100", "--on", "none.yaml"], "none.yaml: file not found"),
+        (["plan", "double.yaml", "--on", "trn2"], "trn2: tunekit trains on CUDA devices only"),
         (["data", "double.yaml", "data.train=row.jsonl"], "data.train.path: no file 'row.jsonl'"),
         (["data", "double.yaml", "--html", "nowhere/data.html"], "cannot write 'nowhere/data.html'"),
         (["runs", "show", "nothing"], "no run 'nothing' in runs"),

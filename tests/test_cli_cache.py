@@ -44,14 +44,21 @@ def data(*arguments) -> subprocess.CompletedProcess[str]:
 def test_what_is_kept_is_shown_the_largest_first_with_its_total(caches):
     answer = data("cache")
     assert answer.returncode == 0, answer.stderr
-    lines = [re.split(r"\s{2,}", line.strip()) for line in answer.stdout.splitlines()]
-    assert [line[0] for line in lines] == ["source", "many.jsonl", "few.jsonl", "2 fetched files", "total"]
-    assert lines[0] == ["source", "sequences", "tokens", "size", "age"]
-    assert lines[1][1] == "1,600" and lines[2][1] == "16"
-    assert lines[1][4] == "now"
-    assert lines[3][1:] == ["3.8 MiB", "3 days"]
-    tokens = [int(line[2].replace(",", "")) for line in (lines[1], lines[2], lines[4])]
-    assert lines[4][1] == "1,616" and tokens[2] == tokens[0] + tokens[1]
+    header, *lines, fetched, total = [re.split(r"\s{2,}", line.strip()) for line in answer.stdout.splitlines()]
+    assert header == ["source", "holds", "sequences", "tokens", "size", "age"]
+    assert [line[:3] for line in lines] == [
+        ["many.jsonl", "what is trained on", "1,600"],
+        ["many.jsonl", "tokens of a source", "1,600"],
+        ["few.jsonl", "what is trained on", "16"],
+        ["few.jsonl", "tokens of a source", "16"],
+    ]
+    assert lines[0][3] == lines[1][3] > lines[2][3]
+    assert {line[5] for line in lines} == {"now"}
+    assert fetched == ["2 fetched files", "3.8 MiB", "3 days"]
+    assert total[0] == "total"
+    assert float(total[1].removesuffix(" MiB")) == pytest.approx(
+        3.8 + sum(float(line[4].removesuffix(" MiB")) for line in lines), abs=0.3
+    )
 
 
 def test_all_of_it_is_removed_with_what_was_half_written(caches):

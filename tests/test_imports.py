@@ -76,7 +76,13 @@ def test_quick_commands_load_nothing_heavy(tmp_path: Path, command: str, status:
 
 
 def test_doctor_and_plan_load_no_torch(tmp_path: Path) -> None:
-    for command in ("doctor", "plan sft/quickstart"):
+    commands = (
+        "doctor",
+        "plan sft/quickstart",
+        "plan sft/quickstart --on 8xh100",
+        "plan sft/quickstart --on t4 --on h200",
+    )
+    for command in commands:
         status, modules, shown = tunekit(tmp_path, *command.split())
         assert status == 0, shown
         assert not modules & {"torch", "transformers", "trl", "peft", "accelerate"}

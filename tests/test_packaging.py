@@ -52,6 +52,10 @@ def test_wheel_holds_pico_with_weights_and_tokenizer(files: set[str]) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= pico
 
 
+def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
+    assert "tunekit/planner/models.yaml" in files
+
+
 def test_wheel_is_typed_and_licensed(files: set[str]) -> None:
     assert "tunekit/py.typed" in files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)

@@ -1,14 +1,18 @@
 """Facts from a model's files and from the machine, and what is said where they are not right."""
 
 import json
+import os
+import re
 import struct
+import subprocess
+import sys
 
 import psutil
 import pytest
 
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, save_tiny_model_with_vision
 from tunekit.errors import ModelError
-from tunekit.probe import probe_hardware, probe_model
+from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.schema import ModelSection
 
 
@@ -60,6 +64,22 @@ def test_sharded_models_are_counted_over_all_files(saved, tmp_path):
 def test_layers_are_named_as_config_json_names_them(model):
     change_config(layer_types=["full_attention", "mamba"])(model)
     assert probe_model(ModelSection(path=str(model))).layer_types == ("full_attention", "mamba")
+
+
+def test_a_model_that_sees_is_counted_tower_and_all(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    facts = probe_model(ModelSection(path=str(save_tiny_model_with_vision(tmp_path))))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert facts.num_params == loaded.num_parameters()
+    assert facts.num_vision_params == sum(
+        parameter.numel() for name, parameter in loaded.named_parameters() if "language_model" not in name
+    )
+    assert (facts.model_type, facts.num_layers, facts.has_tied_head) == ("gemma3_text", 2, True)
+    (tmp_path / "model.safetensors").unlink()
+    sketched = sketch_model(ModelSection(path=str(tmp_path)))
+    assert sketched.num_params == facts.num_params
+    assert sorted(sketched.linears.values()) == sorted(facts.linears.values())
 
 
 def drop(name):
@@ -150,37 +170,119 @@ def test_a_file_is_not_a_model(model):
         probe_model(ModelSection(path=str(model / "config.json")))
 
 
-def test_a_hub_name_without_network_is_one_line_and_no_retry(tmp_path):
-    """In a process of its own, whose hub is a closed port of this machine."""
-    import os
-    import subprocess
-    import sys
-
-    code = (
-        "from tunekit.probe import probe_model; from tunekit.recipe.schema import ModelSection\n"
-        "from tunekit.errors import ModelError\n"
-        "try: probe_model(ModelSection(path='some-org/some-model'))\n"
-        "except ModelError as error: print(error)"
+def without_network(cache, code):
+    """Output of a program in a process of its own, whose hub is a closed port of this machine."""
+    imports = (
+        "from tunekit.errors import ModelError; from tunekit.probe import probe_model, sketch_model\n"
+        "from tunekit.recipe.schema import ModelSection\n"
     )
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(cache)}
+    command = [sys.executable, "-c", imports + code]
     answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
-    assert answer.stdout.strip() == (
+    assert answer.stderr == ""
+    return answer.stdout.strip()
+
+
+@pytest.mark.parametrize("probe", ["probe_model", "sketch_model"])
+def test_a_hub_name_without_network_is_one_line_and_no_retry(probe, tmp_path):
+    code = f"try: {probe}(ModelSection(path='some-org/some-model'))\nexcept ModelError as error: print(error)"
+    assert without_network(tmp_path, code) == (
         "model.path: 'some-org/some-model' is not a folder here, and the hub cannot be reached; "
         "name a local folder, or connect to the network"
     )
-    assert answer.stderr == ""
+
+
+def test_a_well_known_model_is_planned_for_without_network_but_not_trained(tmp_path):
+    code = (
+        "section = ModelSection(path='meta-llama/Llama-3.1-8B-Instruct')\n"
+        "facts = sketch_model(section)\n"
+        "print(facts.known_from, facts.num_params, facts.has_chat_template)\n"
+        "try: probe_model(section)\nexcept ModelError as error: print(error)"
+    )
+    planned, refused = without_network(tmp_path, code).splitlines()
+    assert planned == "table 8030261248 True"
+    assert "the hub cannot be reached" in refused
+
+
+def test_a_folder_without_weights_is_planned_for_but_not_trained(model):
+    section = ModelSection(path=str(model))
+    stored = probe_model(section)
+    (model / "model.safetensors").unlink()
+    sketched = sketch_model(section)
+    assert sketched == stored.model_copy(update={"known_from": "config"})
+    with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
+        probe_model(section)
+
+
+def test_a_folder_with_weights_is_planned_for_as_they_are(saved):
+    assert sketch_model(ModelSection(path=str(saved))) == probe_model(ModelSection(path=str(saved)))
+
+
+def test_what_was_fetched_of_a_hub_model_comes_before_the_table(saved, tmp_path, monkeypatch):
+    snapshot = hub_snapshot(tmp_path, "Qwen/Qwen3-8B")
+    (snapshot / "config.json").write_bytes((saved / "config.json").read_bytes())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    facts = sketch_model(ModelSection(path="Qwen/Qwen3-8B"))
+    assert (facts.known_from, facts.hidden_size) == ("config", 48)
+
+
+UNKNOWN = {
+    "unknown-type": (
+        {"model_type": "quasi_llama"},
+        "the tensors of a 'quasi_llama' model cannot be told from its config.json alone; "
+        "its safetensors files say them; known without are llama, ",
+    ),
+    "encoder": ({"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
+    "no-layers": ({"num_hidden_layers": None}, "num_hidden_layers of a 'llama' model is None; mend its config.json"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_config_that_does_not_say_the_tensors_is_one_clear_line(name, model):
+    changes, message = UNKNOWN[name]
+    change_config(**changes)(model)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError) as caught:
+        sketch_model(ModelSection(path=str(model)))
+    assert str(caught.value).startswith(f"model.path: {str(model)!r}")
+    assert message in str(caught.value)
+
+
+def test_quantised_files_are_counted_as_the_weights_that_they_stand_for(model):
+    """What such files store are packed blocks and scales."""
+    plain = probe_model(ModelSection(path=str(model)))
+    change_config(quantization_config={"quant_method": "mxfp4"}, dtype="bfloat16")(model)
+    (model / "model.safetensors").write_bytes(packed({"model.layers.0.mlp.down_proj_blocks": (2, 3)}))
+    facts = probe_model(ModelSection(path=str(model)))
+    assert (facts.tensors, facts.dtype) == (plain.tensors, "bfloat16")
+
+
+def packed(tensors):
+    """A safetensors file of bytes that are all zero."""
+    header, end = {}, 0
+    for name, (rows, columns) in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [rows, columns], "data_offsets": [end, end + rows * columns]}
+        end += rows * columns
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+def hub_snapshot(cache, name):
+    """An empty folder where the hub's cache looks for the files of a model."""
+    commit = "0" * 40
+    repository = cache / ("models--" + name.replace("/", "--"))
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return snapshot
 
 
 def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
-    commit = "0" * 40
-    repository = tmp_path / "models--some-org--some-model"
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
+    snapshot = hub_snapshot(tmp_path, "some-org/some-model")
     for file in saved.iterdir():
         (snapshot / file.name).write_bytes(file.read_bytes())
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     facts = probe_model(ModelSection(path="some-org/some-model"))
     assert facts.num_params == probe_model(ModelSection(path=str(saved))).num_params
@@ -197,3 +299,106 @@ def test_the_machine_is_what_psutil_says():
     assert hardware.cpu.memory_total_bytes == psutil.virtual_memory().total
     assert 1 <= hardware.num_cores <= psutil.cpu_count()
     assert hardware.cpu.kind == "cpu"
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+# Answers as the driver's tool does.
+case "$1" in
+  nvlink) cat {folder}/nvlink.txt ;;
+  --query-gpu=index,uuid,name,memory.total,memory.free,compute_cap,pcie.link.gen.max,pcie.link.width.max)
+    cat {folder}/query.txt ;;
+  *) echo "Field \\"$1\\" is not a valid field to query." ; exit 2 ;;
+esac
+"""
+
+A100_LINES = """\
+0, GPU-ff8a40d4-abc6-08d1-f939-15848b5d4e05, NVIDIA A100-SXM4-80GB, 81920, 81037, 8.0, 4, 16
+1, GPU-0c512562-871f-8257-6187-b5ae1b986d5e, NVIDIA A100-SXM4-80GB, 81920, 80101, 8.0, 4, 16
+"""
+
+# The form of NVLink's lines is that of NVIDIA/nccl-tests#228 (A100) and NVIDIA/k8s-test-infra#371 (GB200).
+A100_LINKS = "".join(
+    f"GPU {number}: NVIDIA A100-SXM4-80GB (UUID: {uuid})\n"
+    + "".join(f"\t Link {link}: 25 GB/s\n" for link in range(12))
+    for number, uuid in enumerate(line.split(", ")[1] for line in A100_LINES.splitlines())
+)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """A machine whose driver's tool answers with given lines; torch is one that was built for CUDA."""
+
+    def answer(query, nvlink=""):
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(NVIDIA_SMI.format(folder=tmp_path))
+        tool.chmod(0o755)
+        (tmp_path / "query.txt").write_text(query)
+        (tmp_path / "nvlink.txt").write_text(nvlink)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.setattr("tunekit.probe.version", lambda package: "2.13.0+cu130")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return probe_hardware()
+
+    return answer
+
+
+def test_devices_are_what_the_driver_says(nvidia_smi):
+    hardware = nvidia_smi(A100_LINES, A100_LINKS)
+    assert [device.name for device in hardware.accelerators] == ["NVIDIA A100-SXM4-80GB"] * 2
+    assert hardware.device.memory_total_bytes == 80 * 2**30
+    assert hardware.accelerators[1].memory_free_bytes == 80101 * 2**20
+    assert hardware.device.compute_capability == (8, 0) and hardware.device.native_bfloat16
+    assert hardware.num_accelerators == 2
+
+
+def test_speeds_of_a_known_device_are_its_sheets_and_its_links_are_those_that_are_here(nvidia_smi):
+    figures = nvidia_smi(A100_LINES, A100_LINKS).figures
+    assert figures.flops_16bit == 312e12
+    assert figures.link_bytes_per_second == 300e9
+    assert figures.host_bytes_per_second == pytest.approx(31.5e9, rel=0.001)
+    assert figures.usd_per_hour is None and figures.network_bytes_per_second is None
+
+
+def test_inactive_links_do_not_count(nvidia_smi):
+    halved = re.sub(r"(Link (?:6|7|8|9|10|11)): 25 GB/s", r"\1: <inactive>", A100_LINKS)
+    assert nvidia_smi(A100_LINES, halved).figures.link_bytes_per_second == 150e9
+
+
+def test_links_of_a_newer_driver_have_fractions(nvidia_smi):
+    uuid = "GPU-d1b93026-6d5b-03bd-3a71-f85b47a61bde"
+    line = f"0, {uuid}, NVIDIA GB200, 189471, 188000, 10.0, 6, 16\n"
+    links = f"GPU 0: NVIDIA GB200 (UUID: {uuid})\n" + "".join(f"         Link {n}: 53.125 GB/s\n" for n in range(18))
+    both = nvidia_smi(line + line.replace("0, GPU-d", "1, GPU-e"), links)
+    assert both.figures.link_bytes_per_second == 18 * 53.125e9
+
+
+def test_without_nvlink_devices_speak_over_pcie(nvidia_smi):
+    two = (
+        "0, GPU-a, NVIDIA GeForce RTX 4090, 24564, 24100, 8.9, 4, 16\n"
+        "1, GPU-b, NVIDIA GeForce RTX 4090, 24564, 24100, 8.9, 4, 8\n"
+    )
+    figures = nvidia_smi(two).figures
+    assert figures.link_bytes_per_second == figures.host_bytes_per_second == pytest.approx(31.5e9, rel=0.001)
+
+
+def test_a_virtual_machine_that_hides_its_pcie_link_still_has_devices(nvidia_smi):
+    hardware = nvidia_smi("0, GPU-a, Abacus 9, 16384, 16000, 7.5, [N/A], [N/A]\n")
+    assert hardware.device.name == "Abacus 9" and not hardware.device.native_bfloat16
+    assert hardware.figures.link_bytes_per_second is None and hardware.figures.flops_16bit is None
+
+
+def test_hidden_devices_are_left_out(nvidia_smi, monkeypatch):
+    nvidia_smi(A100_LINES, A100_LINKS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (only,) = probe_hardware().accelerators
+    assert only.memory_free_bytes == 80101 * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert probe_hardware().accelerators == ()
+    assert probe_hardware().figures is None
+
+
+def test_a_driver_that_does_not_answer_is_a_machine_without_devices(nvidia_smi, tmp_path):
+    nvidia_smi(A100_LINES)
+    (tmp_path / "query.txt").unlink()
+    assert probe_hardware().accelerators == ()

@@ -58,6 +58,41 @@ def save_tiny_model(folder: Path, *, hidden=48, layers=2, seed=0) -> Path:
     return folder
 
 
+def save_tiny_model_with_vision(folder: Path) -> Path:
+    """Save a Gemma 3 of random weights, vision tower and all, with the same tokenizer, and return its folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    images = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7}
+    config = Gemma3Config(text_config=text, vision_config=vision, **images)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_chats(path: Path, exchanges: Iterable[tuple[str, str]]) -> None:
     """Write one conversation a line, each a question and its answer."""
     rows = [

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import data_report, plan, train
+    from tunekit.api import compare, data_report, plan, train
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
@@ -31,6 +31,7 @@ __all__ = [
     "Recipe",
     "Run",
     "TunekitError",
+    "compare",
     "data_report",
     "find_run",
     "list_runs",
@@ -46,6 +47,7 @@ _HOMES = {
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "TunekitError": "tunekit.errors",
+    "compare": "tunekit.api",
     "data_report": "tunekit.api",
     "find_run": "tunekit.run.run",
     "list_runs": "tunekit.run.run",

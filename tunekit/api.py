@@ -9,14 +9,18 @@ from typing import Any
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
+from tunekit.errors import PlanError
 from tunekit.methods import sft
 from tunekit.planner.facts import Hardware, ModelFacts
+from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
-from tunekit.probe import probe_hardware, probe_model
+from tunekit.planner.speed import RunRecord
+from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.events import Event
+from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts, prepare, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
@@ -25,18 +29,46 @@ Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
 
 
-def plan(source: Source, overrides: Sequence[str] = ()) -> Plan:
-    """How a recipe would run here. Reads the rows and the model's headers; loads neither weights nor torch.
+def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
+    """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
+
+    A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
+    from tunekit's own table; training needs the files.
 
     Args:
         source: The recipe.
         overrides: Changes to it, such as `train.max_steps=10`.
+        on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
 
     Raises:
-        TunekitError: The recipe, the model or the data has a fault, or nothing that it allows fits.
+        TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
     """
     recipe = load_recipe(source, overrides)
-    return _look(recipe).plan(recipe)
+    hardware = None if on is None else find_machine(on).hardware()
+    return _look(recipe, hardware, sketch_model).plan(recipe)
+
+
+def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
+    """How a recipe would run on each of several machines, or why it would not.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        on: The machines, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe = load_recipe(source, overrides)
+    machines = {name: find_machine(name) for name in on}
+    model, data, records = sketch_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
+    plans: dict[str, Plan | PlanError] = {}
+    for name, machine in machines.items():
+        try:
+            plans[name] = _Found(machine.hardware(), model, data, records).plan(recipe)
+        except PlanError as error:
+            plans[name] = error
+    return plans
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -72,7 +104,7 @@ def train(
     words = StringIO()
     with library_words_to(words):
         prepared = prepare(recipe, found.data, _progress_to(on_event))
-        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts)
+        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts, found.records)
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -120,11 +152,20 @@ class _Found:
     hardware: Hardware
     model: ModelFacts
     data: LoadedData
+    records: list[RunRecord]
 
     def plan(self, recipe: Recipe) -> Plan:
         """A plan from rows that are counted but not yet tokenised."""
-        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data))
+        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data), self.records)
 
 
-def _look(recipe: Recipe) -> _Found:
-    return _Found(model=probe_model(recipe.model), data=load_data(recipe.data, sft.LEARNER), hardware=probe_hardware())
+def _look(
+    recipe: Recipe, hardware: Hardware | None = None, probe: Callable[[ModelSection], ModelFacts] = probe_model
+) -> _Found:
+    """What there is to plan from, on this machine where no other is given."""
+    return _Found(
+        model=probe(recipe.model),
+        data=load_data(recipe.data, sft.LEARNER),
+        hardware=hardware or probe_hardware(),
+        records=recorded_runs(),
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tunekit.errors import TunekitError
+from tunekit.errors import PlanError, TunekitError
 
 if TYPE_CHECKING:
     from tunekit.recipe.schema import Recipe
@@ -92,14 +92,37 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def plan(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="MACHINE",
+            help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
-    """Say how a recipe would run here, and why, without starting it."""
+    """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
     from tunekit import api
-    from tunekit.display import make_console, plan_table
+    from tunekit.display import comparison_table, make_console, plan_table
 
     source, notes = _load(recipe, overrides)
-    resolved = api.plan(source)
+    if on is not None and len(on) > 1:
+        plans = api.compare(source, on=on)
+        if as_json:
+            shown = {
+                name: {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
+                for name, plan in plans.items()
+            }
+            found = {"recipe": source.model_dump(mode="json"), "plans": shown}
+            print(json.dumps(found, indent=2, ensure_ascii=False))
+            return
+        console = make_console()
+        for note in notes:
+            console.print(f"note: {note}")
+        console.print(comparison_table(plans))
+        return
+    resolved = api.plan(source, on=on[0] if on else None)
     if as_json:
         print(json.dumps(resolved.to_dict(), indent=2, ensure_ascii=False))
         return

@@ -5,7 +5,7 @@ print what these functions return.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.doctor import Diagnosis
+from tunekit.errors import PlanError
 from tunekit.planner.plan import Plan, gib
 from tunekit.run.events import Event
 from tunekit.run.run import Run
@@ -162,6 +163,23 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(table, "")
 
 
+def comparison_table(plans: Mapping[str, Plan | PlanError]) -> RenderableType:
+    """Plans for several machines side by side; where there is none, why, and what would fit."""
+    table = Table("machine", "fits", "memory", "micro-batch", "with", "", box=None, padding=(0, 2, 0, 0))
+    for name, plan in plans.items():
+        machine = Text(name, style="bold")
+        if isinstance(plan, PlanError):
+            table.add_row(machine, Text("no", style="red"), "", "", "", Text(str(plan)))
+            continue
+        memory = f"{gib(plan.memory.total_bytes)} of {gib(plan.memory_limit_bytes)}"
+        batch = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps}"
+        checkpointing = ", checkpointing" if plan.gradient_checkpointing else ""
+        choice = f"{plan.dtype}, {plan.attn_implementation}{checkpointing}"
+        why = next((reason.why for reason in plan.reasons if reason.topic == "device"), "")
+        table.add_row(machine, Text("yes", style="green"), memory, batch, choice, Text(why, style="dim"))
+    return Group(table, "")
+
+
 def summary(result: Event, run: Run) -> RenderableType:
     """What came out of a finished run: numbers, then answers before and after."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -252,7 +270,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     machine.add_row("tunekit", diagnosis.tunekit)
     machine.add_row("python", f"{diagnosis.python}, {diagnosis.system}")
     hardware = diagnosis.hardware
-    for device in [hardware.cpu, *hardware.accelerators] if hardware else []:
+    for device in filter(None, [hardware.cpu, *hardware.accelerators]) if hardware else []:
         free, total = gib(device.memory_free_bytes), gib(device.memory_total_bytes)
         machine.add_row("device", f"{device.name}, {free} of {total} free")
     packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))

@@ -198,7 +198,7 @@ def _gpu(torch: Package, hardware: Hardware, has_driver: bool) -> Feature:
 
 
 def _bfloat16(hardware: Hardware) -> Feature:
-    device = _main_device(hardware)
+    device = hardware.device
     if device.native_bfloat16:
         return Feature("bfloat16 at full speed", True, device.name)
     return Feature("bfloat16 at full speed", False, f"{device.name} has no fast bfloat16; float32 is used")
@@ -232,10 +232,6 @@ def _flash_attention(flash_attn: Package, hardware: Hardware) -> Feature:
         hint = "pip install flash-attn --no-build-isolation"
         return Feature(name, False, "needs flash-attn; sdpa is used", hint)
     return Feature(name, True, f"flash-attn {flash_attn.version}")
-
-
-def _main_device(hardware: Hardware) -> Device:
-    return hardware.accelerators[0] if hardware.accelerators else hardware.cpu
 
 
 def _is_at_least(device: Device, capability: tuple[int, int]) -> bool:

@@ -1,14 +1,18 @@
 """Look at the machine and at a model's files, and write down facts. Nothing is decided here, and no torch is needed.
 
 A model is known from its config.json and from the headers of its safetensors files: a few kilobytes that name every
-tensor with its shape, so that counts are exact before any weight is read.
+tensor with its shape, so that counts are exact before any weight is read. A plan does with less: config.json alone,
+or tunekit's own table of well-known models.
 """
 
 import json
 import os
 import platform
+import re
 import struct
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +21,22 @@ from typing import Any
 import psutil
 
 from tunekit.errors import ModelError
-from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.architectures import tensors_of
+from tunekit.planner.catalogue import pcie_bytes_per_second, reported_as
+from tunekit.planner.facts import Device, Figures, Hardware, ModelFacts
+from tunekit.planner.known_models import known_models
+from tunekit.planner.model_config import (
+    WITH_VISION,
+    complete,
+    head_dim_of,
+    is_known,
+    layer_types_of,
+    mlp_width_of,
+    num_experts_of,
+    num_experts_per_token_of,
+    sliding_window_of,
+    text_config,
+)
 from tunekit.recipe.schema import ModelSection
 
 PICO = Path(__file__).parent / "model" / "pico"
@@ -42,7 +61,13 @@ def probe_hardware() -> Hardware:
     )
     accelerators = () if version("torch").endswith("+cpu") else _cuda_devices()
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
-    return Hardware(cpu=cpu, accelerators=accelerators, num_cores=cores, flash_attn=find_spec("flash_attn") is not None)
+    return Hardware(
+        cpu=cpu,
+        accelerators=tuple(found.device for found in accelerators),
+        num_cores=cores,
+        flash_attn=find_spec("flash_attn") is not None,
+        figures=_figures(accelerators) if accelerators else None,
+    )
 
 
 def _processor() -> str:
@@ -54,23 +79,22 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cuda_devices() -> tuple[Device, ...]:
-    """CUDA devices that this process may use, as the driver's own tool reports them."""
-    query = "index,uuid,name,memory.total,memory.free,compute_cap"
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (FileNotFoundError, subprocess.SubprocessError):
-        return ()
+@dataclass(frozen=True)
+class _Cuda:
+    """A CUDA device, with what else the driver's own tool says of it."""
+
+    device: Device
+    uuid: str
+    host_bytes_per_second: float | None
+
+
+def _cuda_devices() -> tuple[_Cuda, ...]:
+    """CUDA devices that this process may use."""
+    query = "index,uuid,name,memory.total,memory.free,compute_cap,pcie.link.gen.max,pcie.link.width.max"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found: dict[str, Device] = {}
-    for line in answer.stdout.strip().splitlines():
-        index, uuid, name, total, free, capability = (cell.strip() for cell in line.split(","))
+    found: dict[str, _Cuda] = {}
+    for line in _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits").strip().splitlines():
+        index, uuid, name, total, free, capability, generation, width = (cell.strip() for cell in line.split(","))
         major, minor = (int(number) for number in capability.split("."))
         device = Device(
             kind="cuda",
@@ -80,10 +104,47 @@ def _cuda_devices() -> tuple[Device, ...]:
             native_bfloat16=major >= 8,
             compute_capability=(major, minor),
         )
-        found[index] = found[uuid] = device
+        # A virtual machine may hide the link and say "[N/A]".
+        pcie = pcie_bytes_per_second(int(generation), int(width)) if generation.isdigit() and width.isdigit() else None
+        found[index] = found[uuid] = _Cuda(device, uuid, pcie)
     if visible is None:
-        return tuple(device for key, device in found.items() if key.isdigit())
+        return tuple(cuda for key, cuda in found.items() if key.isdigit())
     return tuple(found[key.strip()] for key in visible.split(",") if key.strip() in found)
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; nothing where it is missing or fails."""
+    try:
+        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True)
+    except (FileNotFoundError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
+
+
+def _figures(found: tuple[_Cuda, ...]) -> Figures:
+    """Speeds of the first device: its sheet's where the catalogue has it, its links as they are here."""
+    first = found[0]
+    known = reported_as(first.device.name)
+    links = _nvlink_bytes_per_second(_nvidia_smi("nvlink", "--status")) if len(found) > 1 else {}
+    # Nobody pays by the hour for a machine because somebody else lists one like it.
+    priceless = {"usd_per_hour": None, "price_source": None, "network_bytes_per_second": None}
+    measured = {
+        "link_bytes_per_second": links.get(first.uuid, first.host_bytes_per_second),
+        "host_bytes_per_second": first.host_bytes_per_second,
+    }
+    return (known.figures if known else Figures()).model_copy(update={**priceless, **measured})
+
+
+def _nvlink_bytes_per_second(status: str) -> dict[str, float]:
+    """The sum of each device's active NVLinks in one direction, by UUID, from `nvidia-smi nvlink --status`."""
+    speeds: dict[str, float] = {}
+    uuid = ""
+    for line in status.splitlines():
+        if gpu := re.search(r"\(UUID: ([^)]+)\)", line):
+            uuid = gpu[1]
+        elif link := re.fullmatch(r"\s*Link [0-9]+: ([0-9.]+) GB/s", line.rstrip()):
+            speeds[uuid] = speeds.get(uuid, 0) + float(link[1]) * 1e9
+    return speeds
 
 
 def model_folder(model: ModelSection) -> str:
@@ -110,6 +171,52 @@ def probe_model(model: ModelSection) -> ModelFacts:
     return _read_folder(_fetch_headers(model), model.path, stored=_hub_tensors(model))
 
 
+def sketch_model(model: ModelSection) -> ModelFacts:
+    """Facts of a model to plan with, also where it cannot be trained yet.
+
+    A folder may lack weights and tokenizer: its config.json says the tensors. A hub model that cannot be looked at,
+    for want of a network or of access, is known from its config.json if that was fetched before, or by its name.
+
+    Raises:
+        ModelError: It is not there, or its tensors cannot be told from what there is.
+    """
+    folder = Path(model_folder(model))
+    if _has_config_only(folder):
+        return _from_config(_read_config(folder, model.path), model.path, _has_chat_template(folder))
+    try:
+        return probe_model(model)
+    except _HubError:
+        fetched = _snapshot(model)
+        if fetched is not None and _has_config_only(fetched):
+            return _from_config(_read_config(fetched, model.path), model.path, _has_chat_template(fetched))
+        known = known_models().get(model.path)
+        if known is None:
+            raise
+        facts = _from_config(known.config, model.path, known.has_chat_template)
+        return facts.model_copy(update={"known_from": "table"})
+
+
+def _has_config_only(folder: Path) -> bool:
+    """Whether there is a config.json, and no weights at all."""
+    weights = (file for pattern in ("*.safetensors*", "*.bin") for file in folder.glob(pattern))
+    return (folder / "config.json").is_file() and not any(weights)
+
+
+def _from_config(config: Mapping[str, Any], path: str, has_chat_template: bool) -> ModelFacts:
+    _check_causal(config, path)
+    facts = _facts(config, path, _config_tensors(config, path), has_chat_template)
+    return facts.model_copy(update={"known_from": "config"})
+
+
+def _config_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor by config.json: of float32 where it names no type, as transformers has it."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    try:
+        return {name: (shape, dtype) for name, shape in tensors_of(config).items()}
+    except ModelError as error:
+        raise ModelError(f"model.path: {path!r}: {error.problem}", hint=error.hint) from error
+
+
 def _near(folder: Path) -> str:
     """What may have been meant by a folder that is not there."""
     from difflib import get_close_matches
@@ -123,11 +230,17 @@ def _near(folder: Path) -> str:
 
 def _cached(model: ModelSection) -> Path | None:
     """Folder of a hub model whose weights were downloaded before; it needs no network."""
+    folder = _snapshot(model)
+    return folder if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
+def _snapshot(model: ModelSection) -> Path | None:
+    """Folder of what was fetched of a hub model before."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
+        return Path(snapshot_download(model.path, revision=model.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
@@ -135,7 +248,6 @@ def _cached(model: ModelSection) -> Path | None:
             f"model.path: {model.path!r} is neither a folder here nor a name that the hub could have",
             hint="check the path",
         ) from error
-    return folder if any(folder.glob("*.safetensors")) else None
 
 
 def _fetch_headers(model: ModelSection) -> Path:
@@ -169,6 +281,10 @@ def _hub_tensors(model: ModelSection) -> dict[str, tuple[tuple[int, ...], str]]:
     }
 
 
+class _HubError(ModelError):
+    """The hub cannot be reached, or has the model and does not show it."""
+
+
 class _hub_errors:
     """Turns the hub's many errors into one line."""
 
@@ -185,7 +301,7 @@ class _hub_errors:
 
         name = self.model.path
         if isinstance(error, GatedRepoError):
-            raise ModelError(
+            raise _HubError(
                 f"model.path: {name!r} asks for its licence to be accepted on the hub",
                 hint="accept it there, then log in with `hf auth login`",
             ) from error
@@ -195,13 +311,28 @@ class _hub_errors:
                 hint="check the spelling; a private model needs `hf auth login`",
             ) from error
         if isinstance(error, (LocalEntryNotFoundError, OSError)):
-            raise ModelError(
+            raise _HubError(
                 f"model.path: {name!r} is not a folder here, and the hub cannot be reached",
                 hint="name a local folder, or connect to the network",
             ) from error
 
 
 def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...], str]] | None = None) -> ModelFacts:
+    config = _read_config(folder, path)
+    _check_causal(config, path)
+    if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path: {path!r} has no tokenizer",
+            hint="the folder is incomplete: save the tokenizer beside the model",
+        )
+    tensors = stored if stored is not None else _folder_tensors(folder, path)
+    if "quantization_config" in config and is_known(config):
+        # What is stored then are packed blocks and their scales, not the weights that are trained.
+        tensors = _config_tensors(config, path)
+    return _facts(config, path, tensors, _has_chat_template(folder))
+
+
+def _read_config(folder: Path, path: str) -> dict[str, Any]:
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise ModelError(f"model.path: {path!r} has no config.json", hint="name a folder saved by save_pretrained")
@@ -209,48 +340,60 @@ def _read_folder(folder: Path, path: str, stored: dict[str, tuple[tuple[int, ...
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"model.path: {path!r} has a broken config.json: {error}", hint="save it again") from error
-    architectures = config.get("architectures") or []
     if (folder / "adapter_config.json").is_file():
         raise ModelError(f"model.path: {path!r} is an adapter, not a model", hint="merge it into its base model first")
-    if not any("CausalLM" in name or "LMHead" in name for name in architectures):
+    return config
+
+
+def _check_causal(config: Mapping[str, Any], path: str) -> None:
+    """Refuse what transformers does not load as a causal language model. Some with a vision tower it loads as one."""
+    architectures = config.get("architectures") or []
+    is_causal = any("CausalLM" in name or "LMHead" in name for name in architectures)
+    if not is_causal and (config.get("model_type") not in WITH_VISION or not architectures):
         found = ", ".join(architectures) or "none"
         raise ModelError(
             f"model.path: {path!r} is not a causal language model (architectures: {found})",
             hint="use a model with an ...ForCausalLM architecture",
         )
-    if stored is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(
-            f"model.path: {path!r} has no tokenizer",
-            hint="the folder is incomplete: save the tokenizer beside the model",
-        )
-    tensors = stored if stored is not None else _folder_tensors(folder, path)
+
+
+def _facts(
+    config: Mapping[str, Any], path: str, tensors: dict[str, tuple[tuple[int, ...], str]], has_chat_template: bool
+) -> ModelFacts:
     types = [dtype for _, dtype in tensors.values()]
-    text = config.get("text_config", config)
+    known = is_known(config)
+    text = text_config(complete(config) if known else config)
     hidden, heads = (
         _number(text, path, "hidden_size", "n_embd", "d_model"),
         _number(text, path, "num_attention_heads", "n_head", "n_heads"),
     )
     return ModelFacts(
         path=path,
-        architecture=architectures[0],
+        architecture=config["architectures"][0],
         model_type=text.get("model_type") or "",
-        layer_types=tuple(text.get("layer_types") or ()),
+        layer_types=layer_types_of(text),
         tensors={name: shape for name, (shape, _) in tensors.items()},
         dtype=max(set(types), key=types.count),
         hidden_size=hidden,
-        intermediate_size=text.get("intermediate_size") or text.get("n_inner") or 4 * hidden,
+        intermediate_size=mlp_width_of(text) if known else _mlp_width(text, hidden),
         num_layers=_number(text, path, "num_hidden_layers", "n_layer", "n_layers"),
         num_heads=heads,
         num_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or hidden // heads,
+        head_dim=head_dim_of(text) if known else text.get("head_dim") or hidden // heads,
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
-        has_chat_template=_has_chat_template(folder),
-        sliding_window=text.get("sliding_window") if text.get("use_sliding_window", True) else None,
+        sliding_window=sliding_window_of(text),
+        num_experts=num_experts_of(text),
+        num_experts_per_token=num_experts_per_token_of(text),
+        has_chat_template=has_chat_template,
     )
 
 
-def _number(config: dict[str, Any], path: str, *names: str) -> int:
+def _mlp_width(config: Mapping[str, Any], hidden: int) -> int:
+    return int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
+
+
+def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])

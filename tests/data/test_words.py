@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CohereTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from tests.data.tokenizers import byte_tokenizer
 from tunekit.data import words
 from tunekit.data.words import word_encoder
 from tunekit.model.load import load_tokenizer
@@ -326,7 +325,7 @@ REFUSED = {
     "a suffix for tokens at the end of a word": lambda: with_steps(GPT_2, end_of_word_suffix="</w>"),
     "a byte without a symbol": lambda: with_steps(GPT_2, vocab=WITHOUT_X, merges=[]),
     "a space before the text": lambda: with_steps(GPT_2 | {"add_prefix_space": True}),
-    "no words": lambda: byte_tokenizer(),
+    "no words": lambda: with_steps(BYTE_LEVEL),
     "numbers and nothing else": lambda: with_steps(DIGITS, BYTE_LEVEL),
     "a pattern that is not known": lambda: with_steps(split(CL100K + "|x"), BYTE_LEVEL),
     "a pattern that ends in nothing": lambda: with_steps(split(CL100K + "|"), BYTE_LEVEL),

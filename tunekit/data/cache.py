@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ACCOUNT = "tunekit.json"
 """File of an entry that says what is in it; written last."""
 
-LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "regex", "tokenizers", "transformers", "trl")
+LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers", "trl")
 """Packages whose version can change how rows become tokens."""
 
 Kind = Literal["tokens", "sequences"]

@@ -11,12 +11,13 @@ rows, and only a few are under way at a time, so the result is the same, and the
 
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,11 +108,12 @@ def tokenize(
 
 def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
     """The batches in their order, encoded in this process or, where that is worth it, in one process a core."""
-    num_processes = len(os.sched_getaffinity(0)) if "fork" in get_all_start_methods() else 1
+    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script.
+    num_processes = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
     if num_processes == 1 or len(rows) <= FEW_ROWS:
         yield from (encoder.encode(rows, batch) for batch in batches)
         return
-    # Forked processes have the rows and the tokenizer at once, and need no guard in the user's script.
+    # Forked processes have the rows and the tokenizer at once.
     pool = ProcessPoolExecutor(num_processes, get_context("fork"), initializer=_begin, initargs=(encoder, rows))
     under_way: deque[Future[Encoded]] = deque()
     try:

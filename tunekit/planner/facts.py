@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, is_former_linear
+
 
 class Facts(BaseModel):
     """Plain, frozen data that can be written to and read from YAML."""
@@ -20,6 +22,7 @@ class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
     kind: Literal["cpu", "cuda"]
+    """As torch names it; its ROCm builds say `cuda` too."""
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
@@ -29,18 +32,62 @@ class Device(Facts):
     """CUDA compute capability, such as (9, 0)."""
 
 
-class Hardware(Facts):
-    """The machine of one process: its processor, and its accelerators if it has any."""
+class Figures(Facts):
+    """What data sheets, price lists and the driver say of one accelerator; None where they do not.
 
-    cpu: Device
+    These are peaks: what a program reaches is less. Operations are dense ones, without structured sparsity, and links
+    count one direction.
+    """
+
+    flops_16bit: float | None = None
+    """Floating-point operations a second, of 16-bit factors summed in float32."""
+    flops_fp8: float | None = None
+    """Floating-point operations a second, of 8-bit factors."""
+    memory_bytes_per_second: float | None = None
+    """From its own memory."""
+    link_bytes_per_second: float | None = None
+    """To the other accelerators of its node: over NVLink or its like, or else over PCIe."""
+    host_bytes_per_second: float | None = None
+    """To the main memory of its node."""
+    network_bytes_per_second: float | None = None
+    """Its share of the network, to other nodes."""
+    usd_per_hour: float | None = None
+    price_source: str | None = None
+    """Whose price that is, and of which day."""
+
+
+class Hardware(Facts):
+    """The machine of a run: the processor and the accelerators of a node, and how many such nodes there are."""
+
+    cpu: Device | None = None
+    """None for a machine that is only named and does not say what hosts its accelerators."""
     accelerators: tuple[Device, ...] = ()
-    num_cores: int
-    flash_attn: bool = False
-    """Whether the flash-attn package is installed."""
+    """Those of one node."""
+    num_cores: int | None = None
+    flash_attn: bool | None = False
+    """Whether the flash-attn package is installed; None where it cannot be known."""
+    num_nodes: int = 1
+    figures: Figures | None = None
+    """Of each accelerator."""
+    note: str | None = None
+    """What is to be said of every plan for it."""
+
+    @property
+    def device(self) -> Device:
+        """The device that one process computes on."""
+        if self.accelerators:
+            return self.accelerators[0]
+        assert self.cpu is not None, "a machine has a processor or an accelerator"
+        return self.cpu
+
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators of all nodes."""
+        return self.num_nodes * len(self.accelerators)
 
 
 class ModelFacts(Facts):
-    """A causal language model seen from its config.json and the headers of its weight files.
+    """A causal language model seen from its config.json, and from the headers of its weight files where it has them.
 
     The names and shapes of the tensors give exact counts; the rest describes the decoder layers.
     """
@@ -52,20 +99,26 @@ class ModelFacts(Facts):
     layer_types: tuple[str, ...] = ()
     """How each layer mixes tokens, by transformers' names; empty where config.json does not say."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shape of every stored tensor by name."""
+    """Shape of every tensor by name: as stored, or as transformers' modules have it."""
+    known_from: Literal["weights", "config", "table"] = "weights"
+    """Where the tensors were looked up: in the weight files, or made from config.json or from tunekit's own table."""
     dtype: str
     """Type in which most weights are stored."""
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP that a token goes through, that of all its experts taken together."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_position_embeddings: int | None
-    has_chat_template: bool
     sliding_window: int | None = None
-    """How far layers of sliding attention look back, in tokens."""
+    """Tokens that a layer with a sliding window looks back; None where no layer has one."""
+    num_experts: int = 0
+    """Routed experts in a layer that has them; 0 in a dense model."""
+    num_experts_per_token: int = 0
+    has_chat_template: bool
 
     @property
     def num_sliding_layers(self) -> int:
@@ -80,13 +133,42 @@ class ModelFacts(Facts):
         return sum(_size(shape) for shape in self.tensors.values())
 
     @property
+    def num_active_params(self) -> int:
+        """Number of parameters that one token goes through: of the routed experts only its own.
+
+        The embedding is among them; some model cards leave it out.
+        """
+        if not self.num_experts:
+            return self.num_params
+        experts = sum(_size(shape) for name, shape in self.tensors.items() if ".experts." in name)
+        return self.num_params - experts + experts * self.num_experts_per_token // self.num_experts
+
+    @property
+    def num_vision_params(self) -> int:
+        """Number of parameters of the vision tower and its way into the decoder."""
+        parts = ("vision_tower", "multi_modal_projector")
+        return sum(_size(shape) for name, shape in self.tensors.items() if any(part in name for part in parts))
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the head has no weights of its own and uses those of the embedding."""
+        return not any(_is_head(name) for name in self.tensors)
+
+    @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """The two sizes of every linear layer but the head, by module name (what PEFT calls `all-linear`)."""
+        """The two sizes of every linear layer but the head, by module name.
+
+        Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
+        linear modules, so that bitsandbytes does not quantise them. The linear layers of a vision tower are.
+        """
         return {
             name.removesuffix(".weight"): (shape[0], shape[1])
             for name, shape in self.tensors.items()
-            if len(shape) == 2 and name.endswith(".weight") and not _is_vocabulary(name)
+            if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
         }
+
+    def _is_no_linear(self, name: str) -> bool:
+        return _is_vocabulary(name) or ".experts." in name or (self.num_experts > 0 and _is_router(name))
 
     def num_params_in(self, modules: list[str]) -> int:
         """Number of parameters of the modules whose names end in one of `modules`."""
@@ -97,14 +179,20 @@ class ModelFacts(Facts):
         )
 
     def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
-        """The linear layers which get an adapter, matched by name endings as PEFT does."""
-        if target_modules == "all-linear":
-            return self.linears
-        return {
+        """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
+
+        Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
+        experts: see `tunekit.planner.experts`.
+        """
+        former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
+        targets = None if target_modules == "all-linear" else target_modules
+        matched = {
             name: sizes
             for name, sizes in self.linears.items()
-            if any(_ends_in(name, target) for target in target_modules)
+            if (targets is None or any(_ends_in(name, target) for target in targets))
+            and not (former and is_former_linear(name, former))
         }
+        return matched | adapted_experts(self.tensors, former, target_modules) if former else matched
 
 
 class SourceFacts(Facts):
@@ -161,14 +249,25 @@ def _ends_in(module: str, ending: str) -> bool:
 
 def _is_vocabulary(name: str) -> bool:
     """Whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    return module in {
+    return _is_head(name) or _leaf(name) in {
         "embed_tokens",
         "wte",
         "wpe",
         "embed_in",
-        "embed_out",
         "word_embeddings",
-        "lm_head",
-        "output",
+        "position_embedding",
     }
+
+
+def _is_head(name: str) -> bool:
+    return _leaf(name) in {"embed_out", "lm_head", "output"}
+
+
+def _is_router(name: str) -> bool:
+    """Whether a weight chooses experts. In transformers 5 only llama4 and phimoe have linear modules for that."""
+    return _leaf(name) in {"gate", "router"}
+
+
+def _leaf(name: str) -> str:
+    """The last name of the module that a weight belongs to."""
+    return name.removesuffix(".weight").rpartition(".")[2]

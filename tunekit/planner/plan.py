@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.memory import Dtype, MemoryEstimate
+from tunekit.planner.speed import Speed
 from tunekit.recipe.schema import Recipe
 
 
@@ -56,6 +57,8 @@ class Plan(Facts):
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
+    speed: Speed | None = None
+    """Time and cost; None for models whose operations are not counted."""
     reasons: tuple[Reason, ...]
 
     def to_yaml(self) -> str:

@@ -1,7 +1,7 @@
 """From a recipe and facts to a plan: one pure function, built of small decisions that each give their reason."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
@@ -10,6 +10,7 @@ from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
 from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
+from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     DataSection,
@@ -32,6 +33,13 @@ MUCH_TRUNCATED = 0.05
 RUNS_PER_RECIPE = 4
 """Evaluations and checkpoints in a run whose recipe does not say how often."""
 
+WITHOUT_WEIGHTS = {
+    "weights": "",
+    "config": "; from its config.json, training needs the weights",
+    "table": "; from tunekit's own table, training needs the files",
+}
+"""What a plan says of a model whose weights were not looked at, by where it is known from."""
+
 
 @dataclass(frozen=True)
 class _Needed:
@@ -49,13 +57,22 @@ LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
 """Schedules of transformers that have no default for one of their arguments."""
 
 
-def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts) -> Plan:
+def resolve(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts, records: Sequence[RunRecord] = ()
+) -> Plan:
     """How to run `recipe` on `hardware`.
+
+    Args:
+        recipe: What is asked for.
+        hardware: The machine.
+        model: The model.
+        data: The rows.
+        records: Finished runs, from which the speed of this one is told.
 
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
-    device = hardware.accelerators[0] if hardware.accelerators else hardware.cpu
+    device = hardware.device
     reasons = [_device_reason(hardware, device), _model_reason(model)]
     dtype, why = _dtype(recipe, device)
     full = isinstance(recipe.adapter, FullAdapter)
@@ -87,6 +104,20 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
     reasons.append(_data_reason(recipe, data))
     reasons += _mixture_reasons(recipe, data)
     reasons.append(_steps_reason(recipe, data, schedule))
+    step = step_of(
+        recipe,
+        model,
+        data,
+        device,
+        dtype=dtype,
+        mask_length=padding.mask_length,
+        padding_free=padding.is_free,
+        micro_batch_size=fit.micro_batch_size,
+        gradient_checkpointing=fit.gradient_checkpointing,
+    )
+    num_steps = None if schedule is None else schedule.num_steps
+    speed = None if step is None else speed_of(step, device, hardware.figures, records, num_steps=num_steps)
+    reasons.append(_speed_reason(recipe.data, data, speed))
     return Plan(
         recipe=recipe,
         strategy="single",
@@ -105,6 +136,7 @@ def resolve(recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFac
         schedule=schedule,
         memory=fit.memory,
         memory_limit_bytes=fit.limit_bytes,
+        speed=speed,
         reasons=tuple(reasons),
     )
 
@@ -113,20 +145,20 @@ def _device_reason(hardware: Hardware, device: Device) -> Reason:
     if device.kind == "cpu":
         why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
         return Reason(topic="device", choice=device.name, why=why)
-    others = len(hardware.accelerators) - 1
+    others = hardware.num_accelerators - 1
     why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free; one process, no launcher"
     if others:
         why += f"; {others} more {'is' if others == 1 else 'are'} left idle: this version trains on one device"
+    if hardware.note:
+        why += f"; {hardware.note}"
     return Reason(topic="device", choice=device.name, why=why)
 
 
 def _model_reason(model: ModelFacts) -> Reason:
     shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
-    return Reason(
-        topic="model",
-        choice=model.path,
-        why=f"{model.architecture}, {count(model.num_params)} parameters: {shape}",
-    )
+    active = f", {count(model.num_active_params)} active" if model.num_experts else ""
+    why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
+    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
 
 
 def _dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
@@ -157,7 +189,7 @@ def _attention(recipe: Recipe, hardware: Hardware, device: Device, model: ModelF
             f"products; this is {device.name} with {dtype}",
             hint=f"use {without_flash}",
         )
-    if asked.startswith("flash_attention") and not hardware.flash_attn:
+    if asked.startswith("flash_attention") and hardware.flash_attn is False:
         raise PlanError(
             f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {without_flash}"
         )
@@ -451,6 +483,17 @@ def _steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) ->
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+
+
+def _speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
+    if speed is None:
+        why = "operations are counted for dense decoders with attention in every layer"
+        return Reason(topic="speed", choice="not predicted", why=why)
+    at_most = not data.tokenized and not section.packing
+    why = speed.basis
+    if at_most and speed.seconds is not None:
+        why += f"; every row taken as {section.max_length} tokens"
+    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
 
 
 def _divisors(number: int) -> list[int]:
