@@ -303,17 +303,8 @@ class _Reader:
         format = self._format or "messages"
         if self._num_bad > self._max_bad_rows or self._cut_short:
             raise DataError("\n".join(self._faults()))
-        taken = Rows(
-            format=BECOMES[format],
-            rows=self._store,
-            source=self._source,
-            numbers=self._numbers,
-            unit=self._unit,
-            notes=(self._note(format, 1, is_text=False),),
-            read_as=format,
-            parts=(Part(0, self._parts[-1].name),),
-            skipped=tuple(self._bad),
-        )
+        notes = (self._note(format, 1, is_text=False),)
+        taken = self._held(format, notes, parts=(Part(0, self._parts[-1].name),))
         self._store, self._numbers = RowStore(), array("Q")
         return taken
 
@@ -334,15 +325,20 @@ class _Reader:
         notes = [self._note(format, num_files, is_text=is_text)]
         if self._bad:
             notes.append(self._note_of_bad_rows())
+        parts = tuple(self._parts) if self._parts[0].name != self._source else ()
+        return self._held(format, tuple(notes), parts)
+
+    def _held(self, format: SourceFormat, notes: tuple[str, ...], parts: tuple[Part, ...]) -> Rows:
+        """The rows in the store."""
         return Rows(
             format=BECOMES[format],
             rows=self._store,
             source=self._source,
             numbers=self._numbers,
             unit=self._unit,
-            notes=tuple(notes),
+            notes=notes,
             read_as=format,
-            parts=tuple(self._parts) if self._parts[0].name != self._source else (),
+            parts=parts,
             skipped=tuple(self._bad),
         )
 

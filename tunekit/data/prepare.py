@@ -62,7 +62,6 @@ class Prepared:
         num_sequences: Sequences to train on, packed where the recipe asks for it.
         num_tokens: Their tokens.
         num_trainable_tokens: Those that count in the loss.
-        notes: What the user should know, a sentence each.
     """
 
     path: Path

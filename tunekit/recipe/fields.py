@@ -50,11 +50,6 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def allows_none(field: FieldInfo) -> bool:
-    """Whether a field may be null."""
-    return type(None) in members(field.annotation)
-
-
 def choices_of(field: FieldInfo) -> list[str]:
     """The words that a field allows by name; empty where it is open or takes none."""
     return [
