@@ -54,7 +54,7 @@ def compare(place: int) -> Row:
     """Trace and estimate the step at one place of the grid."""
     step = STEPS[place]
     traced, estimated = trace_deep(step), estimate_of(step)
-    total = estimated.total_bytes - estimated.fixed_bytes
+    total = estimated.tensor_bytes
     constant = traced.weights_bytes + traced.optimizer_bytes
     return Row(
         step=str(step),

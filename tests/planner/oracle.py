@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.memory import Dtype, MemoryEstimate, estimate
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
 
@@ -275,4 +277,6 @@ def estimate_of(step: Step) -> MemoryEstimate:
         sliding_mask_length=mask_length or (step.length if slides else None),
         gradient_checkpointing=step.checkpointing,
         accumulates=step.accumulates,
+        layout=Layout(),
+        reserve_share=0.0,
     )

@@ -10,8 +10,8 @@ import torch
 from tunekit.errors import ModelError
 from tunekit.planner.architectures import FAMILIES, tensors_of
 from tunekit.planner.experts import FORMER_LINEARS
-from tunekit.planner.memory import num_trainable_params
 from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
+from tunekit.planner.states import num_trainable_params
 from tunekit.probe import sketch_model
 from tunekit.recipe.schema import LoraAdapter, ModelSection
 

@@ -4,16 +4,11 @@ import pytest
 import torch
 
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
+from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.memory import (
-    BYTES,
-    OPTIMIZER_BYTES,
-    activation_bytes_per_layer,
-    cast_weights_bytes,
-    estimate,
-    num_trainable_params,
-    weights_bytes,
-)
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory import estimate
+from tunekit.planner.states import BYTES, OPTIMIZER_BYTES, num_trainable_params, weights_bytes
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
@@ -207,6 +202,7 @@ def test_memory_grows_with_tokens_and_shrinks_with_checkpointing(adapter, dtype)
         return estimate(
             LLAMA_8B, adapter, device="cuda", dtype=dtype, optim="adamw_torch_fused", num_tokens=num_tokens,
             mask_length=1024, sliding_mask_length=None, gradient_checkpointing=checkpointing, accumulates=False,
+            layout=Layout(), reserve_share=0.0,
         ).phases["head"]  # fmt: skip
 
     assert at_the_head(1024, True) < at_the_head(1024, False) < at_the_head(4096, False)

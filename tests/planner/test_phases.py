@@ -5,6 +5,7 @@ import torch
 
 from tests.planner.oracle import Step, estimate_of, trace, trace_deep
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
+from tunekit.planner.layout import Layout
 from tunekit.planner.memory import PHASE_WORDS, estimate
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -33,7 +34,7 @@ def phases_of(step: Step) -> tuple[dict[str, int], dict[str, int]]:
     traced, estimated = trace(step), estimate_of(step)
     constant = traced.weights_bytes + traced.optimizer_bytes
     known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases}
-    return known, {phase: size - estimated.fixed_bytes for phase, size in estimated.phases.items()}
+    return known, dict(estimated.phases)
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
@@ -67,6 +68,7 @@ def test_a_deep_model_is_drawn_through_shallow_ones():
 @pytest.mark.parametrize(("optim", "copies"), [("adamw_torch_fused", 0), ("adamw_torch", 1)])
 def test_an_optimizer_that_takes_all_parameters_at_once_copies_them(optim, copies):
     how = {"device": "cuda", "dtype": "bfloat16", "num_tokens": 64, "mask_length": None, "sliding_mask_length": None}
+    how |= {"layout": Layout(), "reserve_share": 0.0}
     found = estimate(
         LLAMA_1B, FullAdapter(), optim=optim, gradient_checkpointing=True, accumulates=False, **how
     ).phases["optimizer"]
@@ -97,6 +99,9 @@ def test_the_parts_are_those_of_the_highest_phase(adapter):
     found = estimate(
         LLAMA_8B, adapter, device="cuda", dtype="bfloat16", optim="adamw_torch_fused", num_tokens=4096,
         mask_length=None, sliding_mask_length=None, gradient_checkpointing=True, accumulates=True,
+        layout=Layout(), reserve_share=0.05,
     )  # fmt: skip
-    assert found.total_bytes == sum(found.parts.values()) == max(found.phases.values()) == found.phases[found.phase]
+    around = found.parts["context"] + found.parts["reserve"]
+    assert found.total_bytes - around == found.tensor_bytes == max(found.phases.values()) == found.phases[found.phase]
+    assert found.parts["reserve"] == pytest.approx(0.05 * found.tensor_bytes, rel=1e-6)
     assert found.peak_words == f"peak {PHASE_WORDS[found.phase]}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.errors import ModelError
-from tunekit.planner.memory import Dtype
+from tunekit.planner.states import Dtype
 from tunekit.probe import model_folder
 from tunekit.recipe.schema import ModelSection, QloraAdapter
 

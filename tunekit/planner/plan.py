@@ -7,8 +7,10 @@ import yaml
 from pydantic import Field
 
 from tunekit.planner.facts import DataFacts, Device, Facts
-from tunekit.planner.memory import Dtype, MemoryEstimate
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory import MemoryEstimate
 from tunekit.planner.speed import Speed
+from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import Recipe
 
 
@@ -18,6 +20,15 @@ class Reason(Facts):
     topic: str
     choice: str
     why: str
+
+
+class Rejected(Facts):
+    """A layout that was looked at before the chosen one, and the number that ruled it out."""
+
+    layout: Layout
+    why: str
+    needed_bytes: int | None = None
+    """What each device would have needed at least; None where something else than memory ruled it out."""
 
 
 class Schedule(Facts):
@@ -35,9 +46,12 @@ class Plan(Facts):
     """How a recipe is run on a machine."""
 
     recipe: Recipe = Field(exclude=True)
-    strategy: Literal["single"]
+    layout: Layout
     """How the work is spread over devices."""
+    num_nodes: int
+    """Machines that the processes of `layout` run on, as many on each."""
     device: Device
+    """One of those devices; they are equal."""
     dtype: Dtype
     """Type of the products, and of the frozen weights. Trained weights are float32."""
     autocast: bool
@@ -60,6 +74,10 @@ class Plan(Facts):
     speed: Speed | None = None
     """Time and cost; None for models whose operations are not counted."""
     reasons: tuple[Reason, ...]
+    rejected: tuple[Rejected, ...] = ()
+    """What was looked at first, in its order."""
+    change_first: str | None = None
+    """What to change in the recipe first if memory runs out after all."""
 
     def to_yaml(self) -> str:
         """The plan as YAML, without the recipe, which stands beside it in the run folder."""

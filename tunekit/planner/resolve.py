@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Hardware, ModelFacts
 from tunekit.planner.isolation import WITHOUT_SDPA
-from tunekit.planner.memory import Dtype, MemoryEstimate, estimate, num_trainable_params
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate, estimate
 from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
 from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
+from tunekit.planner.states import Dtype, num_trainable_params
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     DataSection,
@@ -120,7 +122,8 @@ def resolve(
     reasons.append(_speed_reason(recipe.data, data, speed))
     return Plan(
         recipe=recipe,
-        strategy="single",
+        layout=Layout(),
+        num_nodes=1,
         device=device,
         dtype=dtype,
         autocast=autocast,
@@ -354,6 +357,8 @@ def _memory(
         sliding_mask_length=mask_length or (length if slides else None),
         gradient_checkpointing=checkpointing,
         accumulates=size < recipe.train.global_batch_size,
+        layout=Layout(),
+        reserve_share=RESERVE_SHARE[device.kind],
     )
 
 

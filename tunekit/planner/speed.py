@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
 from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
-from tunekit.planner.memory import OPTIMIZER_BYTES, Dtype, num_trainable_params
+from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, Recipe
 
 

@@ -65,6 +65,13 @@ LrSchedulerType = Literal[
 ]
 
 
+Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+"""How devices work together: one alone, torch's DistributedDataParallel, its `fully_shard`, DeepSpeed's ZeRO by
+its stage."""
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+"""Where something lies while the device does not need it: it stays, in main memory, or on a disk."""
+
 SourceFormat = Literal[
     "messages",
     "sharegpt",
@@ -502,6 +509,41 @@ class TrainSection(Section):
         return self
 
 
+class ParallelSection(Section):
+    """How the run is spread over devices, where the plan is not to choose by itself. Sizes have Accelerate's names."""
+
+    strategy: Literal["auto"] | Strategy = "auto"
+    """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the first that fits, in
+    the order of their cost; the plan says what ruled the others out."""
+
+    dp_shard_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide weights, gradients and optimizer states among them; groups of them hold a copy each (hybrid
+    shard). Left out: the plan chooses."""
+
+    tp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide the products of each layer (tensor parallel). Left out: the plan chooses."""
+
+    cp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide each sequence, in a ring (context parallel). Left out: the plan chooses."""
+
+    sp_size: Annotated[int, Field(gt=0)] | None = None
+    """Devices that divide each sequence, by heads (DeepSpeed's Ulysses). Left out: the plan chooses."""
+
+    reshard_after_forward: Literal["auto"] | bool = "auto"
+    """fsdp2: free a layer's weights after its forward pass, and gather them again for the backward pass. `auto`: where
+    they would not fit otherwise."""
+
+    offload_param_device: Literal["auto"] | OffloadDevice = "auto"
+    """Where the weights lie while they are not needed: `none` (on the device), `cpu` (in main memory) or `nvme` (zero3:
+    on a disk). `auto`: on the device, or else where they fit."""
+
+    offload_optimizer_device: Literal["auto"] | OffloadDevice = "auto"
+    """The same for gradients and optimizer states, which the processor then updates."""
+
+    nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
+    """Folder on a fast local disk, for what is offloaded to `nvme`. Without it nothing is."""
+
+
 class OutputSection(Section):
     """What is written, and where."""
 
@@ -544,6 +586,9 @@ class Recipe(Section):
 
     train: TrainSection = TrainSection()
     """The optimisation."""
+
+    parallel: ParallelSection = ParallelSection()
+    """How the run is spread over devices."""
 
     output: OutputSection = OutputSection()
     """What is written, and where."""
