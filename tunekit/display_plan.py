@@ -38,8 +38,8 @@ FIGURES = ("GiB", "batch", "tokens/s", "time", "USD", "USD/h")
 LAYOUT_WIDTH = len("checkpointing")
 """Columns that layouts keep: their longest word."""
 
-NAME_WIDTHS = (24, 16, 12)
-"""Columns that a long name of a row keeps, the fewer the narrower the terminal."""
+NAME_WIDTHS = (60, 24, 16, 12)
+"""Columns that a long name of a row takes, the fewer the narrower the terminal."""
 
 BELOW_WIDTH = 32
 """Columns of the name of what more is said of below a table."""
@@ -244,14 +244,15 @@ class PlanRows:
         self.figures = figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        fewer = ((NAME_WIDTHS[-1], self.figures[:num], False) for num in range(len(self.figures), 1, -1))
+        wide, *others = NAME_WIDTHS
         for name_width, figures, in_one_line in (
-            (NAME_WIDTHS[0], self.figures, True),
-            *((name_width, self.figures, False) for name_width in NAME_WIDTHS),
-            *fewer,
+            (wide, self.figures, True),
+            (others[0], self.figures, True),
+            *((name_width, self.figures, False) for name_width in others),
+            *((others[-1], self.figures[:num], False) for num in range(len(self.figures) - 1, 1, -1)),
         ):
             table = self._table(name_width, figures, in_one_line=in_one_line)
-            if sum((column.min_width or 0) + GAP for column in table.columns) <= options.max_width:
+            if sum((column.width or LAYOUT_WIDTH) + GAP for column in table.columns) - GAP <= options.max_width:
                 break
         yield table
         if len(figures) < len(self.figures):
@@ -266,12 +267,12 @@ class PlanRows:
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
         for name, column in zip(self.names, names, strict=True):
             longest = max(len(line) for lines in column for line in lines)
-            table.add_column(name, overflow="fold", min_width=min(longest, name_width))
-        table.add_column("layout", overflow="fold", min_width=LAYOUT_WIDTH)
+            table.add_column(name, overflow="fold", width=min(longest, name_width))
+        table.add_column("layout", overflow="fold")
         for n, name in enumerate(shown[: max(map(len, cells), default=1) - 1], start=1):
             figures = (line for row in cells for line in (row[n].plain.split("\n") if len(row) > n else []))
             longest = max(map(len, (name, *figures)))
-            table.add_column(name, justify="right", min_width=longest)
+            table.add_column(name, justify="right", width=longest)
         for (row, _), plan_cells in zip(self.rows, cells, strict=True):
             table.add_row(*(Text(name, style="bold") for name in row), *plan_cells)
         return table
