@@ -108,8 +108,10 @@ def test_flash_attention_is_taken_where_it_is_installed_and_runs():
 
 
 def test_idle_accelerators_are_mentioned():
-    two = H100.model_copy(update={"accelerators": H100.accelerators * 2})
-    assert "1 more is left idle" in resolve(recipe(), two, LLAMA_1B, ROWS).explain()
+    three = H100.model_copy(update={"accelerators": H100.accelerators * 3})
+    plan = resolve(recipe(), three, LLAMA_1B, ROWS)
+    assert plan.layout.num_processes == 2
+    assert "1 more is left idle: the batch cannot be divided over all" in plan.explain()
 
 
 REFUSED = {
