@@ -17,7 +17,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
 from tunekit.planner.speed import Range
-from tunekit.planner.variants import Variants
+from tunekit.planner.variants import NEXT, Variants
 from tunekit.recipe.write import to_inline_yaml
 
 MAX_WIDTH = 120
@@ -189,9 +189,9 @@ def _decisions(plan: Plan) -> Table:
 
 
 def _rejected(plan: Plan) -> Table:
-    table = _grid(3)
+    table = _grid(2)
     for one in plan.rejected:
-        table.add_row(Text(one.layout.name), Text(one.needed_words, style="red"), Text(one.why, style="dim"))
+        table.add_row(Text(one.layout.name), Text(one.why, style="dim" if one.needed_bytes is None else "red"))
     return table
 
 
@@ -214,7 +214,12 @@ def variants_table(variants: Variants) -> RenderableType:
     if len(set(columns["machine"])) == 1:
         del columns["machine"]
     rows = list(zip(zip(*columns.values(), strict=True), (variant.plan for variant in variants), strict=True))
-    refused = [(", ".join(filter(None, names)), plan) for names, plan in rows if isinstance(plan, PlanError)]
+    refused = [
+        (", ".join(filter(None, names)), variant.plan)
+        for (names, _), variant in zip(rows, variants, strict=True)
+        # That the next larger value does not fit is what it was looked for.
+        if isinstance(variant.plan, PlanError) and not (variant.note == NEXT and variant.plan.needed_bytes)
+    ]
     return Group(PlanRows(tuple(columns), rows, FIGURES[:-1]), *_below(refused), "")
 
 
@@ -245,14 +250,14 @@ class PlanRows:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         wide, *others = NAME_WIDTHS
-        for name_width, figures, in_one_line in (
-            (wide, self.figures, True),
-            (others[0], self.figures, True),
-            *((name_width, self.figures, False) for name_width in others),
-            *((others[-1], self.figures[:num], False) for num in range(len(self.figures) - 1, 1, -1)),
+        for name_width, layout_width, figures, in_one_line in (
+            (wide, 2 * LAYOUT_WIDTH, self.figures, True),
+            (others[0], LAYOUT_WIDTH, self.figures, True),
+            *((name_width, LAYOUT_WIDTH, self.figures, False) for name_width in others),
+            *((others[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 1, -1)),
         ):
             table = self._table(name_width, figures, in_one_line=in_one_line)
-            if sum((column.width or LAYOUT_WIDTH) + GAP for column in table.columns) - GAP <= options.max_width:
+            if sum((column.width or layout_width) + GAP for column in table.columns) - GAP <= options.max_width:
                 break
         yield table
         if len(figures) < len(self.figures):
@@ -334,17 +339,27 @@ def _unit_of(seconds: float) -> tuple[str, float]:
 
 
 def _below(plans: Iterable[tuple[str, Plan | PlanError]]) -> Iterator[RenderableType]:
-    """What is to be said of plans in more words than a cell has."""
+    """What is to be said of plans in more words than a cell has; what holds for several is said once."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, plan in plans:
+        words = _words_below(plan)
+        if words:
+            names.setdefault((words, "red" if isinstance(plan, PlanError) else "dim"), []).append(name)
     table = _grid(2)
     table.columns[0].no_wrap, table.columns[0].max_width = False, BELOW_WIDTH
-    for name, plan in plans:
-        if isinstance(plan, PlanError):
-            # Where the row has the figures, what would fit is what is left to say.
-            words = str(plan) if plan.needed_bytes is None or plan.hint is None else plan.hint
-            table.add_row(Text(name), Text(words, style="red"))
-        elif plan.rejected:
-            ruled_out = (f"{one.layout.name} ({one.needed_words or one.why})" for one in plan.rejected)
-            table.add_row(Text(name), Text(f"ruled out: {', '.join(ruled_out)}", style="dim"))
+    for (words, style), alike in names.items():
+        table.add_row(Text("\n".join(alike)), Text(words, style=style))
     if table.row_count:
         yield ""
         yield table
+
+
+def _words_below(plan: Plan | PlanError) -> str:
+    if isinstance(plan, Plan):
+        ruled_out = (
+            f"{one.layout.name} ({one.why if one.needed_bytes is None else gib(one.needed_bytes)})"
+            for one in plan.rejected
+        )
+        return f"ruled out: {', '.join(ruled_out)}" if plan.rejected else ""
+    # Where the row has the figures, what would fit is what is left to say.
+    return str(plan) if plan.needed_bytes is None or plan.hint is None else plan.hint.partition("\n")[0]

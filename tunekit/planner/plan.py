@@ -54,11 +54,6 @@ class Rejected(Facts):
     needed_bytes: int | None = None
     """What each device would have needed at least; None where something else than memory ruled it out."""
 
-    @property
-    def needed_words(self) -> str:
-        """That number in words."""
-        return "" if self.needed_bytes is None else gib(self.needed_bytes)
-
 
 class Schedule(Facts):
     """When things happen, in optimizer steps."""
@@ -119,10 +114,10 @@ class Plan(Facts):
 
     @property
     def devices_words(self) -> str:
-        """What it runs on: `16 x H100 SXM 80 GB on 2 nodes`."""
+        """What it runs on: `16 x H100 SXM 80 GB in 2 nodes`."""
         number = self.layout.num_processes
         words = self.device.name if number == 1 else f"{number} x {self.device.name}"
-        return words if self.num_nodes == 1 else f"{words} on {self.num_nodes} nodes"
+        return words if self.num_nodes == 1 else f"{words} in {self.num_nodes} nodes"
 
     @property
     def layout_words(self) -> str:
@@ -179,8 +174,7 @@ class Plan(Facts):
         rows = [(reason.topic, reason.choice, reason.why) for reason in (*self.decisions, *self.given)]
         lines += ["", *_aligned(rows)]
         if self.rejected:
-            rows = [(one.layout.name, one.needed_words, one.why) for one in self.rejected]
-            lines += ["", "ruled out:", *_aligned(rows)]
+            lines += ["", "ruled out:", *_aligned([(one.layout.name, one.why) for one in self.rejected])]
         if self.change_first:
             lines += ["", f"if memory runs out: {self.change_first}"]
         return "\n".join(lines)

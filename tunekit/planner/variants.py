@@ -34,6 +34,9 @@ MAX_LENGTH = 2**20
 Largest = Literal["batch", "length", "model"]
 """What the largest of may be looked for."""
 
+NEXT = "next"
+"""Note of the variant beyond the largest that fits."""
+
 Planned = Plan | PlanError
 """A plan, or why there is none."""
 
@@ -251,7 +254,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
         model = recipe.model.model_copy(update={"path": name, "revision": None})
         planned = plan_of(recipe.model_copy(update={"model": model}))
         if isinstance(planned, PlanError):
-            too_large = Variant(machine, {"model.path": name}, planned, "next") if not makers else too_large
+            too_large = Variant(machine, {"model.path": name}, planned, NEXT) if not makers else too_large
             continue
         if not makers and too_large is not None:
             yield too_large
@@ -281,7 +284,7 @@ def _largest(
         yield Variant(machine, changes(largest), planned(largest), "largest")
     if num_fitting < len(values):
         beyond = values[num_fitting]
-        yield Variant(machine, changes(beyond), planned(beyond), "next")
+        yield Variant(machine, changes(beyond), planned(beyond), NEXT)
 
 
 def _value(recipe: Recipe, key: str) -> Any:
