@@ -109,6 +109,9 @@ class LiveBytes(TorchDispatchMode):
         if DTensor in types:
             # It computes by operations on what is local, which come here again.
             return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            # It returns what it waited for; its fake returns a new tensor.
+            return args[0]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
@@ -294,8 +297,8 @@ def facts_of(step: Step) -> ModelFacts:
     )
 
 
-def estimate_of(step: Step) -> MemoryEstimate:
-    """What the planner says of a step on an accelerator."""
+def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noqa: B008 (frozen)
+    """What the planner says of a step on accelerators."""
     facts = facts_of(step)
     mask_length = step.length if step.rows == "padded" else None
     slides = facts.sliding_window is not None and step.length >= facts.sliding_window
@@ -310,6 +313,7 @@ def estimate_of(step: Step) -> MemoryEstimate:
         sliding_mask_length=mask_length or (step.length if slides else None),
         gradient_checkpointing=step.checkpointing,
         accumulates=step.accumulates,
-        layout=Layout(),
+        layout=layout,
+        devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
     )

@@ -25,6 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, watch
 from tunekit.planner.layout import Layout
 
+NUM_BATCHES = 3
+"""Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""
+
 
 @dataclass(frozen=True)
 class ShardedStep:
@@ -61,7 +64,7 @@ def trace(sharded: ShardedStep) -> Trace:
             options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
             tracker = LiveBytes(own)
             watch(base, tracker)
-            num_batches = 2 if step.accumulates else 1
+            num_batches = NUM_BATCHES if step.accumulates else 1
             with tracker:
                 for batch in range(num_batches):
                     model.set_requires_gradient_sync(batch == num_batches - 1 or layout.sync_each_batch)
