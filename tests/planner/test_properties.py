@@ -51,7 +51,8 @@ machines = st.sampled_from(["h100", "4xl40s", "8xh100", "8xrtx4090", "2x8xa100-4
 
 
 def memory(setting: Setting, layout: Layout, size: int, *, checkpointing: bool) -> MemoryEstimate:
-    return setting.memory(layout, max(1, layout.num_processes // NODE), size, checkpointing=checkpointing)
+    nodes = -(-layout.num_processes // NODE)
+    return setting.memory(layout, nodes, size, checkpointing=checkpointing)
 
 
 def with_recipe(asked, model) -> Setting:
