@@ -41,7 +41,7 @@ in 16 bits or with a loss in float32, and all stay until the backward pass."""
 UNITS = {"bytes": 1, "mib": 2**20, "gb": 10**9, "gib": 2**30}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One published measurement."""
 
@@ -94,7 +94,7 @@ class Row:
 
     @property
     def words(self) -> str:
-        """The row in words: `qlora Llama-2-7b-hf 4 x 2048, FSDP2, full shard`."""
+        """The row in words: `qlora Llama-2-7b-hf 4 x 2048, FSDP2, full shard of 2`."""
         how = self.setting
         name = how["model"].partition("/")[2]
         return (
