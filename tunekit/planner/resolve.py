@@ -358,6 +358,7 @@ def _memory(
         gradient_checkpointing=checkpointing,
         accumulates=size < recipe.train.global_batch_size,
         layout=Layout(),
+        devices_per_node=1,
         reserve_share=RESERVE_SHARE[device.kind],
     )
 
