@@ -20,7 +20,8 @@ from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, Phase, estimate
+from tunekit.planner.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
+from tunekit.planner.phases import Phase
 from tunekit.planner.states import BYTES, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
@@ -147,6 +148,7 @@ def estimate_of(row: Row) -> MemoryEstimate:
         gradient_checkpointing=how["checkpointing"],
         accumulates=how.get("accumulates", False),
         layout=row.layout,
+        devices_per_node=min(8, row.layout.num_processes),
         reserve_share=0.0,
     )
 
@@ -178,16 +180,19 @@ def _phases(row: Row) -> dict[Phase, int]:
         add(forward * entries - tile, "forward")
         add(backward * entries - tile, "head")
     if row.other.get("adapters") == "16 bit":
-        # Weights, states and, late in a step, gradients of half the size; no float32 copies of what adapters read.
+        # Weights, states and, late in a step, gradients of half the size.
         trained = num_trainable_params(model, row.adapter) // layout.num_shards
-        add(-(2 + 4) * trained)
-        add(-2 * trained, "first layer", "optimizer")
-        casts = (6 * model.hidden_size + 2 * model.num_heads * model.head_dim) * tokens
-        if row.setting["checkpointing"]:
-            add(-casts, "last layer", "first layer")
-        else:
-            add(-casts * model.num_layers, "forward", "head", "last layer")
+        if layout.offload_param_device == "none":
+            add(-(2 + 4) * trained)
+            add(-2 * trained, "first layer", "optimizer")
+        if layout.strategy in ("single", "ddp"):
+            # No float32 copies of what adapters read, which autocast makes.
+            casts = (6 * model.hidden_size + 2 * model.num_heads * model.head_dim) * tokens
+            layers = 1 if row.setting["checkpointing"] else model.num_layers
             add(-casts, "first layer")
+            add(-casts * layers, "last layer")
+            if layers > 1:
+                add(-casts * layers, "forward", "head")
     if row.other.get("head") == "4 bit":
         # Lightning quantises every linear layer, the head too (lightning.fabric.plugins.BitsandbytesPrecision).
         add(-int((2 - 0.5 - 4 / 64) * model.vocab_size * model.hidden_size))
