@@ -155,7 +155,7 @@ def test_the_largest_models_are_one_of_each_maker_below_one_that_does_not_fit():
         "Qwen/Qwen3-8B",
         "microsoft/Phi-4-mini-instruct",
     ]
-    lora = recipe(model={"path": MODEL, "revision": "main"}, data={"max_length": 1024})
+    lora = recipe(model={"path": MODEL, "revision": "main"}, data={"max_length": 1024}, parallel={"strategy": "single"})
     plan = plan_of("rtx5090", None)
     found = list(largest_models(lora, plan, "rtx5090", names))
     fitting = [variant.changes["model.path"] for variant in found if isinstance(variant.plan, Plan)]
