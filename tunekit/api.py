@@ -99,6 +99,8 @@ def fit(
 ) -> Variants:
     """The largest batch, length or model with which a recipe fits a machine.
 
+    What fits is held on the devices: main memory and disk do not count, unless the recipe's own plan needs them.
+
     Args:
         source: The recipe.
         largest: `length`: the longest `data.max_length` at the recipe's batch. `batch`: the largest

@@ -32,8 +32,9 @@ TOPIC_WIDTH = len("checkpointing")
 CHOICE_WIDTH = 40
 """Columns that what was chosen takes at most; the reason has the rest."""
 
-FIGURES = ("GiB", "batch", "tokens/s", "time", "USD", "USD/h")
-"""Columns of the figures of plans that are rows; those at the end are left out where no plan has them."""
+FIGURES = ("GiB", "host GiB", "batch", "tokens/s", "time", "USD", "USD/h")
+"""Columns of the figures of plans that are rows: what a device and what its node need, the batch, speed, time, cost and
+price. Those that no plan has are left out."""
 
 LAYOUT_WIDTH = len("checkpointing")
 """Columns that layouts keep: their longest word."""
@@ -243,70 +244,74 @@ class PlanRows:
         rows: Sequence[tuple[Sequence[str], Plan | PlanError]],
         figures: Sequence[str],
     ) -> None:
-        """Give the names of the first columns, what each row has in them, and the figures to show."""
+        """Give the names of the first columns, what each row has in them, and the figures to show if there are any."""
         self.names = names
-        self.rows = rows
-        self.figures = figures
+        self.rows = [(words, _layout(plan), _figures(plan)) for words, plan in rows]
+        self.figures = [name for name in figures if any(name in row for *_, row in self.rows)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         wide, *others = NAME_WIDTHS
-        for name_width, layout_width, figures, in_one_line in (
+        for name_width, layout_width, shown, in_one_line in (
             (wide, 2 * LAYOUT_WIDTH, self.figures, True),
             (others[0], LAYOUT_WIDTH, self.figures, True),
             *((name_width, LAYOUT_WIDTH, self.figures, False) for name_width in others),
-            *((others[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 1, -1)),
+            *((others[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 0, -1)),
         ):
-            table = self._table(name_width, figures, in_one_line=in_one_line)
+            table = self._table(name_width, shown, in_one_line=in_one_line)
             if sum((column.width or layout_width) + GAP for column in table.columns) - GAP <= options.max_width:
                 break
         yield table
-        if len(figures) < len(self.figures):
-            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(figures) :])}", style="dim")
+        if len(shown) < len(self.figures):
+            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(shown) :])}", style="dim")
 
     def _table(self, name_width: int, shown: Sequence[str], *, in_one_line: bool) -> Table:
-        """The table with so many columns for names at least, and ranges on one line or on two."""
-        names = [[name.split("\n"), *([row[n]] for row, _ in self.rows)] for n, name in enumerate(self.names)]
-        cells = [_cells(plan)[: len(shown) + 1] for _, plan in self.rows]
-        if not in_one_line:
-            cells = [[row[0], *map(_broken, row[1:])] for row in cells]
+        """The table with names of some columns at most, some of the figures, and ranges on one line or on two."""
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-        for name, column in zip(self.names, names, strict=True):
-            longest = max(len(line) for lines in column for line in lines)
-            table.add_column(name, overflow="fold", width=min(longest, name_width))
+        for position, name in enumerate(self.names):
+            lines = [*name.split("\n"), *(words[position] for words, *_ in self.rows)]
+            table.add_column(name, overflow="fold", width=min(max(map(len, lines)), name_width))
         table.add_column("layout", overflow="fold")
-        for n, name in enumerate(shown[: max(map(len, cells), default=1) - 1], start=1):
-            figures = (line for row in cells for line in (row[n].plain.split("\n") if len(row) > n else []))
-            longest = max(map(len, (name, *figures)))
-            table.add_column(name, justify="right", width=longest)
-        for (row, _), plan_cells in zip(self.rows, cells, strict=True):
-            table.add_row(*(Text(name, style="bold") for name in row), *plan_cells)
+        for name in shown:
+            cells = [row.get(name, "") if in_one_line else _broken(row.get(name, "")) for *_, row in self.rows]
+            lines = [line for cell in (name, *cells) for line in cell.split("\n")]
+            table.add_column(name, justify="right", width=max(map(len, lines)))
+        for words, layout, row in self.rows:
+            figures = (row.get(name, "") if in_one_line else _broken(row.get(name, "")) for name in shown)
+            table.add_row(*(Text(name, style="bold") for name in words), layout, *map(Text, figures))
         return table
 
 
-def _broken(figures: Text) -> Text:
+def _broken(figures: str) -> str:
     """Figures on two lines."""
-    return Text(figures.plain.replace("–", "–\n").replace(" of ", " of\n"), style=figures.style)
+    return figures.replace("–", "–\n").replace(" of ", " of\n")
 
 
-def _cells(plan: Plan | PlanError) -> list[Text]:
-    """The cells of a plan's row: the layout, and what FIGURES names."""
+def _layout(plan: Plan | PlanError) -> Text:
+    """How the work is spread, or that it is not."""
     if isinstance(plan, PlanError):
-        if plan.needed_bytes is None or plan.limit_bytes is None:
-            return [Text("none, see below", style="red")]
-        return [Text("does not fit", style="red"), Text(_memory(plan.needed_bytes, plan.limit_bytes), style="red")]
+        return Text("none, see below" if plan.needed_bytes is None else "does not fit", style="red")
+    return Text(plan.layout_words, style="green")
+
+
+def _figures(plan: Plan | PlanError) -> dict[str, str]:
+    """What there is of FIGURES."""
+    if isinstance(plan, PlanError):
+        needed, limit = plan.needed_bytes, plan.limit_bytes
+        return {} if needed is None or limit is None else {"GiB": _memory(needed, limit)}
+    figures = {"GiB": _memory(plan.memory.total_bytes, plan.memory_limit_bytes), "batch": plan.batch_words}
+    if plan.memory.host_bytes:
+        figures["host GiB"] = _figure(plan.memory.host_bytes / 2**30)
     speed, at_most = plan.speed, not plan.data.tokenized and not plan.recipe.data.packing
-    memory = _memory(plan.memory.total_bytes, plan.memory_limit_bytes)
-    cells = [Text(plan.layout_words, style="green"), Text(memory), Text(plan.batch_words)]
     if speed is None or speed.tokens_per_second is None:
-        return [*cells, Text("unknown", style="dim")]
-    cells.append(Text(_span(speed.tokens_per_second)))
+        return figures | {"tokens/s": "unknown"}
+    figures["tokens/s"] = _span(speed.tokens_per_second)
     if speed.seconds is not None:
         unit, unit_seconds = _unit_of(speed.seconds.high)
-        cells.append(Text(f"{_span(speed.seconds, 1 / unit_seconds, at_most=at_most)} {unit}"))
+        figures["time"] = f"{_span(speed.seconds, 1 / unit_seconds, at_most=at_most)} {unit}"
     if speed.seconds is not None and speed.cost_usd is not None:
-        cells.append(Text(_span(speed.cost_usd, at_most=at_most)))
-        cells.append(Text(f"{speed.cost_usd.high / speed.seconds.high * 3600:,.2f}"))
-    return cells
+        figures["USD"] = _span(speed.cost_usd, at_most=at_most)
+        figures["USD/h"] = f"{speed.cost_usd.high / speed.seconds.high * 3600:,.2f}"
+    return figures
 
 
 def _memory(needed_bytes: int, limit_bytes: int) -> str:

@@ -140,6 +140,18 @@ def test_a_batch_is_never_larger_than_the_rows():
     assert "no more than 3 rows" in str(beyond.plan)
 
 
+@pytest.mark.parametrize("offload", ["auto", "cpu"])
+def test_what_fits_is_held_on_the_devices_unless_the_recipe_says_otherwise(offload):
+    lora = recipe(
+        model=MODEL,
+        data={"max_length": 512},
+        parallel={"offload_param_device": offload, "offload_optimizer_device": offload},
+    )
+    *_, largest = largest_models(lora, plan_of("t4", None), "t4", ["Qwen/Qwen2.5-72B", "Qwen/Qwen3-0.6B"])
+    expected = {"auto": ("Qwen/Qwen3-0.6B", "none"), "cpu": ("Qwen/Qwen2.5-72B", "cpu")}[offload]
+    assert (largest.changes["model.path"], largest.plan.layout.offload_param_device) == expected
+
+
 def test_where_nothing_fits_only_the_least_is_shown():
     asked = recipe(model="meta-llama/Llama-3.1-70B", adapter="lora", parallel={"strategy": "single"})
     found = list(largest_length(asked, plan_of("t4", "meta-llama/Llama-3.1-70B"), "t4", 131072))

@@ -193,7 +193,7 @@ def largest_length(recipe: Recipe, plan_of: PlanOf, machine: str | None, max_len
     """The recipe as it is, with the longest `data.max_length` that fits, and with the next, which does not.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe. If its own plan moves nothing off the devices, those of longer rows do not either.
         plan_of: Makes plans for the machine.
         machine: Its name.
         max_length: Positions that the model has.
@@ -201,7 +201,9 @@ def largest_length(recipe: Recipe, plan_of: PlanOf, machine: str | None, max_len
     most = max_length or MAX_LENGTH
     # One step beyond what the model has, of which the plan says so.
     lengths = [*range(LENGTH_STEP, most, LENGTH_STEP), most, most + LENGTH_STEP]
-    return _largest(recipe, plan_of, machine, lengths, lambda length: {"data.max_length": length})
+    plan = plan_of(recipe)
+    yield Variant(machine, {"data.max_length": recipe.data.max_length}, plan, "as it is")
+    yield from _largest(_held(recipe, plan), plan_of, machine, lengths, lambda length: {"data.max_length": length})
 
 
 def largest_batch(
@@ -209,21 +211,19 @@ def largest_batch(
 ) -> Iterator[Variant]:
     """The recipe as it is, with the largest `train.micro_batch_size` that fits, and with the next, which does not.
 
-    The global batch grows with it, so that each device computes one micro-batch a step. The strategy is that of the
-    recipe's own plan, where there is one: for a larger micro-batch nobody would have the devices do without memory.
+    The global batch grows with it, so that each device computes one micro-batch a step.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe. The strategy of its own plan is kept, if it has one.
         plan_of: Makes plans for the machine.
         machine: Its name.
         num_devices: Devices that it has.
         num_rows: Rows that there are; a larger batch means nothing.
     """
     plan = plan_of(recipe)
-    held = recipe
+    held = _held(recipe, plan)
     if isinstance(plan, Plan):
-        kept = plan.layout.model_dump(include={"strategy", "offload_param_device", "offload_optimizer_device"})
-        held = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=kept)})
+        held = _parallel(held, strategy=plan.layout.strategy)
 
     def changes(size: int) -> dict[str, Any]:
         return {"train.micro_batch_size": size, "train.global_batch_size": size * num_devices}
@@ -233,18 +233,22 @@ def largest_batch(
             return PlanError(f"there are no more than {num_rows:,} rows to train on")
         return plan_of(recipe)
 
-    return _largest(held, plan_of_batch, machine, range(1, num_rows // num_devices + 2), changes)
+    train = recipe.train
+    own = {"train.micro_batch_size": train.micro_batch_size, "train.global_batch_size": train.global_batch_size}
+    yield Variant(machine, own, plan, "as it is")
+    yield from _largest(held, plan_of_batch, machine, range(1, num_rows // num_devices + 2), changes)
 
 
 def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: Sequence[str]) -> Iterator[Variant]:
     """The last of some models that is too large, then the largest that fits of each maker.
 
     Args:
-        recipe: The recipe.
+        recipe: The recipe. Nothing is moved off the devices if it does not say so.
         plan_of: Makes plans for the machine.
         machine: Its name.
         names: The models, the largest first. What stands before the slash is the maker.
     """
+    held = _held(recipe)
     too_large: Variant | None = None
     makers: set[str] = set()
     for name in names:
@@ -252,7 +256,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
         if maker in makers:
             continue
         model = recipe.model.model_copy(update={"path": name, "revision": None})
-        planned = plan_of(recipe.model_copy(update={"model": model}))
+        planned = plan_of(held.model_copy(update={"model": model}))
         if isinstance(planned, PlanError):
             too_large = Variant(machine, {"model.path": name}, planned, NEXT) if not makers else too_large
             continue
@@ -264,6 +268,23 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
         yield too_large
 
 
+def _held(recipe: Recipe, planned: Planned | None = None) -> Recipe:
+    """The recipe with everything held on the devices, if it asks for nothing else and its plan does so too.
+
+    With enough main memory or disk almost everything fits, slowly; that is not what somebody looks for who asks how
+    much a device holds.
+    """
+    names = ("offload_param_device", "offload_optimizer_device")
+    if isinstance(planned, Plan) and any(dict(planned.layout)[name] != "none" for name in names):
+        return recipe
+    return _parallel(recipe, **{name: "none" for name in names if dict(recipe.parallel)[name] == "auto"})
+
+
+def _parallel(recipe: Recipe, **values: str) -> Recipe:
+    """The recipe with some values of its section on devices changed."""
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=values)})
+
+
 def _largest(
     recipe: Recipe,
     plan_of: PlanOf,
@@ -271,13 +292,12 @@ def _largest(
     values: Sequence[int],
     changes: Callable[[int], dict[str, Any]],
 ) -> Iterator[Variant]:
-    """The recipe as it is, with the largest of ascending values that fits, and with the next one."""
+    """A recipe with the largest of ascending values that fits, and with the next one."""
 
     @cache
     def planned(value: int) -> Planned:
         return plan_of(changed(recipe, changes(value)))
 
-    yield Variant(machine, {key: _value(recipe, key) for key in changes(values[0])}, plan_of(recipe), "as it is")
     num_fitting = bisect_left(values, True, key=lambda value: isinstance(planned(value), PlanError))
     if num_fitting:
         largest = values[num_fitting - 1]
@@ -285,9 +305,3 @@ def _largest(
     if num_fitting < len(values):
         beyond = values[num_fitting]
         yield Variant(machine, changes(beyond), planned(beyond), NEXT)
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    """What a recipe has at a key of two parts."""
-    section, _, name = key.partition(".")
-    return dict(dict(recipe)[section])[name]
