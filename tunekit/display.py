@@ -270,9 +270,15 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     machine.add_row("tunekit", diagnosis.tunekit)
     machine.add_row("python", f"{diagnosis.python}, {diagnosis.system}")
     hardware = diagnosis.hardware
-    for device in filter(None, [hardware.cpu, *hardware.accelerators]) if hardware else []:
-        free, total = gib(device.memory_free_bytes), gib(device.memory_total_bytes)
-        machine.add_row("device", f"{device.name}, {free} of {total} free")
+    if hardware is not None and hardware.cpu is not None:
+        free, total = gib(hardware.cpu.memory_free_bytes), gib(hardware.cpu.memory_total_bytes)
+        machine.add_row("processor", f"{hardware.cpu.name}, {plural(hardware.num_cores or 1, 'core')}")
+        machine.add_row("memory", f"{free} of {total} free")
+        machine.add_row("nodes", str(hardware.num_nodes))
+        if hardware.note:
+            machine.add_row("note", hardware.note)
+    if diagnosis.contradiction:
+        machine.add_row("problem", Text(diagnosis.contradiction, style="red"))
     packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))
     for package in diagnosis.packages:
         style = {"ok": "green", "absent": "dim"}.get(package.state, "red")
@@ -282,4 +288,26 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     for feature in diagnosis.features:
         mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
         features.add_row(feature.name, mark, feature.detail, feature.hint or "")
-    return Group(machine, "", packages, "", features)
+    found = _accelerator_table(hardware) if hardware else None
+    return Group(machine, *(["", found] if found else []), "", packages, "", features)
+
+
+def _accelerator_table(hardware: Hardware) -> Table | None:
+    """The accelerators of this node; None where there are none."""
+    table = Table("accelerator", box=None, padding=(0, 3, 0, 0))
+    table.add_column("memory free", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("capability")
+    table.add_column("link")
+    table.add_column("used")
+    for device in (*hardware.accelerators, *hardware.unused):
+        capability = device.gfx or ".".join(map(str, device.compute_capability or ()))
+        table.add_row(
+            device.name,
+            gib(device.memory_free_bytes),
+            gib(device.memory_total_bytes),
+            capability,
+            device.link or "",
+            "yes" if device in hardware.accelerators else "no",
+        )
+    return table if table.row_count else None

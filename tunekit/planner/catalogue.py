@@ -37,7 +37,7 @@ NOT_TRAINED_ON: dict[Platform, str] = {
 }
 """Platforms for which there is no plan: neither tunekit's training nor its memory formulas hold there."""
 
-NOTES: dict[Platform, str] = {"rocm": "only a plan: tunekit does not find ROCm devices and was not tried on one"}
+NOTES: dict[Platform, str] = {"rocm": "tunekit was not tried on ROCm"}
 
 
 class Price(Facts):
