@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
-from tunekit.planner.candidates import Candidate, candidates, refusal
+from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.fit import HOST_SHARE, MEMORY_SHARE, Fit, Setting, fit, least
@@ -157,12 +157,12 @@ def _choose(setting: Setting) -> _Chosen:
     """
     rejected: list[Rejected] = []
     smallest: MemoryEstimate | None = None
-    hint = ""
+    refusals: list[Refusal] = []
     for candidate in candidates(setting):
         layout = candidate.layout
         refused = refusal(setting, layout)
         if refused is not None:
-            hint = refused.hint
+            refusals.append(refused)
             rejected.append(Rejected(layout=layout, why=refused.why))
             continue
         found = fit(setting, layout, candidate.num_nodes)
@@ -173,14 +173,14 @@ def _choose(setting: Setting) -> _Chosen:
         if smallest is None or needed.total_bytes < smallest.total_bytes:
             smallest = needed
     if smallest is None:
-        raise _nothing_possible(setting, rejected, hint)
+        raise _nothing_possible(setting, rejected, refusals)
     over = smallest.total_bytes - setting.limit_bytes
-    tried = "" if len(rejected) == 1 else f"; tried were {_in_words(rejected)}"
+    tried = "" if len(rejected) == 1 else "".join(f"\n  {one.layout.name}: {one.why}" for one in rejected)
     much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest)}"
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
-        f"{gib(setting.limit_bytes)} may be used{much}{tried}",
-        hint=_what_would_fit(setting),
+        f"{gib(setting.limit_bytes)} may be used{much}",
+        hint=_what_would_fit(setting) + tried,
     )
 
 
@@ -189,14 +189,10 @@ def _machine(setting: Setting) -> str:
     return setting.device.name if number <= 1 else f"{number} x {setting.device.name}"
 
 
-def _in_words(rejected: list[Rejected]) -> str:
-    return "; ".join(f"{one.layout.name} ({one.why})" for one in rejected)
-
-
-def _nothing_possible(setting: Setting, rejected: list[Rejected], hint: str) -> PlanError:
+def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list[Refusal]) -> PlanError:
     """What to say where no layout is left to try."""
     if rejected:
-        return PlanError(f"{rejected[-1].layout.name}: {rejected[-1].why}", hint=hint)
+        return PlanError(f"{rejected[0].layout.name}: {rejected[0].why}", hint=refusals[0].hint)
     given = setting.recipe.parallel.model_dump(exclude_none=True)
     asked = ", ".join(f"parallel.{name}={value}" for name, value in given.items() if value != "auto")
     return PlanError(
