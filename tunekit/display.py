@@ -24,6 +24,7 @@ from rich.text import Text
 
 from tunekit.doctor import Diagnosis
 from tunekit.errors import PlanError
+from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan, gib
 from tunekit.run.events import Event
 from tunekit.run.run import Run
@@ -272,7 +273,8 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     hardware = diagnosis.hardware
     if hardware is not None and hardware.cpu is not None:
         free, total = gib(hardware.cpu.memory_free_bytes), gib(hardware.cpu.memory_total_bytes)
-        machine.add_row("processor", f"{hardware.cpu.name}, {plural(hardware.num_cores or 1, 'core')}")
+        cores = "1 core" if hardware.num_cores == 1 else f"{hardware.num_cores} cores"
+        machine.add_row("processor", f"{hardware.cpu.name}, {cores}")
         machine.add_row("memory", f"{free} of {total} free")
         machine.add_row("nodes", str(hardware.num_nodes))
         if hardware.note:
@@ -288,12 +290,14 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     for feature in diagnosis.features:
         mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
         features.add_row(feature.name, mark, feature.detail, feature.hint or "")
-    found = _accelerator_table(hardware) if hardware else None
-    return Group(machine, *(["", found] if found else []), "", packages, "", features)
+    parts: list[RenderableType] = [machine, "", packages, "", features]
+    if hardware is not None and (hardware.accelerators or hardware.unused):
+        parts[1:1] = ["", _accelerator_table(hardware)]
+    return Group(*parts)
 
 
-def _accelerator_table(hardware: Hardware) -> Table | None:
-    """The accelerators of this node; None where there are none."""
+def _accelerator_table(hardware: Hardware) -> Table:
+    """The accelerators of this node."""
     table = Table("accelerator", box=None, padding=(0, 3, 0, 0))
     table.add_column("memory free", justify="right")
     table.add_column("of", justify="right")
@@ -310,4 +314,4 @@ def _accelerator_table(hardware: Hardware) -> Table | None:
             device.link or "",
             "yes" if device in hardware.accelerators else "no",
         )
-    return table if table.row_count else None
+    return table

@@ -8,9 +8,8 @@ compute type, T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-from tunekit.planner.facts import ModelFacts
+from tunekit.planner.facts import DeviceKind, ModelFacts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -175,7 +174,7 @@ class Head:
 
 
 def head_of(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, device: Literal["cpu", "cuda"], dtype: Dtype, num_tokens: int
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, device: DeviceKind, dtype: Dtype, num_tokens: int
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, is_former_linear
 
+DeviceKind = Literal["cpu", "cuda", "mps"]
+"""What computes, as torch names it; its ROCm builds say `cuda` too."""
+
 
 class Facts(BaseModel):
     """Plain, frozen data that can be written to and read from YAML."""
@@ -21,8 +24,7 @@ class Facts(BaseModel):
 class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
-    kind: Literal["cpu", "cuda", "mps"]
-    """As torch names it; its ROCm builds say `cuda` too."""
+    kind: DeviceKind
     name: str
     memory_total_bytes: int
     memory_free_bytes: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunekit.planner.activations import Head, Layers, head_of, layers_of
-from tunekit.planner.facts import Facts, ModelFacts
+from tunekit.planner.facts import DeviceKind, Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
@@ -105,7 +105,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda"],
+    device: DeviceKind,
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,

@@ -34,10 +34,10 @@ def amd_devices(environment: Mapping[str, str], root: Path) -> tuple[Found, ...]
         root: The folder that `sys` is in.
     """
     nodes = _gpu_nodes(root / "sys/class/kfd/kfd/topology/nodes")
-    names = [[f"GPU-{_properties(node)['unique_id']:x}"] for node in nodes]
-    left = visible_devices(environment.get("ROCR_VISIBLE_DEVICES"), names)
+    uuids = [f"GPU-{_properties(node)['unique_id']:016x}" for node in nodes]
+    left = visible_devices(environment.get("ROCR_VISIBLE_DEVICES"), uuids)
     setting = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
-    chosen = visible_devices(setting, [names[index] for index in left])
+    chosen = visible_devices(setting, [uuids[index] for index in left])
     by_node = {int(nodes[left[index]].name): str(index) for index in chosen}
     return tuple(_found(nodes[left[index]], root, by_node) for index in chosen)
 
@@ -60,9 +60,7 @@ def _found(node: Path, root: Path, by_node: Mapping[int, str]) -> Found:
     card = root / f"sys/class/drm/renderD{properties['drm_render_minor']}/device"
     links = [_properties(link) for link in sorted(node.glob("io_links/[0-9]*"))]
     fabric = [link for link in links if link["type"] == XGMI]
-    total = sum(
-        bank["size_in_bytes"] for bank in map(_properties, node.glob("mem_banks/[0-9]*")) if _is_local(bank)
-    )
+    total = sum(bank["size_in_bytes"] for bank in map(_properties, node.glob("mem_banks/[0-9]*")) if _is_local(bank))
     used = int(_text(card / "mem_info_vram_used") or 0)
     generation, width = _pcie(card)
     words = [f"{len(fabric)} × Infinity Fabric"] if fabric else []

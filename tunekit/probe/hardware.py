@@ -1,4 +1,4 @@
-"""Facts of this machine: its processor, its accelerators and the links between them, and how many such nodes there are."""
+"""Facts of this machine: its processor, its accelerators, the links between them, and how many such nodes there are."""
 
 import os
 import platform

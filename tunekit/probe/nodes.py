@@ -43,39 +43,46 @@ def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     Raises:
         PlanError: The launcher and the machine contradict each other.
     """
-    given = launch.num_local
     if launch.is_elsewhere:
         return num_visible, _elsewhere(launch, num_visible)
-    words = [] if launch.num_nodes == 1 else [f"{launch.num_nodes} nodes by {launch.launcher}, all taken to be like this one"]
-    if given is not None and num_visible and launch.starts_processes:
+    num_used, note = _share(launch, num_visible)
+    several = f"{launch.num_nodes} nodes by {launch.launcher}, all taken to be like this one"
+    notes = [several] if launch.num_nodes > 1 else []
+    return num_used, "; ".join([*notes, note] if note else notes) or None
+
+
+def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
+    """How many of a node's accelerators the launcher leaves to a run, and what is to be said of it."""
+    given = launch.num_local
+    if given is None or given == num_visible:
+        return num_visible, None
+    if launch.starts_processes:
+        if num_visible == 0:
+            return 0, None
         if given > num_visible:
             raise PlanError(
-                f"{launch.launcher} runs {given} processes on this node, but {_devices(num_visible)} visible",
+                f"{launch.launcher} runs {given} processes on this node, but this process sees {_devices(num_visible)}",
                 hint="start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES",
             )
-        if given < num_visible:
-            words.append(f"{launch.launcher} runs {given} processes on this node of {num_visible} accelerators")
-        num_visible = given
-    elif given is not None and given < num_visible:
+        return given, f"{launch.launcher} runs {given} processes on this node of {num_visible} accelerators"
+    if given < num_visible:
         raise PlanError(
-            f"{launch.launcher} gave {given} accelerators on this node, but {_devices(num_visible)} visible",
+            f"{launch.launcher} gave {_devices(given)} on this node, but this process sees {_devices(num_visible)}",
             hint="hide those of others: set CUDA_VISIBLE_DEVICES to the ones that were given",
         )
-    elif given is not None and given > num_visible:
-        words.append(f"{launch.launcher} gave {given} accelerators on this node, of which {num_visible} can be used")
-    return num_visible, "; ".join(words) or None
+    return num_visible, f"{launch.launcher} gave {_devices(given)} on this node, of which {num_visible} can be used"
 
 
 def _elsewhere(launch: Launch, num_visible: int) -> str:
     nodes = "node is" if launch.num_nodes == 1 else f"{launch.num_nodes} nodes are"
     note = f"this is not one of the nodes that {launch.launcher} gave: its {nodes} taken to be like this machine"
     if launch.num_local is not None and launch.num_local != num_visible:
-        note += f", which has {num_visible} accelerators for their {launch.num_local}: name them with --on"
+        note += f", which has {_devices(num_visible)} for their {launch.num_local}: name them with --on"
     return note
 
 
 def _devices(number: int) -> str:
-    return "1 accelerator is" if number == 1 else f"{number} accelerators are"
+    return "1 accelerator" if number == 1 else f"{number} accelerators"
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launch | None:

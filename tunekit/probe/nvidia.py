@@ -44,15 +44,15 @@ def has_nvidia_driver() -> bool:
 def _visible(environment: Mapping[str, str]) -> tuple[Found, ...]:
     gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     parts = [_parts(gpu) for gpu in gpus]
-    names = [[_uuid(gpu)] + [_uuid(part) for part in own or ()] for gpu, own in zip(gpus, parts, strict=True)]
     setting = environment.get("CUDA_VISIBLE_DEVICES")
-    wanted = (setting or "").partition(",")[0].strip()
-    chosen = visible_devices(setting, names)
+    if setting is not None and setting.strip().startswith("MIG-"):
+        named = [(part, gpu) for gpu, own in zip(gpus, parts, strict=True) for part in own or ()]
+        left = visible_devices(setting, [_uuid(part) for part, _ in named])
+        return tuple(_part(*named[index]) for index in left[:1])
+    chosen = visible_devices(setting, [_uuid(gpu) for gpu in gpus])
     for index in chosen:
-        for part in parts[index] or ():
-            # By index or by the whole GPU's name it is the first part that is meant.
-            if not wanted.startswith("MIG-") or _uuid(part).startswith(wanted):
-                return (_part(part, gpus[index]),)
+        if own := parts[index]:
+            return (_part(own[0], gpus[index]),)
     whole = [gpus[index] for index in chosen if parts[index] is None]
     return tuple(_gpu(gpu, [other for other in whole if other is not gpu]) for gpu in whole)
 

@@ -1,7 +1,7 @@
 """The variables that hide accelerators from programs: CUDA_VISIBLE_DEVICES and its like of ROCm.
 
-Each lists devices by index, or by UUID or the beginning of one. What is named first is device 0. The first entry that
-names no device ends the list, so that -1 or an empty one hides all (CUDA C++ programming guide, CUDA environment
+Each lists devices by index, or else by UUID or the beginning of one. What is named first is device 0. The first entry
+that names no device ends the list, so that -1 or an empty one hides all (CUDA C++ programming guide, CUDA environment
 variables).
 """
 
@@ -9,18 +9,19 @@ import re
 from collections.abc import Sequence
 
 
-def visible_devices(setting: str | None, names: Sequence[Sequence[str]]) -> list[int]:
+def visible_devices(setting: str | None, uuids: Sequence[str]) -> list[int]:
     """Positions of the devices that a setting leaves, in its order.
 
     Args:
         setting: Value of the variable, None where it is not set.
-        names: The names that each device can be called by other than its index.
+        uuids: UUID of each device, by index.
     """
     if setting is None:
-        return list(range(len(names)))
+        return list(range(len(uuids)))
+    by_uuid = setting.startswith(("GPU-", "MIG-"))
     found: list[int] = []
     for entry in setting.split(","):
-        position = _position(entry.strip(), names)
+        position = _with_uuid(entry, uuids) if by_uuid else _with_index(entry.strip(), len(uuids))
         if position is None:
             break
         if position in found:
@@ -29,11 +30,13 @@ def visible_devices(setting: str | None, names: Sequence[Sequence[str]]) -> list
     return found
 
 
-def _position(entry: str, names: Sequence[Sequence[str]]) -> int | None:
-    """The device that an entry names; None where it names none, or more than one."""
-    if index := re.match("[0-9]+", entry):
-        return int(index[0]) if int(index[0]) < len(names) else None
-    if not entry.startswith(("GPU-", "MIG-")):
-        return None
-    matches = [position for position, own in enumerate(names) if any(name.startswith(entry) for name in own)]
+def _with_index(entry: str, num: int) -> int | None:
+    """The device that an entry names by a number; what follows the number does not count."""
+    index = re.match("[0-9]+", entry)
+    return int(index[0]) if index and int(index[0]) < num else None
+
+
+def _with_uuid(entry: str, uuids: Sequence[str]) -> int | None:
+    """The device whose UUID begins like an entry; None for none, or for more than one."""
+    matches = [position for position, uuid in enumerate(uuids) if uuid.startswith(entry)]
     return matches[0] if len(matches) == 1 else None
