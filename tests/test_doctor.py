@@ -155,8 +155,8 @@ def test_launcher_that_contradicts_the_machine_is_shown_with_what_there_is(monke
     monkeypatch.setenv("WORLD_SIZE", "12")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     found = diagnose()
-    assert found.hardware is not None and found.contradiction is not None
-    assert "WORLD_SIZE=12" in found.contradiction
+    assert found.hardware is not None and found.problem is not None
+    assert "WORLD_SIZE=12" in found.problem
 
 
 def test_gpu_that_is_hidden_from_us_is_noticed() -> None:

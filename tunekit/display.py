@@ -279,8 +279,8 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
         machine.add_row("nodes", str(hardware.num_nodes))
         if hardware.note:
             machine.add_row("note", hardware.note)
-    if diagnosis.contradiction:
-        machine.add_row("problem", Text(diagnosis.contradiction, style="red"))
+    if diagnosis.problem:
+        machine.add_row("problem", Text(diagnosis.problem, style="red"))
     packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))
     for package in diagnosis.packages:
         style = {"ok": "green", "absent": "dim"}.get(package.state, "red")

@@ -19,7 +19,6 @@ from tunekit.planner.facts import Device, Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
-from tunekit.probe.nvidia import has_nvidia_driver
 
 STACK = (
     "torch",
@@ -110,11 +109,11 @@ class Diagnosis:
     python: str
     system: str
     hardware: Hardware | None
-    """The devices; None when torch is missing, for its build decides which of them count."""
+    """The devices; None when torch is missing, for its build decides which count, or when they cannot be looked at."""
     packages: tuple[Package, ...]
     features: tuple[Feature, ...]
-    contradiction: str | None = None
-    """What the launcher says of this machine and is not so; a plan is refused then."""
+    problem: str | None = None
+    """Why no plan is made here: a driver that does not answer, or a launcher that contradicts the machine."""
 
     @property
     def healthy(self) -> bool:
@@ -131,12 +130,13 @@ def diagnose() -> Diagnosis:
         version, requires, extras = "source tree, not installed", None, None
     packages = compare(requires or [], extras or [], installed(STACK))
     torch_is_here = any(package.name == "torch" and package.version for package in packages)
-    hardware, contradiction = probe_node() if torch_is_here else None, None
-    if hardware is not None:
+    hardware, problem = None, None
+    if torch_is_here:
         try:
+            hardware = probe_node()
             hardware = with_nodes(hardware, os.environ)
         except PlanError as error:
-            contradiction = str(error)
+            problem = str(error)
     return Diagnosis(
         tunekit=version,
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -144,12 +144,14 @@ def diagnose() -> Diagnosis:
         hardware=hardware,
         packages=packages,
         features=features(packages, hardware, driver=_driver()),
-        contradiction=contradiction,
+        problem=problem,
     )
 
 
 def _driver() -> Driver | None:
     """Whose driver there is for an accelerator, whether or not torch can use it."""
+    from tunekit.probe.nvidia import has_nvidia_driver
+
     if has_nvidia_driver():
         return "NVIDIA"
     return "AMD" if amd_devices({}, ROOT) else None

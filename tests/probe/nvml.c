@@ -1,6 +1,7 @@
 /* The part of NVML (nvml.h) that tunekit asks for, answered from a table that a test writes. */
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6 };
@@ -22,8 +23,11 @@ typedef const struct device *handle;
 struct memory { unsigned long long total, free, used; };
 struct field { uint32_t field, scope; int64_t timestamp, latency; int type, result; union { unsigned ui; double d; } value; };
 
-int nvmlInitWithFlags(unsigned flags) { (void)flags; return OK; }
-int nvmlInit_v2(void) { return OK; }
+int nvmlInitWithFlags(unsigned flags)
+{
+    (void)flags;
+    return getenv("NVML_INIT") ? atoi(getenv("NVML_INIT")) : OK;
+}
 int nvmlShutdown(void) { return OK; }
 const char *nvmlErrorString(int code) { (void)code; return "error"; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = NUM; return OK; }
@@ -33,7 +37,7 @@ int nvmlDeviceGetUUID(handle device, char *text, unsigned size) { snprintf(text,
 int nvmlDeviceGetMemoryInfo(handle device, struct memory *memory)
 {
     memory->total = device->total, memory->free = device->free, memory->used = device->total - device->free;
-    return OK;
+    return device->total ? OK : NOT_SUPPORTED;
 }
 int nvmlDeviceGetCudaComputeCapability(handle device, int *major, int *minor)
 {

@@ -71,6 +71,20 @@ def test_devices_are_what_the_kernel_says(server):
     assert device.link == "1 × Infinity Fabric, PCIe 4.0 x16"
 
 
+def test_a_part_of_an_mi300x_has_its_name_and_not_its_speed(server):
+    """The eighth of one that is divided, with the bank of ROCm/legacy-rocm-build#4750; 29857 is an MI300X."""
+    node = server / "sys/class/kfd/kfd/topology/nodes/2"
+    text = (node / "properties").read_text().replace("90010", "90402").replace("29711", "29857")
+    write(node / "properties", text)
+    whole = amd_devices({"HIP_VISIBLE_DEVICES": "0"}, server)
+    assert whole[0].device.name == "AMD Instinct MI300X"
+    write(node / "mem_banks/0/properties", BANK.replace("68702699520", "25767706624"))
+    part = amd_devices({"HIP_VISIBLE_DEVICES": "0"}, server)
+    assert figures_of(part).flops_16bit is None
+    write(node / "mem_banks/0/properties", BANK.replace("68702699520", str(196592 * 2**20)))
+    assert figures_of(amd_devices({"HIP_VISIBLE_DEVICES": "0"}, server)).flops_16bit == 1307.4e12
+
+
 def test_a_machine_without_amd_has_none(tmp_path):
     assert amd_devices({}, tmp_path) == ()
 

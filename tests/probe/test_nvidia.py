@@ -127,7 +127,8 @@ def machine(build):
         answer = subprocess.run(
             command, capture_output=True, text=True, env=kept | paths | environment, check=False, cwd=folder
         )
-        assert answer.returncode == 0, answer.stderr
+        if answer.returncode:
+            raise AssertionError(answer.stderr)
         return Hardware.model_validate_json(answer.stdout)
 
     return found
@@ -251,3 +252,22 @@ def test_a_divided_gpu_is_the_one_part_that_a_program_sees(machine, setting, par
 
 def test_a_gpu_that_is_divided_into_nothing_is_no_device(machine):
     assert machine(replace(MIG, parts=())).accelerators == ()
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_main_memory(machine):
+    """As nvidia-smi on a DGX Spark: memory is not supported."""
+    hardware = machine(Gpu("GPU-d", "NVIDIA GB10", 0, 0, (12, 1), pcie=(0, 0)))
+    assert hardware.device.memory_total_bytes == hardware.cpu.memory_total_bytes
+
+
+def test_a_driver_library_without_a_driver_is_a_machine_without_devices(machine):
+    """As in a container that was started without its GPUs."""
+    assert machine(A100, NVML_INIT="9").accelerators == ()
+
+
+def test_a_driver_that_was_updated_under_way_is_no_machine_without_devices(machine):
+    with pytest.raises(AssertionError) as caught:
+        machine(A100, NVML_INIT="18")
+    assert "PlanError: the NVIDIA driver does not answer: RM has detected an NVML/RM version mismatch; see" in str(
+        caught.value
+    )

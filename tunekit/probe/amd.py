@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunekit.planner.catalogue import pcie_bytes_per_second
+from tunekit.planner.catalogue import pcie_bytes_per_second, reported_as
 from tunekit.planner.facts import Device
 from tunekit.probe.found import Found
 from tunekit.probe.visible import visible_devices
@@ -65,15 +65,14 @@ def _found(node: Path, root: Path, by_node: Mapping[int, str]) -> Found:
     generation, width = _pcie(card)
     words = [f"{len(fabric)} × Infinity Fabric"] if fabric else []
     words += [f"PCIe {generation}.0 x{width}"] if generation else []
-    gfx = _gfx(properties["gfx_target_version"])
     return Found(
         device=Device(
             kind="cuda",
-            name=_text(card / "product_name") or f"AMD {gfx}",
+            name=_name(properties, card),
             memory_total_bytes=total,
             memory_free_bytes=max(0, total - used),
             native_bfloat16=_has_bfloat16(properties["gfx_target_version"]),
-            gfx=gfx,
+            gfx=_gfx(properties["gfx_target_version"]),
             link=", ".join(words) or None,
             visible_as=by_node[int(node.name)],
         ),
@@ -81,6 +80,14 @@ def _found(node: Path, root: Path, by_node: Mapping[int, str]) -> Found:
         links_bytes_per_second=sum(link["max_bandwidth"] for link in fabric) * 1e6 or None,
         linked=frozenset(by_node[link["node_to"]] for link in fabric if link["node_to"] in by_node),
     )
+
+
+def _name(properties: Mapping[str, int], card: Path) -> str:
+    """Its name on the market where the catalogue has it: the board's own is another (MI350 OAM for an MI350X)."""
+    known = reported_as(f"{properties['vendor_id']:04x}:{properties['device_id']:04x}")
+    if known is not None:
+        return known.reported[0]
+    return _text(card / "product_name") or f"AMD {_gfx(properties['gfx_target_version'])}"
 
 
 def _properties(folder: Path) -> dict[str, int]:

@@ -41,7 +41,9 @@ def figures_of(used: Sequence[Found]) -> Figures | None:
     if not used:
         return None
     known = reported_as(used[0].device.name)
-    sheet = known.figures if known else Figures()
+    # A part of a divided one has its name on AMD's, but not its speed.
+    is_whole = known is not None and used[0].device.memory_total_bytes > 0.9 * known.device.memory_total_bytes
+    sheet = known.figures if known is not None and is_whole else Figures()
     host = used[0].host_bytes_per_second
     # Nobody pays by the hour for a machine because somebody else lists one like it.
     priceless = {"usd_per_hour": None, "price_source": None, "network_bytes_per_second": None}

@@ -15,7 +15,6 @@ from tunekit.probe.amd import amd_devices
 from tunekit.probe.found import Found, figures_of, split_by_kind
 from tunekit.probe.host import ROOT, apple_device, host_cpu, num_cores, processor
 from tunekit.probe.nodes import read_launch, use_launch
-from tunekit.probe.nvidia import nvidia_devices
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,25 @@ def probe_hardware() -> Hardware:
     """What a run has to compute with here, on all nodes.
 
     Raises:
-        PlanError: The launcher and the machine contradict each other.
+        PlanError: The driver does not answer, or the launcher and the machine contradict each other.
     """
     return with_nodes(probe_node(), os.environ)
 
 
 def probe_node() -> Hardware:
-    """What this machine has, whatever a launcher says. Accelerators count only where torch is built for them."""
+    """What this machine has, whatever a launcher says. Accelerators count only where torch is built for them.
+
+    Raises:
+        PlanError: The driver does not answer.
+    """
     build = torch_build()
     cpu = host_cpu()
     found: tuple[Found, ...] = ()
     notes = []
     if build.cuda is not None:
+        # Loading NVML takes a fifth of the time of a command that looks at no machine.
+        from tunekit.probe.nvidia import nvidia_devices
+
         found = nvidia_devices(os.environ)
     elif build.hip is not None:
         found = amd_devices(os.environ, ROOT)

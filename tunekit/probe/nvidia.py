@@ -2,6 +2,9 @@
 
 It says what the text of nvidia-smi does not say in one form: MIG devices with their memory, and which two GPUs NVLink
 joins. Counting devices by NVML needs no CUDA context, so nothing of a GPU is used up by looking.
+
+Indices count as nvidia-smi lists the devices. CUDA's own order is another where they are unlike and CUDA_DEVICE_ORDER
+is not PCI_BUS_ID, so a run is told its device by UUID: that is the planned one in any order.
 """
 
 from collections.abc import Mapping
@@ -9,9 +12,11 @@ from typing import Any
 
 import pynvml
 
+from tunekit.errors import PlanError
 from tunekit.planner.catalogue import pcie_bytes_per_second
 from tunekit.planner.facts import Device
 from tunekit.probe.found import Found
+from tunekit.probe.host import host_cpu
 from tunekit.probe.visible import visible_devices
 
 
@@ -20,15 +25,24 @@ def nvidia_devices(environment: Mapping[str, str]) -> tuple[Found, ...]:
 
     Where a GPU is divided, a program sees one MIG device and nothing else (NVIDIA Multi-Instance GPU user guide,
     "CUDA device enumeration").
+
+    Raises:
+        PlanError: There is a driver, and it does not answer.
     """
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        try:
+            return _visible(environment)
+        finally:
+            pynvml.nvmlShutdown()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return ()
-    try:
-        return _visible(environment)
-    finally:
-        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        # Most often the driver was updated and its old module is still loaded.
+        raise PlanError(
+            f"the NVIDIA driver does not answer: {str(error).rstrip('.')}",
+            hint="see what nvidia-smi says; a restart may help",
+        ) from error
 
 
 def has_nvidia_driver() -> bool:
@@ -78,18 +92,28 @@ def _part(part: Any, gpu: Any) -> Found:
 
 
 def _device(handle: Any, gpu: Any, *, link: str | None) -> Device:
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    total_bytes, free_bytes = _memory(handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(gpu)
     return Device(
         kind="cuda",
         name=pynvml.nvmlDeviceGetName(handle),
-        memory_total_bytes=memory.total,
-        memory_free_bytes=memory.free,
+        memory_total_bytes=total_bytes,
+        memory_free_bytes=free_bytes,
         native_bfloat16=major >= 8,
         compute_capability=(major, minor),
         link=link,
         visible_as=_uuid(handle),
     )
+
+
+def _memory(handle: Any) -> tuple[int, int]:
+    """Total and free memory. A GPU that has none of its own, as of a DGX Spark, shares the main memory."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError_NotSupported:
+        cpu = host_cpu()
+        return cpu.memory_total_bytes, cpu.memory_free_bytes
+    return memory.total, memory.free
 
 
 def _uuid(handle: Any) -> str:
