@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
+from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B, QWEN_32B
-from tests.planner.test_resolve import ROWS, recipe
 from tunekit.errors import PlanError
 from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
 from tunekit.planner.machines import find_machine

@@ -98,7 +98,7 @@ def resolve(
             speed_reason(recipe.data, data, speed),
         ),
         rejected=chosen.rejected,
-        change_first=_change_first(setting, chosen.candidate, found),
+        change_first=_change_first(setting, chosen.candidate.num_nodes, found),
     )
 
 
@@ -246,20 +246,29 @@ def _changes(recipe: Recipe, free: Recipe) -> Iterator[tuple[str, Recipe]]:
         yield "adapter.type=qlora", free.model_copy(update={"adapter": QloraAdapter()})
 
 
-def _change_first(setting: Setting, candidate: Candidate, found: Fit) -> str | None:
+def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
     """What to change first if memory runs out after all: what leaves the result as it is, if anything does."""
-    train, size = setting.recipe.train, found.micro_batch_size
-
-    def words(change: str, memory: MemoryEstimate) -> str:
-        return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
-
-    if not found.gradient_checkpointing and train.gradient_checkpointing == "auto":
-        memory = setting.memory(found.layout, candidate.num_nodes, size, checkpointing=True)
+    for change, changed, other in _savings(setting, found):
+        if refusal(changed, other.layout) is not None:
+            continue
+        memory = changed.memory(
+            other.layout, num_nodes, other.micro_batch_size, checkpointing=other.gradient_checkpointing
+        )
         if memory.total_bytes < found.memory.total_bytes:
-            return words("train.gradient_checkpointing=true", memory)
+            return f"{change}: {gib(memory.total_bytes)} instead of {gib(found.memory.total_bytes)}"
+    return None
+
+
+def _savings(setting: Setting, found: Fit) -> Iterator[tuple[str, Setting, Fit]]:
+    """Single changes of what was chosen, the one that costs least first."""
+    train, size = setting.recipe.train, found.micro_batch_size
+    if found.layout.strategy == "fsdp2" and not found.layout.reshard_after_forward:
+        resharded = found.layout.model_copy(update={"reshard_after_forward": True})
+        yield "parallel.reshard_after_forward=true", setting, replace(found, layout=resharded)
+    if not found.gradient_checkpointing and train.gradient_checkpointing == "auto":
+        yield "train.gradient_checkpointing=true", setting, replace(found, gradient_checkpointing=True)
     if size > 1:
         smaller = max(part for part in range(1, size) if size % part == 0)
-        memory = setting.memory(found.layout, candidate.num_nodes, smaller, checkpointing=found.gradient_checkpointing)
-        if memory.total_bytes < found.memory.total_bytes:
-            return words(f"train.micro_batch_size={smaller}", memory)
-    return None
+        yield f"train.micro_batch_size={smaller}", setting, replace(found, micro_batch_size=smaller)
+    for change, changed in _changes(setting.recipe, setting.recipe):
+        yield change, replace(setting, recipe=changed), found
