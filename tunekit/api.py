@@ -14,7 +14,7 @@ from tunekit.methods import sft
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
-from tunekit.probe import probe_model
+from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event

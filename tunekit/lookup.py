@@ -11,7 +11,8 @@ from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
-from tunekit.probe import known_model, probe_hardware, sketch_model
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import known_model, sketch_model
 from tunekit.recipe.schema import DataSection, ModelSection, Recipe
 from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts
