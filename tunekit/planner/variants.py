@@ -26,7 +26,7 @@ MAX_PLANS = 100
 """Plans in one sweep: more is no table that anybody reads."""
 
 LENGTH_STEP = 128
-"""Lengths are tried in such steps: kernels run best on multiples of it, and nobody asks for a finer answer."""
+"""Lengths are tried in such steps: a finer answer is worth less than the plan's own uncertainty."""
 
 MAX_LENGTH = 2**20
 """Longest sequence that is tried for a model that does not say how many positions it has."""
