@@ -1,21 +1,17 @@
 """How fast a run is, and so how long it takes and what it costs: operations over what the device does in a second.
 
-Counted are the products of matrices, two floating-point operations (FLOPs) for each multiplication, as torch's
-FlopCounterMode counts them: the tests compare the two. Everything else of a step moves data, and is the reason why a
-device reaches only a share of its peak. That share is taken from published figures, as a range, or better from the
-user's own runs on the same device; where there is neither, nothing is predicted.
-
-Symbols: N parameters of the linear layers without the head, A those of their adapters, V vocabulary, h hidden size,
-q = heads x head size, L layers.
+Counted are the products of matrices (`tunekit.planner.flops`). Everything else of a step moves data, and is the reason
+why a device reaches only a share of its peak. That share is taken from published figures, as a range, or better from
+the user's own runs on the same device; where there is neither, nothing is predicted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.planner.flops import flops_per_token, is_counted
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, Recipe
+from tunekit.recipe.schema import Optim, Recipe
 
 
 class Range(Facts):
@@ -121,57 +117,6 @@ class Step:
     num_tokens: float
     max_computed_tokens: float
     optimizer_bytes: float
-
-
-def is_counted(model: ModelFacts) -> bool:
-    """Whether the closed form holds: a dense decoder whose layers mix tokens by attention alone."""
-    if any("expert" in name for name in model.tensors):
-        return False
-    if model.layer_types:
-        return set(model.layer_types) <= ATTENTION_LAYERS
-    return model.model_type not in CARRY_STATE
-
-
-def flops_per_token(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    *,
-    attended_tokens: float,
-    head_share: float,
-    gradient_checkpointing: bool,
-) -> float:
-    """Floating-point operations of one token in a training step.
-
-    A product costs 2 forward and 2 for each of the gradients of its input and its weight: 6N where weights are
-    trained, 4N + 6A with adapters. Attention costs 12 L q a over `a` tokens, causal or not (arXiv 2204.02311, appendix
-    B; kernels that skip the masked half do half of it). The head is TRL's in tiles: computed, computed again in the
-    backward pass, and one or two gradients. Checkpointing computes each layer again up to the input of its last
-    product. DoRA's norms, which are computed once a step and not for each token, are not counted.
-
-    Args:
-        model: A model that `is_counted`.
-        adapter: What is trained.
-        attended_tokens: Length of a row of attention scores.
-        head_share: Share of the tokens for which logits are computed.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
-    """
-    linear = _sizes(model.linears)
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_tokens
-    last = {name: s for name, s in model.linears.items() if s == (model.hidden_size, model.intermediate_size)}
-    if isinstance(adapter, FullAdapter):
-        forward, backward, head_is_trained = 2 * linear, 4 * linear, True
-    else:
-        adapted = model.adapter_linears(adapter.target_modules)
-        added = sum(adapter.rank * (outputs + inputs) for outputs, inputs in adapted.values())
-        whole = adapter.modules_to_save or []
-        forward = 2 * linear + 2 * added
-        backward = 2 * linear + 4 * added + 2 * (_sizes(model.adapter_linears(whole)) if whole else 0)
-        head_is_trained = "lm_head" in whole
-        # Where the last product has an adapter, the adapter's own comes after it and is the one left out.
-        last = {name: s for name, s in last.items() if name not in adapted}
-    head = (8 if head_is_trained else 6) * model.vocab_size * model.hidden_size * head_share
-    again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
-    return forward + backward + 3 * attention + head + again
 
 
 def optimizer_bytes(num_trained: int, optim: Optim) -> float:
@@ -316,10 +261,6 @@ def _by_peak(step: Step, device: Device, figures: Figures | None) -> tuple[Range
         high=step.max_computed_tokens * step.flops_per_token / (share.low * peak) + update,
     )
     return seconds, f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
-
-
-def _sizes(linears: Mapping[str, tuple[int, int]]) -> int:
-    return sum(outputs * inputs for outputs, inputs in linears.values())
 
 
 def _times(span: Range, factor: float) -> Range:
