@@ -116,6 +116,8 @@ def resolve(
         padding_free=padding.is_free,
         micro_batch_size=fit.micro_batch_size,
         gradient_checkpointing=fit.gradient_checkpointing,
+        layout=Layout(),
+        num_nodes=1,
     )
     num_steps = None if schedule is None else schedule.num_steps
     speed = None if step is None else speed_of(step, device, hardware.figures, records, num_steps=num_steps)
