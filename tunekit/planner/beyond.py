@@ -1,9 +1,9 @@
 """A starting layout for full training that tunekit cannot run: with pipeline, and of experts with expert parallel.
 
-Megatron-Core and TorchTitan do that. Here is what their guides do by rule of thumb: tensor parallel (TP) inside a node,
-stages of a pipeline (PP) across nodes, replicas (DP) on top that divide the optimizer's states (ZeRO-1), parts of a
-sequence (CP) where it is long, experts apart (EP). Of all such layouts that fit, the one that is expected to be the
-fastest is taken. Nothing of it was measured: it is where to start from.
+Megatron-Core and TorchTitan do that. Here is what their guides do by rule of thumb: tensor parallel (TP) inside a
+node, stages of a pipeline (PP) across nodes, replicas (DP) on top that divide the optimizer's states (ZeRO-1), parts
+of a sequence (CP) where it is long, experts apart (EP). There are as few stages as fit; of the layouts that are left,
+the one that is expected to be the fastest is taken. Nothing of it was measured: it is where to start from.
 
 Assumed are Adam with a float32 copy of bfloat16 weights and float32 gradients, micro-batches of one sequence, fused
 attention, norms divided as well (sequence parallel), and stages that are equally large.
@@ -15,6 +15,7 @@ that a stage is cut into.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from tunekit.planner.communication import Link, Range, Transfer
 from tunekit.planner.facts import Facts, Figures, Hardware, ModelFacts
@@ -32,6 +33,9 @@ gradients are not (github.com/NVIDIA/Megatron-LM, megatron/training/theoretical_
 EFFICIENCY = Range(low=0.35, high=0.50)
 """Share of the peak while a stage computes. Llama 3 405B reached 38 to 43 % of 8,192 to 16,384 H100, with what was
 left of the bubble in it (arXiv 2407.21783, table 4); guides of 2026 say 40 to 55 % for well tuned dense models."""
+
+MOST_TENSOR = 8
+"""Devices that share a layer at most, all of them in one node: the guides' rule, and a node's usual size."""
 
 MOST_PARTS = 8
 """Parts that a stage is cut into at most: NVIDIA's recipes for Llama 3 have 5 to 8
@@ -146,6 +150,14 @@ class _Way:
         return self.num_nodes * self.per_node // (self.tp * self.pp * self.cp)
 
     @property
+    def is_even(self) -> bool:
+        """Whether the devices, the batch and the experts can be divided so."""
+        devices, together = self.num_nodes * self.per_node, self.tp * self.pp * self.cp
+        if devices % together or self.batch % (devices // together):
+            return False
+        return self.ep == 1 or not (self.model.num_experts % self.ep or (devices // self.pp) % self.ep)
+
+    @property
     def num_micro_batches(self) -> int:
         return self.batch // self.dp
 
@@ -218,15 +230,17 @@ class _Way:
             return None
         devices = self.num_nodes * self.per_node
         computing = self.batch * self.length * _flops(self.model, self.length, again=self.recomputes) / devices
-        rounds = 1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches)
-        low, high = rounds * computing / (EFFICIENCY.high * peak), rounds * computing / (EFFICIENCY.low * peak)
+        # Parts of a stage are left to be tried: they are in the better end alone, and no layout is chosen for them.
+        fewer = 1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches)
+        rounds = 1 + (self.pp - 1) / self.num_micro_batches
+        low, high = fewer * computing / (EFFICIENCY.high * peak), rounds * computing / (EFFICIENCY.low * peak)
         for one in self.transfers():
             span = one.seconds(self.figures)
             if one.sent_bytes and span is None:
                 return None
             # What goes to neighbours in the pipeline hides. A ring of keys and values or of gradients may or may not.
             if span is not None and one.what in ("TP", "EP"):
-                low, high = low + rounds * span.low, high + rounds * span.high
+                low, high = low + fewer * span.low, high + rounds * span.high
             elif span is not None and one.what in ("CP", "DP"):
                 high += span.high
         return Range(low=low, high=high)
@@ -238,7 +252,7 @@ class _Way:
         if seconds is not None:
             return seconds.high
         again = 4 / 3 if self.recomputes else 1.0
-        return again * (1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches))
+        return again * (1 + (self.pp - 1) / self.num_micro_batches)
 
     def described(self, hardware: Hardware) -> Beyond:
         seconds = self.seconds
@@ -280,21 +294,17 @@ def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
 
 
 def _ways(model: ModelFacts, hardware: Hardware, nodes: int, batch: int, length: int) -> Iterator[_Way]:
-    """All layouts that fit."""
+    """Layouts that fit, each with as few stages as do: a stage is there for memory, and costs a bubble."""
     per_node = max(1, len(hardware.accelerators))
-    devices, limit = nodes * per_node, _limit(hardware)
+    limit = _limit(hardware)
     cp = 2 ** math.ceil(math.log2(max(1.0, length / LONG_SEQUENCE)))
-    for tp in _powers(per_node):
-        if model.num_heads % tp:
-            continue
-        for pp in _powers(model.num_layers):
-            if devices % (tp * pp * cp) or batch % (devices // (tp * pp * cp)):
-                continue
-            for ep in _powers(min(model.num_experts, devices // pp)) if model.num_experts else [1]:
-                if ep > 1 and (model.num_experts % ep or (devices // pp) % ep):
-                    continue
-                for again in (False, True):
-                    way = _Way(
+    whole_node = [tp for tp in _powers(min(per_node, MOST_TENSOR)) if model.num_heads % tp == 0]
+    # Experts are narrow already, so for them less is looked at too.
+    for tp in whole_node if model.num_experts else whole_node[-1:]:
+        for ep in _powers(model.num_experts)[1:] if model.num_experts else [1]:
+            for again in (False, True):
+                ways = (
+                    _Way(
                         model=model,
                         figures=hardware.figures or Figures(),
                         per_node=per_node,
@@ -307,8 +317,10 @@ def _ways(model: ModelFacts, hardware: Hardware, nodes: int, batch: int, length:
                         ep=ep,
                         recomputes=again,
                     )
-                    if way.memory_bytes <= limit:
-                        yield way
+                    for pp in _powers(model.num_layers)
+                )
+                fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
+                yield from islice(fitting, 1)
 
 
 def _limit(hardware: Hardware) -> int:

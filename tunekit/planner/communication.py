@@ -53,12 +53,13 @@ HOST_SHARE = Range(low=0.4, high=0.87)
 where devices share a switch, a choice and not a measurement."""
 
 CPU_PARAMS_PER_SECOND = Range(low=0.35e9, high=3.4e9)
-"""Parameters that the processors of a node update in a second, with Adam.
+"""Parameters that the processors of a node update in a second, with Adam in float32.
 
-High: torchtune's full training of a 70B model on 8 A100, offloaded with a fused optimizer, made 1,568 tokens a second in
-steps of 32,768 (github.com/pytorch/torchtune, README of September 2024), so that 70.6 billion bfloat16 parameters were
-updated within 20.9 s. Low: a 7B model on 8 A800, whose step of 64 rows of 4,096 tokens took 35.4 s with its optimizer
-offloaded and 15.3 s without (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a, ZeRO-2)."""
+High: torchtune's full training of a 70B model on 8 A100, offloaded with a fused optimizer, took 20.9 s for a step of
+32,768 tokens (github.com/pytorch/torchtune, README of September 2024), of which computing takes at least 10.7 s: 6.9
+billion a second in bfloat16, half as many in float32. Low: a 7B model on 8 A800, whose step of 64 rows of 4,096 tokens
+took 35.4 s with its optimizer offloaded and 15.3 s without (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a,
+ZeRO-2)."""
 
 STATES_BYTES_ON_DISK = 28
 """Bytes that a step reads and writes for each trained parameter whose states are on a disk: float32 gradient, weight

@@ -42,10 +42,11 @@ class Goodput(Facts):
 
     def words(self) -> str:
         """What is to be expected, in one line."""
-        failures = "a failure" if self.num_failures <= 1.5 else f"{self.num_failures:,.0f} failures"
-        chance = f", with a chance of {self.num_failures:.0%}" if self.num_failures < 0.75 else ""
-        often = f"one in {_hours(self.hours_between_failures)}"
-        said = f"{self.share:.1%} of the time is useful: {failures} to be expected{chance} ({often})"
+        if self.num_failures < 1:
+            failures = f"a failure with a chance of {1 - math.exp(-self.num_failures):.0%}"
+        else:
+            failures = f"{self.num_failures:,.1f} failures to be expected"
+        said = f"{self.share:.1%} of the time is useful: {failures} (one in {_hours(self.hours_between_failures)})"
         if self.save_steps == self.best_save_steps:
             return f"{said}, a checkpoint every {self.save_steps:,} steps loses least"
         return f"{said} with a checkpoint every {self.save_steps:,} steps; every {self.best_save_steps:,} loses least"

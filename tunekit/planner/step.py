@@ -173,9 +173,8 @@ def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
 def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
     """What is sent and whether it hides behind computing, for a reason; None where nothing is sent.
 
-    Gathering takes as long for few tokens as for many, and so hides in micro-batches of enough of them: at least the
-    operations a second that a device reaches, over the bytes a second that the link does, for each byte and operation
-    of a token.
+    Gathering takes as long for few tokens as for many, and so hides behind computing enough of them: as many as a
+    device computes while it lasts.
     """
     if not step.transfers:
         return None
@@ -191,26 +190,14 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
         slowest = max(
             (one for one in step.transfers if not one.per_step and one.hides_behind == "compute"),
             key=lambda one: (one.seconds(figures) or hidden).high,
-        )
-        per_token = Range(low=computing.low / tokens, high=computing.high / tokens)
-        least, most = hidden.low / per_token.high, hidden.high / per_token.low
-        said.append(f"{sent / 1e9:,.1f} GB a micro-batch {slowest.link_name}")
-        if tokens >= most:
-            said.append(f"hidden behind computing {tokens:,.0f} tokens ({_rounded(most)} are enough)")
-        elif tokens < least:
-            said.append(f"not hidden behind computing {tokens:,.0f} tokens; {_rounded(least)} or more would hide it")
-        else:
-            said.append(f"hidden behind computing {_rounded(least)} to {_rounded(most)} tokens; it has {tokens:,.0f}")
-    if exposed.high > 0:
-        of = Range(
-            low=exposed.low / (exposed.low + max(computing.low, hidden.low)),
-            high=exposed.high / (exposed.high + max(computing.high, hidden.high)),
-        )
-        said.append(f"{min(of.low, of.high):.0%} to {max(of.low, of.high):.0%} of a micro-batch is waiting in layers")
-    once = sum(one.sent_bytes for one in step.transfers if one.per_step)
-    if once:
-        said.append(f"{once / 1e9:,.2g} GB once a step")
-    return "; ".join(said)
+        ) per_token = step.flops_per_token / step.layout.devices_per_sequence least, most = hidden.low * rate.low /
+        per_token, hidden.high * rate.high / per_token how = "hidden" if tokens >= most else "not hidden" if tokens <
+        least else "perhaps hidden" needed = f"{_rounded(least)} to {_rounded(most)} are needed" said.append(f"{sent /
+        1e9:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})") if exposed.high
+        > 0: of = Range( low=exposed.low / (exposed.low + max(computing.low, hidden.low)), high=exposed.high /
+        (exposed.high + max(computing.high, hidden.high)), ) said.append(f"{min(of.low, of.high):.0%} to {max(of.low,
+        of.high):.0%} of a micro-batch is waiting in layers") once = sum(one.sent_bytes for one in step.transfers if
+        one.per_step) if once: said.append(f"{once / 1e9:,.2g} GB once a step") return "; ".join(said)
 
 
 def _updating(step: Step, figures: Figures) -> Range | None:
