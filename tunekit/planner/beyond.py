@@ -30,9 +30,9 @@ SHARDED_BYTES, WHOLE_BYTES = 12, 6
 """Bytes a parameter with ZeRO-1: a float32 copy and two states are divided among replicas; bfloat16 weights and float32
 gradients are not (github.com/NVIDIA/Megatron-LM, megatron/training/theoretical_memory_usage.py)."""
 
-EFFICIENCY = Range(low=0.35, high=0.50)
-"""Share of the peak while a stage computes. Llama 3 405B reached 38 to 43 % of 8,192 to 16,384 H100, with what was
-left of the bubble in it (arXiv 2407.21783, table 4); guides of 2026 say 40 to 55 % for well tuned dense models."""
+EFFICIENCY = Range(low=0.35, high=0.55)
+"""Share of the peak while a stage computes. Guides of 2026 call 40 to 55 % well tuned on H100s; Llama 3 405B reached 38
+to 43 % of 8,192 to 16,384 of them, with what it waited in it (arXiv 2407.21783, table 4)."""
 
 MOST_TENSOR = 8
 """Devices that share a layer at most, all of them in one node: the guides' rule, and a node's usual size."""
@@ -90,13 +90,13 @@ class Beyond(Facts):
 
     def words(self) -> list[str]:
         """The layout and its figures, in lines."""
-        where = f"{self.num_devices:,} x {self.device} with {self.layout}, ZeRO-1"
         asked = self.asked_nodes * self.devices_per_node
-        but = "" if self.num_nodes <= self.asked_nodes else f", but not on {asked:,}"
+        but = "" if self.num_nodes <= self.asked_nodes else f", but not on {asked:,} devices"
         again = "recomputing layers" if self.recomputes else "without recomputing layers"
         size, limit = self.memory_bytes / 2**30, self.memory_limit_bytes / 2**30
         lines = [
-            f"Megatron-Core or TorchTitan can{but}: start on {where}, {again}",
+            f"Megatron-Core or TorchTitan can{but}; to start with, on {self.num_devices:,} x {self.device}:",
+            f"{self.layout}, ZeRO-1, {again}",
             f"memory: {size:.0f} of {limit:.0f} GiB a device (estimate)",
         ]
         if self.pp > 1:

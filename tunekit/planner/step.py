@@ -171,33 +171,56 @@ def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
 
 
 def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
-    """What is sent and whether it hides behind computing, for a reason; None where nothing is sent.
-
-    Gathering takes as long for few tokens as for many, and so hides behind computing enough of them: as many as a
-    device computes while it lasts.
-    """
+    """What is sent and whether computing hides it, for a reason; None where nothing is sent."""
     if not step.transfers:
         return None
     unknown = unknown_link(step, figures)
     if unknown is not None:
         return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
-    said = []
-    computing = step.computing(rate)
+    return "; ".join(
+        said
+        for said in (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
+        if said
+    )
+
+
+def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
+    """Whether the tokens of a micro-batch are enough to hide what is sent meanwhile.
+
+    It takes as long for few tokens as for many, and so needs as many as a device computes while it lasts.
+    """
+    sent = [one for one in step.transfers if not one.per_step and one.hides_behind == "compute"]
+    if not sent:
+        return None
+    hidden, _ = waiting(step, figures)
+    tokens = step.max_computed_tokens / step.num_micro_batches / step.layout.num_batches
+    a_token = step.flops_per_token / step.layout.devices_per_sequence
+    least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
+    how = "hidden" if tokens >= most else "not hidden" if tokens < least else "perhaps hidden"
+    slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)
+    size = sum(one.sent_bytes for one in sent) / 1e9
+    needed = f"{_rounded(least)} to {_rounded(most)} are needed"
+    return f"{size:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
+
+
+def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
+    """How much of a micro-batch its devices wait for one another."""
     hidden, exposed = waiting(step, figures)
-    sent = sum(one.sent_bytes for one in step.transfers if not one.per_step and one.hides_behind == "compute")
-    if sent:
-        tokens = step.max_computed_tokens / step.num_micro_batches / step.layout.num_batches
-        slowest = max(
-            (one for one in step.transfers if not one.per_step and one.hides_behind == "compute"),
-            key=lambda one: (one.seconds(figures) or hidden).high,
-        ) per_token = step.flops_per_token / step.layout.devices_per_sequence least, most = hidden.low * rate.low /
-        per_token, hidden.high * rate.high / per_token how = "hidden" if tokens >= most else "not hidden" if tokens <
-        least else "perhaps hidden" needed = f"{_rounded(least)} to {_rounded(most)} are needed" said.append(f"{sent /
-        1e9:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})") if exposed.high
-        > 0: of = Range( low=exposed.low / (exposed.low + max(computing.low, hidden.low)), high=exposed.high /
-        (exposed.high + max(computing.high, hidden.high)), ) said.append(f"{min(of.low, of.high):.0%} to {max(of.low,
-        of.high):.0%} of a micro-batch is waiting in layers") once = sum(one.sent_bytes for one in step.transfers if
-        one.per_step) if once: said.append(f"{once / 1e9:,.2g} GB once a step") return "; ".join(said)
+    if exposed.high == 0:
+        return None
+    computing = step.computing(rate)
+    shares = sorted(
+        [
+            exposed.low / (exposed.low + max(computing.low, hidden.low)),
+            exposed.high / (exposed.high + max(computing.high, hidden.high)),
+        ]
+    )
+    return f"{shares[0]:.0%} to {shares[1]:.0%} of a micro-batch is waiting in layers"
+
+
+def _once_words(step: Step) -> str | None:
+    once = sum(one.sent_bytes for one in step.transfers if one.per_step)
+    return f"{once / 1e9:,.3g} GB once a step" if once else None
 
 
 def _updating(step: Step, figures: Figures) -> Range | None:
