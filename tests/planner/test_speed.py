@@ -51,13 +51,13 @@ STEP = Step(
 
 def test_time_is_operations_over_a_share_of_the_peak_and_the_optimizers_bytes():
     speed = speed_of(STEP, DEVICE, FIGURES, [], num_steps=1000)
-    # 14 TFLOP at 70 to 35 TFLOP/s: 0.2 to 0.4 s, and 0.5 s of the optimizer.
+    # 14 TFLOP at 70 to 35 TFLOP/s: 0.2 to 0.4 s, and 0.5 s of the optimizer; 10,000 tokens are collated in 5 ms.
     assert speed.seconds.low == pytest.approx(700)
-    assert speed.seconds.high == pytest.approx(900)
-    assert speed.tokens_per_second.low == pytest.approx(10_000 / 0.9)
+    assert speed.seconds.high == pytest.approx(905)
+    assert speed.tokens_per_second.low == pytest.approx(10_000 / 0.905)
     assert speed.tokens_per_second.high == pytest.approx(10_000 / 0.7)
-    assert speed.words(at_most=False) == "11,100 to 14,300 tokens/s, 12 min to 15 min, 0.70 to 0.90 USD"
-    assert speed.words(at_most=True) == "11,100 to 14,300 tokens/s, at most 15 min, at most 0.90 USD"
+    assert speed.words(at_most=False) == "11,000 to 14,300 tokens/s, 12 min to 15 min, 0.70 to 0.91 USD"
+    assert speed.words(at_most=True) == "11,000 to 14,300 tokens/s, at most 15 min, at most 0.91 USD"
     assert speed.basis.startswith("a prediction: 35% to 70% of 100 TFLOP/s; ")
 
 
@@ -65,7 +65,7 @@ def test_a_price_is_for_all_devices_and_for_a_million_tokens():
     speed = speed_of(STEP, DEVICE, FIGURES, [], num_steps=1000)
     # A tenth of a cent a second; a million tokens are 100 steps.
     assert speed.cost_usd.low == pytest.approx(0.7)
-    assert speed.usd_per_million_tokens.high == pytest.approx(0.09)
+    assert speed.usd_per_million_tokens.high == pytest.approx(0.0905)
     two = replaced(layout=Layout(strategy="ddp", dp_replicate_size=2))
     # Half the operations each, the optimizer's bytes as before.
     both = speed_of(two, DEVICE, FIGURES, [], num_steps=1000)
@@ -75,8 +75,8 @@ def test_a_price_is_for_all_devices_and_for_a_million_tokens():
 
 def test_the_share_of_the_peak_leaves_recomputation_out():
     speed = speed_of(STEP, DEVICE, FIGURES, [], num_steps=1)
-    # 10,000 tokens x 1 GFLOP in 0.9 to 0.7 s, of 100 TFLOP/s.
-    assert speed.mfu.low == pytest.approx(10 / 0.9 / 100)
+    # 10,000 tokens x 1 GFLOP in 0.905 to 0.7 s, of 100 TFLOP/s.
+    assert speed.mfu.low == pytest.approx(10 / 0.905 / 100)
     assert speed.mfu.high == pytest.approx(10 / 0.7 / 100)
 
 
@@ -101,7 +101,7 @@ def replaced(**changes) -> Step:
 def test_padding_slows_the_slow_end_only():
     speed = speed_of(replaced(max_computed_tokens=20_000), DEVICE, FIGURES, [], num_steps=1)
     assert speed.seconds.low == pytest.approx(0.7)
-    assert speed.seconds.high == pytest.approx(0.8 + 0.5)
+    assert speed.seconds.high == pytest.approx(0.8 + 0.5 + 0.01)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,8 @@ class Beyond(Facts):
         if self.pp > 1:
             cut = f", {self.cut_bubble:.0%} with {self.num_parts} parts a stage" if self.num_parts > 1 else ""
             lines.append(f"pipeline: {self.num_micro_batches} micro-batches, {self.bubble:.0%} bubble{cut}")
-        lines.append("sent a device and step: " + ", ".join(f"{what} {size / 1e9:,.3g} GB" for what, size in self.sent))
+        sent = ", ".join(f"{what} {size / 1e9:,.{0 if size > 1e10 else 1}f} GB" for what, size in self.sent)
+        lines.append(f"sent a device and step: {sent}")
         if self.tokens_per_second is not None:
             speed = f"speed (a prediction): {_between(self.tokens_per_second)} tokens/s in all"
             if self.usd_per_billion_tokens is not None:
@@ -120,9 +121,10 @@ def beyond(model: ModelFacts, hardware: Hardware, *, batch: int, length: int) ->
         batch: Sequences of an optimizer step.
         length: Tokens of each.
     """
+    sizes = _sizes_of(model)
     nodes = hardware.num_nodes
     while nodes <= MOST_NODES:
-        ways = list(_ways(model, hardware, nodes, batch, length))
+        ways = list(_ways(model, sizes, hardware, nodes, batch, length))
         if ways:
             return min(ways, key=lambda way: (way.slowest_seconds, way.pp)).described(hardware)
         nodes *= 2
@@ -130,10 +132,38 @@ def beyond(model: ModelFacts, hardware: Hardware, *, batch: int, length: int) ->
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """Numbers of a model's parameters."""
+
+    table: int
+    """Of the embedding, and of a head that is not tied."""
+    num_tables: int
+    experts: int
+    others: int
+    """In layers, but for experts."""
+    active: int
+    """That a token is multiplied with."""
+
+
+def _sizes_of(model: ModelFacts) -> _Sizes:
+    table = model.vocab_size * model.hidden_size
+    tables = 1 if model.has_tied_head else 2
+    experts = sum(math.prod(shape) for name, shape in model.tensors.items() if ".experts." in name)
+    return _Sizes(
+        table=table,
+        num_tables=tables,
+        experts=experts,
+        others=model.num_params - experts - tables * table,
+        active=model.num_active_params - (tables - 1) * table,
+    )
+
+
+@dataclass(frozen=True)
 class _Way:
     """One way to spread the training, with its costs."""
 
     model: ModelFacts
+    sizes: _Sizes
     figures: Figures
     per_node: int
     num_nodes: int
@@ -168,6 +198,13 @@ class _Way:
         return min(MOST_PARTS, math.ceil(self.model.num_layers / self.pp)) if self.pp > 1 and whole else 1
 
     @property
+    def flops_per_token(self) -> float:
+        """Operations: 6 for each parameter that a token is multiplied with, and 12 L q s of attention."""
+        m = self.model
+        whole = 6.0 * self.sizes.active + 12 * m.num_layers * m.num_heads * m.head_dim * self.length
+        return whole * 4 / 3 if self.recomputes else whole
+
+    @property
     def tokens(self) -> float:
         """Tokens of a sequence on a device, those of its tensor parallel group taken together."""
         return self.length / self.cp
@@ -183,12 +220,10 @@ class _Way:
         A layer keeps (18 h + 4 i) s bytes of a micro-batch, divided by tensor parallel, or recomputed 2 h s (arXiv
         2205.05198, table 2, with fused attention), and the first stage keeps those of P micro-batches at once.
         """
-        m, tp = self.model, self.tp
-        experts = _expert_params(m)
-        table = m.vocab_size * m.hidden_size
-        others = (m.num_params - experts - table * (1 if m.has_tied_head else 2)) / (tp * self.pp)
-        table_here = table * (1 if self.pp > 1 or m.has_tied_head else 2) / tp
-        apart = experts / (self.ep * self.pp)
+        m, sizes, tp = self.model, self.sizes, self.tp
+        others = sizes.others / (tp * self.pp)
+        table_here = sizes.table * (1 if self.pp > 1 else sizes.num_tables) / tp
+        apart = sizes.experts / (self.ep * self.pp)
         copies = self.num_nodes * self.per_node / (self.ep * self.pp)
         states = (others + table_here) * (WHOLE_BYTES + SHARDED_BYTES / (self.dp * self.cp))
         states += apart * (WHOLE_BYTES + SHARDED_BYTES / copies)
@@ -214,8 +249,10 @@ class _Way:
             border = number * self.num_parts * 2 * width / self.tp
             yield Transfer("PP", border, "devices", "compute", True, 1, 2)
         # Float32 gradients are reduced, bfloat16 weights gathered.
-        size = 6 * (m.num_params - _expert_params(m)) / (self.tp * self.pp)
+        size = 6 * self.sizes.others / (self.tp * self.pp)
         yield self._ring("DP", self.dp * self.cp, self.tp, size)
+        copies = self.num_nodes * self.per_node // (self.ep * self.pp)
+        yield self._ring("DP of experts", copies, self.ep, 6 * self.sizes.experts / (self.ep * self.pp))
 
     def _ring(self, what: str, size: int, stride: int, size_bytes: float) -> Transfer:
         inside = min(size, max(1, self.per_node // stride))
@@ -229,7 +266,7 @@ class _Way:
         if peak is None:
             return None
         devices = self.num_nodes * self.per_node
-        computing = self.batch * self.length * _flops(self.model, self.length, again=self.recomputes) / devices
+        computing = self.batch * self.length * self.flops_per_token / devices
         # Parts of a stage are left to be tried: they are in the better end alone, and no layout is chosen for them.
         fewer = 1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches)
         rounds = 1 + (self.pp - 1) / self.num_micro_batches
@@ -241,7 +278,7 @@ class _Way:
             # What goes to neighbours in the pipeline hides. A ring of keys and values or of gradients may or may not.
             if span is not None and one.what in ("TP", "EP"):
                 low, high = low + fewer * span.low, high + rounds * span.high
-            elif span is not None and one.what in ("CP", "DP"):
+            elif span is not None and one.what != "PP":
                 high += span.high
         return Range(low=low, high=high)
 
@@ -293,7 +330,7 @@ def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
     return (stages - 1) / (parts * micro_batches + stages - 1)
 
 
-def _ways(model: ModelFacts, hardware: Hardware, nodes: int, batch: int, length: int) -> Iterator[_Way]:
+def _ways(model: ModelFacts, sizes: _Sizes, hardware: Hardware, nodes: int, batch: int, length: int) -> Iterator[_Way]:
     """Layouts that fit, each with as few stages as do: a stage is there for memory, and costs a bubble."""
     per_node = max(1, len(hardware.accelerators))
     limit = _limit(hardware)
@@ -306,6 +343,7 @@ def _ways(model: ModelFacts, hardware: Hardware, nodes: int, batch: int, length:
                 ways = (
                     _Way(
                         model=model,
+                        sizes=sizes,
                         figures=hardware.figures or Figures(),
                         per_node=per_node,
                         num_nodes=nodes,
@@ -330,18 +368,6 @@ def _limit(hardware: Hardware) -> int:
 def _powers(most: int) -> list[int]:
     """Powers of two up to `most`."""
     return [2**power for power in range(max(1, most).bit_length())]
-
-
-def _expert_params(model: ModelFacts) -> int:
-    return sum(math.prod(shape) for name, shape in model.tensors.items() if ".experts." in name)
-
-
-def _flops(model: ModelFacts, length: int, *, again: bool) -> float:
-    """Operations of a token: 6 for each parameter that it goes through but the embedding, and 12 L q s of attention."""
-    looked_up = 0 if model.has_tied_head else model.vocab_size * model.hidden_size
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * length
-    whole = 6.0 * (model.num_active_params - looked_up) + attention
-    return whole * 4 / 3 if again else whole
 
 
 def _between(span: Range) -> str:

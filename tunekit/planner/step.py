@@ -51,6 +51,11 @@ LAYER_SECONDS = Range(low=0.0015, high=0.005)
 took 0.125 s for each micro-batch of up to 512 tokens, in 24 layers (github.com/QwenLM/Qwen, README, A100,
 transformers). Low: faster processors and fewer kernels, a choice and not a measurement."""
 
+COLLATED_TOKENS_PER_SECOND = 2.0e6
+"""Of which a process makes micro-batches, from tokenised rows on disk: 2.1 million padding-free, 2.6 million padded, on
+one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
+without them it comes on top. Tokenising a stream is not in it."""
+
 HIDDEN_BY_LAST_BACKWARD = Range(low=0.0, high=0.5)
 """How much of a micro-batch's computing hides what is sent once a step: the gradients of the last layers are ready
 while the first are still computed. From nothing to all of a backward pass, which is at least half of the
@@ -98,6 +103,11 @@ class Step:
         """Devices that it is spread over."""
         return self.layout.num_processes
 
+    @property
+    def tokens_of_micro_batch(self) -> float:
+        """Tokens of one micro-batch, with the most padding that there can be."""
+        return self.max_computed_tokens / self.num_micro_batches / self.layout.num_batches
+
     def computing(self, rate: Range) -> Range:
         """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
         share = self.flops_per_token / self.num_micro_batches / self.num_devices
@@ -142,12 +152,13 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
     behind = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "compute"), figures)
     after = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "nothing"), figures)
     number = step.num_micro_batches
+    collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND
     return Range(
-        low=number * (max(computing.low, hidden.low) + exposed.low)
+        low=number * (max(computing.low, hidden.low, collating) + exposed.low)
         + max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low)
         + after.low
         + update.low,
-        high=number * (max(computing.high, hidden.high) + exposed.high)
+        high=number * (max(computing.high, hidden.high) + exposed.high + collating)
         + max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high)
         + after.high
         + update.high,
@@ -193,7 +204,7 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
     if not sent:
         return None
     hidden, _ = waiting(step, figures)
-    tokens = step.max_computed_tokens / step.num_micro_batches / step.layout.num_batches
+    tokens = step.tokens_of_micro_batch
     a_token = step.flops_per_token / step.layout.devices_per_sequence
     least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
     how = "hidden" if tokens >= most else "not hidden" if tokens < least else "perhaps hidden"
