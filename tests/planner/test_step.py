@@ -143,7 +143,7 @@ def test_words_say_how_many_tokens_hide_the_gathering():
     said = words(fsdp, rows=2)
     enough = 4 * 7 / 8 / (NVLINK_SHARE.low * 450e9) * (0.5 * 989e12) / 8
     assert said.startswith("28.1 GB a micro-batch between the devices of a node, hidden by its 8,192 tokens (")
-    assert said.endswith(" are needed); 14.1 GB once a step")
+    assert said.endswith(" are needed); 14.1 GB once a step between the devices of a node")
     assert float(said.split(" are needed")[0].split()[-1].replace(",", "")) == pytest.approx(enough, rel=0.15)
     assert "perhaps hidden by its 512 tokens" in words(fsdp, length=512)
     assert "not hidden by its 1,024 tokens" in words(fsdp, on="8xrtx4090", length=1024)

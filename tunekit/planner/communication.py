@@ -279,7 +279,7 @@ def _of_offloading(
         yield Transfer("fetching weights", gathers * weights, "host", "compute")
     elif layout.offload_param_device == "nvme":
         yield Transfer("fetching weights", gathers * weights, "disk", "compute", num_in_node=per_node)
-    if layout.offload_optimizer_device != "none":
+    if layout.offload_optimizer_device != "none" or (stored and layout.offload_param_device == "cpu"):
         yield Transfer("sending gradients down", e * trained, "host", "compute", per_step=not often)
         if layout.offload_param_device == "none":
             yield Transfer("fetching updated weights", e * trained, "host", "nothing", per_step=True)

@@ -230,13 +230,18 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
 
 
 def _once_words(step: Step) -> str | None:
-    once = sum(one.sent_bytes for one in step.transfers if one.per_step)
-    return f"{once / 1e9:,.3g} GB once a step" if once else None
+    once = [one for one in step.transfers if one.per_step]
+    if not once:
+        return None
+    links = " and ".join(dict.fromkeys(one.link_name for one in once))
+    return f"{sum(one.sent_bytes for one in once) / 1e9:,.3g} GB once a step {links}"
 
 
 def _updating(step: Step, figures: Figures) -> Range | None:
     """Seconds of the optimizer: on the device it goes through memory, on processors at what they were seen to do."""
-    if step.layout.offload_optimizer_device != "none":
+    layout = step.layout
+    # FSDP2 has one switch for all that is offloaded.
+    if layout.offload_optimizer_device != "none" or (layout.strategy, layout.offload_param_device) == ("fsdp2", "cpu"):
         params = step.num_trained / step.num_nodes
         return Range(low=params / CPU_PARAMS_PER_SECOND.high, high=params / CPU_PARAMS_PER_SECOND.low)
     bandwidth = figures.memory_bytes_per_second
