@@ -6,6 +6,7 @@ from tests.planner.shapes import LAPTOP, LLAMA_1B
 from tunekit.planner.communication import Range, Transfer
 from tunekit.planner.facts import DataFacts, Device, Figures
 from tunekit.planner.layout import Layout
+from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.speed import RunRecord, Speed, duration, optimizer_bytes, speed_of
@@ -233,6 +234,28 @@ def test_a_plan_says_its_speed_and_keeps_it():
     # 63 steps of 16 rows of 256 tokens: the last step is counted as a whole one.
     total = steps * 16 * 256
     assert plan.speed.seconds.low == pytest.approx(total / plan.speed.tokens_per_second.high)
+
+
+def test_a_plan_for_many_devices_says_what_they_send_and_costs_as_many():
+    one, eight = (
+        resolve(
+            Recipe.model_validate(
+                {"model": "m", "data": {"train": "rows.jsonl"}, "train": {"global_batch_size": 128}, **sections}
+            ),
+            find_machine(on).hardware(),
+            LLAMA_1B,
+            ROWS_COUNTED,
+        )
+        for on, sections in (("h100", {}), ("8xh100", {"parallel": {"strategy": "fsdp2"}}))
+    )
+    assert eight.speed.num_devices == eight.layout.num_processes == 8
+    assert one.speed.communication is None
+    assert "between the devices of a node" in eight.speed.communication
+    price = 8 * 3.99 / 3600
+    assert eight.speed.cost_usd.high == pytest.approx(eight.speed.seconds.high * price)
+    assert eight.speed.usd_per_million_tokens.low == pytest.approx(1e6 / eight.speed.tokens_per_second.high * price)
+    # Nobody is eight times as fast on eight, but much faster.
+    assert 2 < eight.speed.tokens_per_second.high / one.speed.tokens_per_second.high <= 8
 
 
 def test_rows_one_behind_the_other_attend_to_all_of_the_micro_batch_under_a_mask():
