@@ -228,6 +228,12 @@ def test_a_faster_link_never_makes_a_step_slower(layout, link, factor):
     assert slow.low <= slow.high
 
 
+def test_a_checkpoint_is_written_by_the_machines_of_one_replica():
+    assert step(num_nodes=4, layout=Layout(strategy="ddp", dp_replicate_size=32)).num_writers == 1
+    assert step(num_nodes=4, layout=Layout(strategy="fsdp2", dp_shard_size=32)).num_writers == 4
+    assert step(num_nodes=4, layout=Layout(strategy="fsdp2", dp_replicate_size=2, dp_shard_size=16)).num_writers == 2
+
+
 def test_one_device_and_shared_weights_agree_where_nothing_is_shared():
     alone = speed_of(step(), DEVICE, FIGURES, [], num_steps=10)
     same = speed_of(step(layout=Layout(strategy="fsdp2")), DEVICE, FIGURES, [], num_steps=10)

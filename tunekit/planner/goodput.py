@@ -47,15 +47,16 @@ class Goodput(Facts):
         else:
             failures = f"{self.num_failures:,.1f} failures to be expected"
         said = f"{self.share:.1%} of the time is useful: {failures} (one in {_hours(self.hours_between_failures)})"
-        if self.save_steps == self.best_save_steps:
-            return f"{said}, a checkpoint every {self.save_steps:,} steps loses least"
-        return f"{said} with a checkpoint every {self.save_steps:,} steps; every {self.best_save_steps:,} loses least"
+        loses = f"a checkpoint every {self.best_save_steps:,} steps loses least"
+        if self.save_steps != self.best_save_steps:
+            loses = f"with a checkpoint every {self.save_steps:,} steps; {loses}"
+        return f"{said}, {loses}, if it stops the training for {self.save_seconds:,.1f} s"
 
 
 def goodput_of(
     *,
     num_devices: int,
-    num_nodes: int,
+    num_writers: int,
     num_steps: int,
     step_seconds: float,
     checkpoint_bytes: float,
@@ -67,7 +68,7 @@ def goodput_of(
 
     Args:
         num_devices: Devices in use; the failure of one stops them all.
-        num_nodes: Machines, which write their parts of a checkpoint at the same time.
+        num_writers: Machines that write their parts of a checkpoint at the same time.
         num_steps: Optimizer steps of the run.
         step_seconds: Time of each.
         checkpoint_bytes: Size of a checkpoint.
@@ -79,7 +80,7 @@ def goodput_of(
     expected = num_steps * step_seconds / between
     if expected < WORTH_SAYING:
         return None
-    stall = checkpoint_bytes / num_nodes / storage_bytes_per_second
+    stall = checkpoint_bytes / num_writers / storage_bytes_per_second
     best = max(1, min(num_steps, round(best_interval_seconds(stall, between) / step_seconds)))
     steps = save_steps or best
     share = useful_share(steps * step_seconds, stall, between, restart_seconds)

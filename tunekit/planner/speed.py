@@ -218,7 +218,7 @@ def speed_of(
     if num_steps is not None and device.kind == "cuda":
         goodput = goodput_of(
             num_devices=step.num_devices,
-            num_nodes=step.num_nodes,
+            num_writers=step.num_writers,
             num_steps=num_steps,
             step_seconds=(seconds.low + seconds.high) / 2,
             checkpoint_bytes=step.checkpoint_bytes,

@@ -104,6 +104,11 @@ class Step:
         return self.layout.num_processes
 
     @property
+    def num_writers(self) -> int:
+        """Machines that hold a part of a checkpoint each: those of one replica."""
+        return max(1, self.num_nodes // self.layout.dp_replicate_size)
+
+    @property
     def tokens_of_micro_batch(self) -> float:
         """Tokens of one micro-batch, with the most padding that there can be."""
         return self.max_computed_tokens / self.num_micro_batches / self.layout.num_batches
