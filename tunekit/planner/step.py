@@ -14,9 +14,9 @@ from tunekit.planner.facts import Device, Figures
 from tunekit.planner.layout import Layout
 from tunekit.planner.states import Dtype
 
-MUCH_BANDWIDTH = 200
-"""Operations in the time of one byte from memory, up to which a device is one of much bandwidth: an A100 has 153, an
-RTX 4090 164, an H100 295. Between the two kinds lies what published figures differ by."""
+MUCH_BANDWIDTH = 202
+"""Operations in the time of one byte from memory, up to which a device is one of much bandwidth: A100s have 153 and
+201, an RTX 4090 164, an H100 295. Between the two kinds lies what published figures differ by."""
 
 EFFICIENCY: Mapping[str, Range] = {
     "full": Range(low=0.25, high=0.50),
