@@ -41,6 +41,8 @@ class Collectives(TorchDispatchMode):
             self.sizes["gathered"] += args[0].nbytes
         elif "reduce_scatter_base" in name:
             self.sizes["reduced"] += args[1].nbytes
+        elif "all_reduce" in name:
+            self.sizes["summed"] += args[0].nbytes
         return function(*args, **(kwargs or {}))
 
 
@@ -158,12 +160,44 @@ def activations(layout, *, again=False):
     )
 
 
-def test_tensor_parallel_sums_activations_four_times_a_layer_and_six_where_it_computes_again():
-    # 32 layers, 4 sums of 8192 x 4096 bfloat16 values, a ring of 4 both ways: 2 x 3/4.
+def test_tensor_parallel_sums_activations_eight_times_a_layer_where_it_computes_again():
+    # 32 layers, sums of 8192 x 4096 bfloat16 values, a ring of 4 both ways: 2 x 3/4. Two forward, and one for each of
+    # queries, keys, values, gate and up in the backward pass.
     one = 32 * 8192 * 4096 * 2 * 2 * 3 / 4
     layout = Layout(strategy="fsdp2", tp_size=4)
-    assert activations(layout) == {"summing activations": 4 * one}
-    assert activations(layout, again=True) == {"summing activations": 6 * one}
+    assert activations(layout) == {"summing activations": 7 * one}
+    assert activations(layout, again=True) == {"summing activations": 8 * one}
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_tensor_parallel_sends_what_transformers_sums(ranks, recomputed):
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model = build(3, tied=False, heads=8, kv_heads=4)
+    plan = {
+        f"model.{name.replace('*', str(layer))}{ending}": style
+        for ending in (".weight", "")
+        for name, style in model.config.base_model_tp_plan.items()
+        for layer in range(3)
+    }
+    apply_tensor_parallelism(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan)
+    model.train()
+    if recomputed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(0, 160, (2, 16))
+    with Collectives() as counted:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    (sent,) = transfers_of(
+        facts_of(build(3, tied=False)),
+        FullAdapter(),
+        "float32",
+        Layout(strategy="fsdp2", tp_size=RANKS),
+        num_nodes=1,
+        num_tokens=32,
+        gradient_checkpointing=recomputed,
+    )
+    assert sent.sent_bytes == 2 * (RANKS - 1) / RANKS * counted.sizes["summed"]
 
 
 def test_context_parallel_passes_keys_and_values_and_ulysses_exchanges_heads():

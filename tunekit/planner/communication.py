@@ -241,9 +241,9 @@ def _of_activations(
 ) -> Iterator[Transfer]:
     """What the devices that compute one micro-batch together tell each other, in every layer.
 
-    Tensor parallel sums activations twice in the forward pass of a layer and twice in its backward pass (arXiv
-    1909.08053, section 3); divided norms split each sum into a reduction and a gathering of the same size (arXiv
-    2205.05198). Context parallel passes keys and values on, in the backward pass besides their gradients (arXiv
+    Tensor parallel sums activations twice in the forward pass of a layer (arXiv 1909.08053, section 3). In the
+    backward pass transformers sums the gradient of each product's own input, so five times in Llama's layers, where
+    two would do. Context parallel passes keys and values on, in the backward pass besides their gradients (arXiv
     2310.01889). Ulysses exchanges queries, keys, values and outputs, so that each device has some of the heads (arXiv
     2309.14509).
     """
@@ -252,12 +252,19 @@ def _of_activations(
     tokens = num_tokens / (context * ulysses)
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     passes = 3 if again else 2
-    summed = layers * 2 * passes * tokens * model.hidden_size * e
+    # Computed again is a layer up to the input of its last product.
+    sums = (3 if again else 2) + _num_column_products(model)
+    summed = layers * sums * tokens * model.hidden_size * e
     yield _Group(tensor, 1, per_node).sends("summing activations", 2 * summed, "nothing")
     rings = layers * (passes + 1) * num_tokens / ulysses * 2 * kv / tensor * e
     yield _Group(context, tensor, per_node).sends("passing keys and values", rings, "attention")
     exchanged = layers * passes * tokens * 2 * (q + kv) / tensor * e
     yield _Group(ulysses, tensor, per_node).sends("exchanging heads", exchanged, "nothing")
+
+
+def _num_column_products(model: ModelFacts) -> int:
+    """Products of a layer that are divided by columns: all but those that lead back to the stream, one in each half."""
+    return max(2, sum(".layers.0." in f".{name}" and "vision" not in name for name in model.linears) - 2)
 
 
 def _of_offloading(
