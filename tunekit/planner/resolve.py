@@ -60,6 +60,8 @@ def resolve(
         padding_free=padding.is_free,
         micro_batch_size=found.micro_batch_size,
         gradient_checkpointing=found.gradient_checkpointing,
+        layout=layout,
+        num_nodes=chosen.candidate.num_nodes,
     )
     num_steps = None if schedule is None else schedule.num_steps
     speed = None if step is None else speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps)
