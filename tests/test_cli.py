@@ -141,12 +141,12 @@ def test_plan_for_a_machine_of_a_file(workspace):
 
 
 def test_plans_for_several_machines_stand_side_by_side(workspace):
-    machines = ("--on", "t4", "--on", "2x2xrtx5090", "--on", "tpu-v5p")
+    machines = ("--on", "t4", "--on", "4xrtx5090", "--on", "tpu-v5p")
     answer = tunekit(workspace, "plan", "double.yaml", *machines)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.splitlines()[0].split()[:4] == ["machine", "layout", "GiB", "batch"]
     assert re.search(r"^t4 +single device +[\d.]+ of 13\.8 +4 x 1 +unknown", answer.stdout, re.MULTILINE)
-    assert re.search(r"^2x2xrtx5090 +DDP +[\d.]+ of 29\.3 +1 x 1 x 4 +\S+–\S+ ", answer.stdout, re.MULTILINE)
+    assert re.search(r"^4xrtx5090 +DDP +[\d.]+ of 29\.3 +1 x 1 x 4 +\S+–\S+ ", answer.stdout, re.MULTILINE)
     assert re.search(r"^tpu-v5p +none, see below", answer.stdout, re.MULTILINE)
     assert re.search(r"^tpu-v5p +tpu-v5p: tunekit trains on CUDA devices only", answer.stdout, re.MULTILINE)
     found = json.loads(tunekit(workspace, "plan", "double.yaml", *machines, "--json").stdout)

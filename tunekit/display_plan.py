@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tunekit.errors import PlanError
+from tunekit.planner.communication import Range
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
-from tunekit.planner.speed import Range
 from tunekit.planner.variants import NEXT, Variants
 from tunekit.recipe.write import to_inline_yaml
 
