@@ -19,12 +19,10 @@ from itertools import islice
 
 from tunekit.planner.communication import Link, Range, Transfer
 from tunekit.planner.facts import Facts, Figures, Hardware, ModelFacts
+from tunekit.planner.fit import MEMORY_SHARE
 
 LONG_SEQUENCE = 32768
 """Tokens of a sequence on one device up to which it is left whole: the guides' rule."""
-
-MEMORY_SHARE = 0.92
-"""Share of a device's memory that may be planned for."""
 
 SHARDED_BYTES, WHOLE_BYTES = 12, 6
 """Bytes a parameter with ZeRO-1: a float32 copy and two states are divided among replicas; bfloat16 weights and float32
@@ -362,7 +360,7 @@ def _ways(model: ModelFacts, sizes: _Sizes, hardware: Hardware, nodes: int, batc
 
 
 def _limit(hardware: Hardware) -> int:
-    return int(MEMORY_SHARE * hardware.device.memory_free_bytes)
+    return int(MEMORY_SHARE[hardware.device.kind] * hardware.device.memory_free_bytes)
 
 
 def _powers(most: int) -> list[int]:

@@ -14,7 +14,7 @@ from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import Recipe
 
-GIVEN = frozenset({"device", "model", "data", "mixture"})
+GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
 
 COLOURS: Mapping[Part, str] = {
