@@ -66,13 +66,10 @@ def resolve(
         num_nodes=chosen.candidate.num_nodes,
     )
     num_steps = None if schedule is None else schedule.num_steps
-    speed = (
-        None
-        if step is None
-        else speed_of(
-            step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=recipe.train.save_steps
-        )
-    )
+    speed = None
+    if step is not None:
+        saves = recipe.train.save_steps
+        speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -151,10 +148,8 @@ class _Chosen:
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
             why = f"as in the recipe; {why}"
-        host = self.fit.memory.host_bytes
-        if host:
-            unknown = ", which this machine has to have" if setting.host_limit_bytes is None else ""
-            why += f"; needs {gib(host)} of main memory in each node{unknown}"
+        if self.fit.layout.offload_optimizer_device != "none" and setting.host_limit_bytes is None:
+            why += "; whether this machine has that much main memory is not known"
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
@@ -171,7 +166,11 @@ def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None)
         return
     ours = None if speed is None else speed.tokens_per_second
     if ours is None or other.tokens_per_second.high > ours.high:
-        yield Reason(topic="faster elsewhere", choice=other.layout, why="; ".join(other.words()))
+        yield Reason(
+            topic="faster elsewhere",
+            choice=other.layout,
+            why="; ".join(line.removesuffix(":") for line in other.words()),
+        )
 
 
 def _choose(setting: Setting) -> _Chosen:
@@ -264,7 +263,8 @@ def _what_would_fit(setting: Setting) -> str:
                 continue
             memory = least(other, candidate.layout, candidate.num_nodes)
             if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
-                return f"{change} would fit with {gib(memory.total_bytes)}"
+                how = "" if candidate.layout.num_processes == 1 else f" ({candidate.layout.name})"
+                return f"{change} would fit with {gib(memory.total_bytes)}{how}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"
 
 

@@ -318,7 +318,7 @@ def _rounded(number: float) -> str:
 
 
 def _price(usd: float) -> str:
-    return f"{usd:,.2f}"
+    return "less than 0.01" if usd < 0.01 else f"{usd:,.2f}" if usd < 10 else _rounded(usd)
 
 
 def _between(span: Range, words: Callable[[float], str]) -> str:
