@@ -6,11 +6,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.learner import Learner
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
-from tunekit.errors import PlanError
-from tunekit.methods import sft
+from tunekit.errors import PlanError, TunekitError
+from tunekit.methods import dpo, grpo, sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
@@ -27,6 +28,9 @@ from tunekit.run.run import Run
 
 Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
+
+_LEARNERS: dict[str, Learner] = {"sft": sft.LEARNER, "dpo": dpo.LEARNER, "grpo": grpo.LEARNER}
+"""What each method learns from, by `method.type`."""
 
 
 def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
@@ -61,7 +65,7 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     """
     recipe = load_recipe(source, overrides)
     machines = {name: find_machine(name) for name in on}
-    model, data, records = sketch_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
+    model, data, records = sketch_model(recipe.model), load_data(recipe.data, _LEARNERS[recipe.method.type]), recorded_runs()
     plans: dict[str, Plan | PlanError] = {}
     for name, machine in machines.items():
         try:
@@ -78,6 +82,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
         TunekitError: There is a fault.
     """
     recipe = load_recipe(source, overrides)
+    _refuse_untrained(recipe)
     found = _look(recipe)
     found.plan(recipe)
     return found.data.notes
@@ -99,6 +104,7 @@ def train(
     from tunekit.run.worker import work
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+    _refuse_untrained(recipe)
     found = _look(recipe)
     found.plan(recipe)
     words = StringIO()
@@ -133,9 +139,24 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    data = load_data(recipe.data, sft.LEARNER)
+    _refuse_untrained(recipe)
+    data = load_data(recipe.data, _LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
         return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
+
+
+def _refuse_untrained(recipe: Recipe) -> None:
+    """Refuse what needs a method that can be planned only.
+
+    Raises:
+        TunekitError: The method is not trained by this version.
+    """
+    method = recipe.method.type
+    if method != "sft":
+        raise TunekitError(
+            f"method.type: {method} can be planned but not trained yet",
+            hint="`tunekit plan` says what it would need; method sft can be trained",
+        )
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
@@ -165,7 +186,7 @@ def _look(
     """What there is to plan from, on this machine where no other is given."""
     return _Found(
         model=probe(recipe.model),
-        data=load_data(recipe.data, sft.LEARNER),
+        data=load_data(recipe.data, _LEARNERS[recipe.method.type]),
         hardware=hardware or probe_hardware(),
         records=recorded_runs(),
     )

@@ -106,7 +106,7 @@ def test_trls_own_arguments_are_known_by_name() -> None:
             "method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
         ),
         ("method.trainer_args.bf16", "method.trainer_args.bf16: tunekit sets this itself; use model.dtype"),
-        ("", ": unknown key; a recipe has model, data, method, adapter, train, output"),
+        ("", ": unknown key; a recipe has model, data, method, adapter, train, parallel, output"),
     ],
 )
 def test_an_unknown_key_is_told_with_what_was_meant(key: str, message: str) -> None:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, members, sections_of, tag_of, takes_list
-from tunekit.recipe.phrases import expected
+from tunekit.recipe.phrases import any_of, expected
 from tunekit.recipe.places import dotted, undotted
 from tunekit.recipe.schema import Recipe, Section
 from tunekit.recipe.suggest import unknown_key
@@ -148,11 +148,13 @@ def _bound(item: Any) -> str:
 
 def _trainer_arg(name: str) -> str:
     """The documentation of one of TRL's own arguments, as far as tunekit knows it."""
-    method = next((method for method in CONFIGS if name in config_fields(method)), next(iter(CONFIGS)))
-    if name not in config_fields(method) or owner_hint(name) is not None:
-        _, what, hint, _ = check_trainer_args(method, {name: None})[0]
+    methods = [method for method in CONFIGS if name in config_fields(method)]
+    free = [method for method in methods if owner_hint(method, name) is None]
+    if not free:
+        _, what, hint, _ = check_trainer_args((methods or [*CONFIGS])[0], {name: None})[0]
         raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
-    lines = _paragraph(f"A field of TRL's {CONFIGS[method][2]}, passed on to it as it is; TRL's documentation has it.")
+    configs = any_of([CONFIGS[method][2] for method in free])
+    lines = _paragraph(f"A field of TRL's {configs}, passed on to it as it is; TRL's documentation has it.")
     return "\n".join([f"method.trainer_args.{name}: optional", *lines])
 
 
