@@ -37,7 +37,8 @@ def explain(key: str | None) -> str:
     parts = tuple(part for part in undotted(key) or (key.strip(),) if isinstance(part, str))
     path = holders_along(parts)
     if len(path) == len(parts):
-        return "\n\n".join([*_entries(parts, path[-1]), *_in_list(parts, path)])
+        entries = [entry for alike in _alike(parts[-1], path[-1]) for entry in _entries(parts, alike)]
+        return "\n\n".join([*entries, *_in_list(parts, path)])
     if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
     found = dotted(parts[: len(path)])
@@ -78,12 +79,28 @@ def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
 
 
 def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
-    """The entries of all fields that a section has, in any of its variants; each field once."""
+    """The entries of all fields that a section has, in any of its variants; one for all that agree on a field."""
     names = dict.fromkeys(name for section in sections for name in section.model_fields)
     for name in names:
         holders = [Holder(section, section.model_fields[name]) for section in sections if name in section.model_fields]
-        all_have_it = len(holders) == len(sections)
-        yield from _entries((*key, name), holders if not all_have_it or name == TAG else holders[:1])
+        for alike in _alike(name, holders):
+            yield from _entries((*key, name), alike)
+
+
+def _alike(name: str, holders: list[Holder]) -> Iterator[list[Holder]]:
+    """The variants that have a key, those together in which it takes and means the same. A tag chooses among all."""
+    groups: list[list[Holder]] = []
+    for holder in holders:
+        group = next((group for group in groups if name == TAG or _is_same(group[0].field, holder.field)), None)
+        if group is None:
+            groups.append([holder])
+        else:
+            group.append(holder)
+    yield from groups
+
+
+def _is_same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.annotation, one.description, one.default) == (other.annotation, other.description, other.default)
 
 
 def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
