@@ -205,3 +205,25 @@ def _grpo_trainer(method: GRPOMethod) -> GRPOTrainer:
     trainer.max_completion_length, trainer.current_gradient_accumulation_steps = method.max_completion_length, 1
     trainer._metrics = {"train": defaultdict(list)}
     return trainer
+
+
+def estimate_of(method_step: MethodStep) -> MemoryEstimate:
+    """What the planner says of a step on an accelerator."""
+    step, method = method_step.step, method_step.method
+    data = _data(method_step)
+    passes = passes_of(method, step.adapter, data, global_batch_size=step.batch * method_step.num_accumulated)
+    return estimate(
+        facts_of(step),
+        step.adapter,
+        device="cuda",
+        dtype=step.dtype,
+        optim="adamw_torch_fused",
+        num_tokens=passes.sequences_per_row * step.batch * step.length,
+        mask_length=step.length,
+        sliding_mask_length=step.length,
+        gradient_checkpointing=step.checkpointing,
+        accumulates=step.accumulates,
+        layout=Layout(),
+        reserve_share=0.0,
+        passes=passes,
+    )

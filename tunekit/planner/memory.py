@@ -17,6 +17,7 @@ from typing import Literal
 from tunekit.planner.activations import Head, Layers, head_of, layers_of
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import SFT, Passes, generation, reference_bytes, reference_pass
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
 
@@ -28,13 +29,17 @@ context with its libraries, an upper bound of published figures (0.5 to 1.4 GB).
 FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
 """Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
 
-Phase = Literal["forward", "head", "last layer", "first layer", "embedding", "optimizer"]
-"""Where in a step the memory is: at the end of the forward pass, in the backward pass of the head, of the last layer,
-of the first and of the embedding, or in the optimizer's step. From layer to layer memory falls or rises evenly, so the
-layers between are never the peak."""
+Phase = Literal[
+    "generation", "forward", "reference", "head", "last layer", "first layer", "embedding", "optimizer"
+]
+"""Where in a step the memory is: while answers are generated; at the end of the forward pass, in the reference model's,
+in the backward pass of the head, of the last layer, of the first and of the embedding, or in the optimizer's step. From
+layer to layer memory falls or rises evenly, so the layers between are never the peak."""
 
 PHASE_WORDS: dict[Phase, str] = {
+    "generation": "while answers are generated",
     "forward": "at the end of the forward pass",
+    "reference": "in the forward pass of the reference",
     "head": "in the backward of the head",
     "last layer": "in the backward of the last layer",
     "first layer": "in the backward of the first layer",
@@ -115,6 +120,7 @@ def estimate(
     accumulates: bool,
     layout: Layout,
     reserve_share: float,
+    passes: Passes = SFT,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -132,6 +138,7 @@ def estimate(
         accumulates: Whether a step has several micro-batches, so that gradients lie there from the first one on.
         layout: How the run is spread over devices.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        passes: What the method does in a step.
     """
     trained = num_trainable_params(model, adapter)
     weights, states = weights_bytes(model, adapter, dtype), int(OPTIMIZER_BYTES[optim] * trained)
@@ -145,15 +152,32 @@ def estimate(
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
     )
-    head = head_of(model, adapter, device, dtype, num_tokens)
+    head = head_of(model, adapter, device, dtype, num_tokens, scored_share=passes.max_scored_share)
     needs = _needs(model, adapter, layers, head, accumulates=accumulates)
+    if passes.refers_in_micro_batch:
+        held = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        kept = layers.kept + layers.shared + head.kept
+        before = 4 * trained if accumulates else 0
+        needs["reference"] = _Need(before, kept + held.activations, held.logits, held.kv_cache, held.gathered)
+    if passes.generation is not None:
+        held = generation(model, adapter, passes.generation, dtype, layout)
+        needs["generation"] = _Need(0, held.activations, held.logits, held.kv_cache, held.gathered)
     copied = 4 * trained if optim in FOREACH and device == "cuda" else 0
     needs["optimizer"] = _Need(gradients=4 * trained + copied)
     shards = layout.num_shards
     weights, states = weights // shards, states // shards
     gathered = 0 if shards == 1 else 8 * model.num_params // model.num_layers + 4 * model.vocab_size * model.hidden_size
+    reference = reference_bytes(model, passes, dtype, layout)
     phases = {
-        phase: weights + states + gathered + need.gradients // shards + need.activations + need.logits
+        phase: weights
+        + states
+        + reference
+        + gathered
+        + need.gradients // shards
+        + need.activations
+        + need.logits
+        + need.kv_cache
+        + need.gathered
         for phase, need in needs.items()
     }
     phase = max(phases, key=phases.__getitem__)
@@ -164,7 +188,9 @@ def estimate(
         "optimizer": states,
         "activations": peak.activations,
         "logits": peak.logits,
-        "gathered": gathered,
+        "gathered": gathered + peak.gathered,
+        "reference": reference,
+        "kv cache": peak.kv_cache,
         "context": CONTEXT_BYTES[device],
         "reserve": int(reserve_share * phases[phase]),
     }
@@ -178,6 +204,8 @@ class _Need:
     gradients: int = 0
     activations: int = 0
     logits: int = 0
+    kv_cache: int = 0
+    gathered: int = 0
 
 
 def _needs(
