@@ -145,6 +145,22 @@ def trace(method_step: MethodStep) -> Trace:
         return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
 
 
+def trace_deep(method_step: MethodStep) -> Trace:
+    """The live bytes of one step of a deep model, drawn through those of shallow ones, as `oracle.trace_deep` does."""
+    short, long = (6, 12) if method_step.step.family.startswith("gemma") else (3, 4)
+    few, more = trace(method_step.with_layers(short)), trace(method_step.with_layers(long))
+    times = (dict(method_step.step.sizes)["num_hidden_layers"] - short) / (long - short)
+
+    def drawn(less: int, most: int) -> int:
+        return round(less + times * (most - less))
+
+    return Trace(
+        drawn(few.weights_bytes, more.weights_bytes),
+        drawn(few.optimizer_bytes, more.optimizer_bytes),
+        {phase: drawn(few.step_bytes[phase], more.step_bytes[phase]) for phase in few.step_bytes},
+    )
+
+
 def _data(method_step: MethodStep) -> DataSection:
     return DataSection(train="rows.jsonl", max_length=method_step.step.length)
 
