@@ -8,18 +8,21 @@ which has no values here, the tracer makes a tensor of their number.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import trl.trainer.grpo_trainer
 import trl.trainer.utils as trl_head
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl.distributed import DistributedBackend
 
 from tests.planner.oracle import LiveBytes, Step, Trace, _as_on_cuda, _built, _watch, facts_of
 from tunekit.planner.layout import Layout
@@ -143,6 +146,52 @@ def trace(method_step: MethodStep) -> Trace:
             tracker.peaks["optimizer"] = tracker.live
         assert full or reference is None
         return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+@dataclass
+class Generated:
+    """Bytes that were live while answers were generated, besides weights; and those of the cache at its end."""
+
+    peak_bytes: int
+    cache_bytes: int
+
+
+def generate(step: Step, num_completion_tokens: int) -> Generated:
+    """TRL generates the answers to `step.batch` prompts, with a real model on real tensors: loops look at values."""
+    model, base = _built(step)
+    trainer = _grpo_trainer(GRPOMethod(max_completion_length=num_completion_tokens))
+    trainer.accelerator = accelerator = _accelerator(step)
+    trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    model = accelerator.prepare_model(model, device_placement=False).train()
+    trainer.model = trainer.model_wrapped = model
+    trainer._dist = DistributedBackend(accelerator)
+    trainer._tokenizer = SimpleNamespace(pad_token_id=0)
+    trainer.use_transformers_continuous_batching = trainer._is_vlm = trainer.is_deepspeed_enabled = False
+    trainer.pad_to_multiple_of, trainer.eos_token_ids = None, [base.config.vocab_size + 1]
+    trainer.generation_kwargs = {
+        "max_new_tokens": num_completion_tokens,
+        "do_sample": True,
+        "pad_token_id": 0,
+        "eos_token_id": trainer.eos_token_ids,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+    }
+    trainer.generation_config = GenerationConfig(**trainer.generation_kwargs, disable_compile=True)
+    caches: list[int] = []
+
+    def look(_module, _inputs, options, _output):
+        layers = options["past_key_values"].layers
+        caches.append(sum(kept.untyped_storage().nbytes() for layer in layers for kept in (layer.keys, layer.values)))
+
+    base.model.register_forward_hook(look, with_kwargs=True)
+    tracker = LiveBytes({t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+    # One prompt is shorter than the others, so that there is a mask.
+    prompts = [[1] * (step.length - (row == 0)) for row in range(step.batch)]
+    without_metrics = mock.patch.object(trl.trainer.grpo_trainer, "profiling_context", lambda *_args: nullcontext())
+    with without_metrics, tracker:
+        trainer._generate_single_turn(prompts, None, {}, num_generations=step.batch)
+    return Generated(max(tracker.peaks.values()), caches[-1])
 
 
 def trace_deep(method_step: MethodStep) -> Trace:

@@ -217,7 +217,8 @@ def generation(
     rewritten = whole // (2 * model.num_layers)
     head = (2 * model.vocab_size * model.hidden_size if casts else 0) + 12 * model.vocab_size * sequences
     last = whole + casts + max(head, rewritten)
-    prompt = cache(generated.prompt_tokens)
+    # Until the first token behind them, windows are views of all keys.
+    prompt = whole * generated.prompt_tokens // generated.length if not model.num_sliding_layers else 0
     reading = casts + _reading_bytes(model, adapter, e, generated.prompt_tokens, cast=_is_cast(layout)) * (
         sequences * generated.prompt_tokens
     )
