@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 
-from tests.planner.oracle import LiveBytes, Step, Trace, _as_on_cuda, _built, _watch, facts_of
+from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
@@ -95,7 +95,7 @@ def _accelerator(step: Step) -> OneProcess:
 
 @contextmanager
 def _only_scored() -> Iterator[None]:
-    with _as_on_cuda(), mock.patch.object(trl_head, "_use_triton", lambda _device: True):
+    with as_on_cuda(), mock.patch.object(trl_head, "_use_triton", lambda _device: True):
         yield
 
 
@@ -103,7 +103,7 @@ def trace(method_step: MethodStep) -> Trace:
     """The live bytes of one step, by phase; those of a reference model count among the weights."""
     step, method = method_step.step, method_step.method
     with torch.device("meta"):
-        model, base = _built(step)
+        model, base = built(step)
         full = isinstance(step.adapter, FullAdapter)
         reference = None
         if passes_of(method, step.adapter, _data(method_step), global_batch_size=1).keeps_reference:
@@ -132,7 +132,7 @@ def trace(method_step: MethodStep) -> Trace:
         trainer.model, trainer.ref_model = model, reference
         shape = (2 * step.batch if method.type == "dpo" else step.batch, step.length)
         tracker = MaskedBytes(set(own), method_step.scored_tokens / (step.length - 1))
-        _watch(base, tracker)
+        watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:
             for _ in range(2 if step.accumulates else 1):
@@ -158,7 +158,7 @@ class Generated:
 
 def generate(step: Step, num_completion_tokens: int) -> Generated:
     """TRL generates the answers to `step.batch` prompts, with a real model on real tensors: loops look at values."""
-    model, base = _built(step)
+    model, base = built(step)
     trainer = _grpo_trainer(GRPOMethod(max_completion_length=num_completion_tokens))
     trainer.accelerator = accelerator = _accelerator(step)
     trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy"))
@@ -195,19 +195,8 @@ def generate(step: Step, num_completion_tokens: int) -> Generated:
 
 
 def trace_deep(method_step: MethodStep) -> Trace:
-    """The live bytes of one step of a deep model, drawn through those of shallow ones, as `oracle.trace_deep` does."""
-    short, long = (6, 12) if method_step.step.family.startswith("gemma") else (3, 4)
-    few, more = trace(method_step.with_layers(short)), trace(method_step.with_layers(long))
-    times = (dict(method_step.step.sizes)["num_hidden_layers"] - short) / (long - short)
-
-    def drawn(less: int, most: int) -> int:
-        return round(less + times * (most - less))
-
-    return Trace(
-        drawn(few.weights_bytes, more.weights_bytes),
-        drawn(few.optimizer_bytes, more.optimizer_bytes),
-        {phase: drawn(few.step_bytes[phase], more.step_bytes[phase]) for phase in few.step_bytes},
-    )
+    """The live bytes of one step of a deep model, drawn through those of shallow ones."""
+    return drawn_deep(method_step.step, lambda num_layers: trace(method_step.with_layers(num_layers)))
 
 
 def _data(method_step: MethodStep) -> DataSection:
@@ -289,6 +278,7 @@ def estimate_of(method_step: MethodStep) -> MemoryEstimate:
         gradient_checkpointing=step.checkpointing,
         accumulates=step.accumulates,
         layout=Layout(),
+        devices_per_node=1,
         reserve_share=0.0,
         passes=passes,
     )

@@ -66,6 +66,7 @@ class Setting:
             gradient_checkpointing=checkpointing,
             accumulates=size * layout.num_batches < self.recipe.train.global_batch_size,
             layout=layout,
+            devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
         )
 

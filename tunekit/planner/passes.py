@@ -15,12 +15,14 @@ Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-val
 compute type.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
 
-from tunekit.planner.activations import Head
+from tunekit.planner.activations import Head, Layers, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.phases import Need, Phase
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
 from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, Method, SFTMethod
 
@@ -37,11 +39,6 @@ class Generation:
     """Length of the answers, at most."""
     num_steps: int
     """Optimizer steps on the same answers."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a prompt with its answer, at most."""
-        return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True)
@@ -119,44 +116,39 @@ def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> in
     return -(-num_rows // global_batch_size)
 
 
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a pass without gradients holds at its peak, besides weights and what was there before."""
-
-    activations: int = 0
-    logits: int = 0
-    kv_cache: int = 0
-    gathered: int = 0
-
-
 def reference_bytes(model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout) -> int:
     """Bytes of the reference model's weights that a device holds all the time.
 
-    FSDP2 and ZeRO-3 divide them as those of the model. TRL's `prepare_fsdp` makes one unit of the whole model, so it is
-    gathered whole, and stays so where units are not freed after the forward pass.
+    They are in the type of the trained model, float32, and whole but where FSDP2 or ZeRO-3 divides them; DeepSpeed
+    casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed after the forward
+    pass it stays gathered.
     """
     if not passes.keeps_reference:
         return 0
-    whole = 4 * model.num_params
+    e, shards = BYTES[dtype], layout.num_shards
     if layout.strategy == "fsdp2":
-        stays = 0 if layout.reshard_after_forward else BYTES[dtype] * model.num_params
-        return stays + (0 if layout.offload_param_device == "cpu" else -(-whole // layout.num_shards))
-    return -(-whole // layout.num_shards) if layout.strategy == "zero3" else whole
+        stays = 0 if layout.reshard_after_forward else e * model.num_params
+        return stays + (0 if layout.offload_param_device == "cpu" else -(-4 * model.num_params // shards))
+    if layout.strategy.startswith("zero"):
+        return -(-e * model.num_params // (shards if layout.strategy == "zero3" else 1))
+    return 4 * model.num_params
 
 
-def reference_pass(
+def method_needs(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     passes: Passes,
     dtype: Dtype,
     layout: Layout,
+    layers: Layers,
     head: Head,
     num_tokens: int,
-) -> Held:
-    """What the reference's forward pass holds: at its end, in the head, or in a layer.
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """What the phases need that supervised fine-tuning does not have.
 
-    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model first,
-    and lays it out anew.
+    GRPO's passes without gradients need no phase: they are those of a micro-batch, at a time when nothing is kept for a
+    backward pass.
 
     Args:
         model: The model.
@@ -164,131 +156,196 @@ def reference_pass(
         passes: What the method does.
         dtype: Type of the products.
         layout: How the run is spread.
-        head: What the head of the trained model holds, whose tiles are the same.
-        num_tokens: Tokens of a micro-batch with its padding.
+        layers: What the decoder layers hold.
+        head: What the final norm and the head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        needs: What the other phases need.
     """
-    h, e, full = model.hidden_size, BYTES[dtype], isinstance(adapter, FullAdapter)
-    casts = _casts_bytes(model, dtype) if full and _is_cast(layout) else 0
-    stream = 4 if full and _is_cast(layout) else e
-    scored = int(passes.max_scored_share * num_tokens)
+    if passes.refers_in_micro_batch:
+        held = _reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        yield (
+            "reference",
+            replace(
+                held,
+                gradients=needs["forward"].gradients,
+                activations=layers.kept + layers.shared + head.kept + held.activations,
+                gathered=needs["forward"].gathered + held.gathered,
+            ),
+        )
+    if passes.generation is not None:
+        held = _generation(model, adapter, passes.generation, dtype, layout)
+        # Gradients are gone after the optimizer's step; the buckets of DDP are not.
+        yield "generation", replace(held, gathered=needs["optimizer"].gathered + held.gathered)
+
+
+def _reference_pass(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    head: Head,
+    num_tokens: int,
+) -> Need:
+    """What the reference's forward pass needs: at its end, in the head, or in a layer.
+
+    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model first,
+    and lays it out anew.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    stream = 4 if casts else e
     layer = (3 * e * model.intermediate_size + (3 * stream + e) * h) * num_tokens
     gathered = 0
     if passes.keeps_reference and layout.strategy == "fsdp2" and layout.reshard_after_forward:
         gathered = e * model.num_params
-    # Laying out anew comes before anything else is there.
-    layer, copies = max(layer, gathered), stream * h * scored
+        # Both are there before anything else is.
+        layer = max(layer, gathered)
+    copies = stream * h * int(passes.max_scored_share * num_tokens)
     if layer > copies + head.forward:
-        return Held(activations=casts + layer, gathered=gathered)
-    return Held(activations=casts + copies, logits=head.forward, gathered=gathered)
+        return Need(activations=casts + layer, gathered=gathered)
+    return Need(activations=casts + copies, logits=head.forward, gathered=gathered)
 
 
 def kv_cache_bytes(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout, *, sequences: int, length: int
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    layout: Layout,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    windows: bool = True,
 ) -> int:
-    """Bytes of the keys and values of all tokens, as transformers' DynamicCache keeps them.
+    """Bytes of the keys and values of sequences, as transformers' DynamicCache keeps them.
 
-    Layers of sliding attention keep those of their window alone. Where weights are float32 under autocast, so are keys,
-    since rotating them is no product; values are stored in the keys' type.
+    Layers of sliding attention keep those of their window alone, but for the first token behind the prompt, when
+    `windows` are views of all. Where weights are float32 under autocast, so are keys, since rotating them is no
+    product; the cache has one type for both.
     """
-    e = 4 if _rotates_in_float32(adapter, layout) else BYTES[dtype]
-    sliding = model.num_sliding_layers
-    window = min(length, (model.sliding_window or length) - 1)
-    tokens = (model.num_layers - sliding) * length + sliding * window
-    return 2 * e * model.num_kv_heads * model.head_dim * tokens * sequences
+    e = 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
+    sliding = model.num_sliding_layers if windows else 0
+    tokens = (model.num_layers - sliding) * num_tokens + sliding * min(num_tokens, model.sliding_window or num_tokens)
+    return 2 * e * model.num_kv_heads * model.head_dim * tokens * num_sequences
 
 
-def generation(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, generated: Generation, dtype: Dtype, layout: Layout
-) -> Held:
-    """What generating the answers of a step holds, which TRL does for all of them at once.
+def _generation(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, generation: Generation, dtype: Dtype, layout: Layout
+) -> Need:
+    """What generating the answers of a step needs, which TRL does for all of them at once.
 
-    The most is held either while the prompts are read, in one layer, or at the last token: the cache, the copies that
+    The most is there either while the prompts are read, in one layer, or at the last token: the cache, the copies that
     autocast makes of all weights, and logits of one token of each sequence with their copy and their probabilities.
     """
-    sequences = -(-generated.num_sequences // layout.num_batches)
-    full, e = isinstance(adapter, FullAdapter), BYTES[dtype]
-    casts = _casts_bytes(model, dtype) if full and _is_cast(layout) else 0
-
-    def cache(length: int) -> int:
-        return kv_cache_bytes(model, adapter, dtype, layout, sequences=sequences, length=length)
-
-    whole = cache(generated.length)
-    # A layer's keys are laid out anew with those of the new token.
-    rewritten = whole // (2 * model.num_layers)
-    head = (2 * model.vocab_size * model.hidden_size if casts else 0) + 12 * model.vocab_size * sequences
-    last = whole + casts + max(head, rewritten)
-    # Until the first token behind them, windows are views of all keys.
-    prompt = whole * generated.prompt_tokens // generated.length if not model.num_sliding_layers else 0
-    reading = casts + _reading_bytes(model, adapter, e, generated.prompt_tokens, cast=_is_cast(layout)) * (
-        sequences * generated.prompt_tokens
+    num_sequences = -(-generation.num_sequences // layout.num_batches)
+    prompt_tokens, length = generation.prompt_tokens, generation.prompt_tokens + generation.completion_tokens
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    how: _Sequences = {"layout": layout, "num_sequences": num_sequences}
+    cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
+    logits = 12 * model.vocab_size * num_sequences
+    # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
+    last = Need(
+        activations=casts + max(2 * model.vocab_size * model.hidden_size if casts else 0, cache // model.num_layers // 2),
+        logits=logits,
+        gathered=_gathered_for_generation(model, dtype, layout),
+        kv_cache=cache,
     )
-    gathered = _gathered_for_generation(model, e, layout)
-    if prompt + reading > last:
-        return Held(activations=reading, kv_cache=prompt, gathered=gathered)
-    logits = 12 * model.vocab_size * sequences
-    return Held(activations=last - whole - logits, logits=logits, kv_cache=whole, gathered=gathered)
+    reading = _reading_bytes(model, adapter, dtype, prompt_tokens, casts=casts > 0) * num_sequences * prompt_tokens
+    first = Need(
+        activations=casts + reading,
+        gathered=last.gathered,
+        kv_cache=kv_cache_bytes(model, adapter, dtype, **how, num_tokens=prompt_tokens, windows=False),
+    )
+    return max(first, last, key=lambda need: need.total)
 
 
-def generation_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, passes: Passes, dtype: Dtype) -> float:
-    """Bytes of memory that generating an optimizer step's answers reads and writes, on one device for all of them.
+class _Sequences(TypedDict):
+    """What is the same for the cache of prompts and of whole sequences."""
 
-    Each token of the answers reads all weights once for all sequences, and the keys and values of what came before;
-    autocast reads float32 weights, writes their copies and reads those.
-    """
-    if passes.generation is None:
-        return 0.0
-    generated = passes.generation
-    single = Layout()
-    weights = weights_bytes(model, adapter, dtype) + (2 * _casts_bytes(model, dtype) if _is_full(adapter) else 0)
-    halfway = generated.prompt_tokens + generated.completion_tokens // 2
-    cache = kv_cache_bytes(model, adapter, dtype, single, sequences=generated.num_sequences, length=halfway)
-    return generated.completion_tokens * (weights + cache) / generated.num_steps
+    layout: Layout
+    num_sequences: int
 
 
-def _is_full(adapter: FullAdapter | LoraAdapter) -> bool:
-    return isinstance(adapter, FullAdapter)
-
-
-def _is_cast(layout: Layout) -> bool:
-    """Whether trained weights are float32 and cast for each product; FSDP2 and DeepSpeed hand them over cast."""
-    return layout.strategy in ("single", "ddp")
-
-
-def _rotates_in_float32(adapter: FullAdapter | LoraAdapter, layout: Layout) -> bool:
-    return _is_full(adapter) and _is_cast(layout)
-
-
-def _casts_bytes(model: ModelFacts, dtype: Dtype) -> int:
-    """Bytes of the copies of all layers' weights in the compute type."""
-    if dtype == "float32":
+def _casts_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+    """Bytes of the copies that autocast makes of all layers' weights; FSDP2 and DeepSpeed hand them over cast."""
+    if dtype == "float32" or not isinstance(adapter, FullAdapter) or layout.strategy not in ("single", "ddp"):
         return 0
-    return 2 * sum(outputs * inputs for outputs, inputs in model.linears.values())
+    return cast_weights_bytes(model, adapter, dtype)
 
 
 def _reading_bytes(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, prompt_tokens: int, *, cast: bool
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, prompt_tokens: int, *, casts: bool
 ) -> int:
-    """Bytes per token of a prompt that a layer holds: in its MLP, or in its attention, whose mask repeats keys."""
+    """Bytes per token of a prompt that a layer holds without gradients, in its MLP or in its attention.
+
+    Where prompts are padded, SDPA has a mask and repeats keys and values for all heads.
+    """
     h, i, q = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
-    if not _is_full(adapter):
-        mlp = (4 * i + (e + 2) * 2 * i) + (4 * h + 4 * e * h) if e == 2 else 16 * i + 16 * h
-        attention = 4 * e * q + 3 * 4 * h
-    elif cast:
-        mlp, attention = 3 * e * i + (16 if e == 4 else 14) * h, (16 if e == 4 else 20) * q + 12 * h
+    e = BYTES[dtype]
+    if not isinstance(adapter, FullAdapter):
+        # An adapter of float32 beside what it is added to.
+        mlp, attention = (12 * i + 12 * h, 4 * e * q + 12 * h) if e == 2 else (16 * i + 16 * h, 16 * q + 12 * h)
+    elif casts:
+        mlp, attention = 3 * e * i + 14 * h, 20 * q + 12 * h
     else:
         mlp, attention = 3 * e * i + 4 * e * h, 4 * e * q + 3 * e * h
     return max(mlp, attention) + prompt_tokens
 
 
-def _gathered_for_generation(model: ModelFacts, e: int, layout: Layout) -> int:
+def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) -> int:
     """Bytes of weights that are there whole while tokens are generated.
 
     TRL gathers all of them at once from ZeRO-3 (`ds3_gather_for_generation`); FSDP2 gathers layer after layer, with
     the next one on its way, and keeps the head.
     """
-    if layout.num_shards == 1 or layout.strategy not in ("fsdp2", "zero3"):
-        return 0
-    if layout.strategy == "zero3":
-        return e * model.num_params
-    vocabulary = model.vocab_size * model.hidden_size
-    return e * (2 * (model.num_params // model.num_layers) + vocabulary)
+    e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
+    match layout.strategy:
+        case "zero3":
+            return e * model.num_params
+        case "fsdp2":
+            return e * (2 * (model.num_params // model.num_layers) + vocabulary)
+    return 0
+
+
+def flops_without_gradients(
+    model: ModelFacts, passes: Passes, *, attended_tokens: float, head_share: float
+) -> float:
+    """Floating-point operations of a token in an optimizer step, in all passes without gradients.
+
+    Those are a product of 2 operations for each weight, and attention; the adapters' own, which a reference pass does
+    not have, are left out. Generation takes each token through the model once, with the keys of those before it.
+
+    Args:
+        model: The model.
+        passes: What the method does.
+        attended_tokens: Length of a row of attention scores.
+        head_share: Share of the tokens for which logits are computed.
+    """
+    linear = sum(outputs * inputs for outputs, inputs in model.linears.values())
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_tokens
+    forward = 2 * linear + attention + 2 * model.vocab_size * model.hidden_size * head_share
+    generations = 0.0 if passes.generation is None else 1 / passes.generation.num_steps
+    return (passes.num_forwards + generations) * forward
+
+
+def generation_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, passes: Passes, dtype: Dtype, layout: Layout
+) -> float:
+    """Bytes of memory that a device reads and writes to generate the answers of an optimizer step.
+
+    Each new token reads all weights, for all sequences together, and the keys and values of all tokens before it.
+    Autocast reads float32 weights, writes their copies and reads those.
+    """
+    generation = passes.generation
+    if generation is None:
+        return 0.0
+    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(model, adapter, dtype, layout)
+    cache = kv_cache_bytes(
+        model,
+        adapter,
+        dtype,
+        layout,
+        num_sequences=-(-generation.num_sequences // layout.num_batches),
+        num_tokens=generation.prompt_tokens + generation.completion_tokens // 2,
+    )
+    return generation.completion_tokens * (weights + cache) / generation.num_steps

@@ -44,11 +44,11 @@ def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) 
     """
     if isinstance(adapter, FullAdapter):
         return model.num_params
-    linears = model.adapter_linears(adapter.target_modules).values()
-    trained = sum(adapter.rank * (outputs + inputs) for outputs, inputs in linears)
+    linears = model.adapter_shapes(adapter.target_modules).items()
+    trained = sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in linears)
     if adapter.use_dora:
-        trained += sum(outputs for outputs, _ in linears)
-    return trained + model.num_params_in(adapter.modules_to_save or [])
+        trained += sum(outputs * times for (outputs, _), times in linears)
+    return trained + (model.num_params_in(adapter.modules_to_save) if adapter.modules_to_save else 0)
 
 
 def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
@@ -62,7 +62,7 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
     trained = 4 * num_trainable_params(model, adapter)
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params + trained
-    quantised = sum(outputs * inputs for outputs, inputs in model.linears.values())
+    quantised = model.num_linear_params
     constants = 1 / 64 + 4 / (64 * 256) if adapter.double_quant else 4 / 64
     largest = max(outputs * inputs for outputs, inputs in model.linears.values())
     dequantised = BYTES[dtype] * largest
