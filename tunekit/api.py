@@ -65,7 +65,11 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     """
     recipe = load_recipe(source, overrides)
     machines = {name: find_machine(name) for name in on}
-    model, data, records = sketch_model(recipe.model), load_data(recipe.data, _LEARNERS[recipe.method.type]), recorded_runs()
+    model, data, records = (
+        sketch_model(recipe.model),
+        load_data(recipe.data, _LEARNERS[recipe.method.type]),
+        recorded_runs(),
+    )
     plans: dict[str, Plan | PlanError] = {}
     for name, machine in machines.items():
         try:

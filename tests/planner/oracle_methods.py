@@ -1,9 +1,9 @@
 """What a step of DPO or GRPO allocates, traced: TRL's own loss on tensors without storage.
 
-The technique is `oracle`'s. The trainer is TRL's, made without its constructor, which would want data and weights: only
-what its loss looks at is set. Models are wrapped by Accelerate as the trainer would wrap them, since what autocast keeps
-depends on where it ends. As on CUDA, only the tokens that are scored reach the head; where code selects them by a mask,
-which has no values here, the tracer makes a tensor of their number.
+The technique is `oracle`'s. The trainer is TRL's, made without its constructor, which would want data and weights:
+only what its loss looks at is set. Models are wrapped by Accelerate as the trainer would wrap them, since what autocast
+keeps depends on where it ends. As on CUDA, only the tokens that are scored reach the head; where code selects them by a
+mask, which has no values here, the tracer makes a tensor of their number.
 """
 
 from collections import defaultdict

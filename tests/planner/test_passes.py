@@ -184,7 +184,7 @@ def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iteratio
 
 
 def test_forward_passes_of_a_step_are_those_that_trl_makes():
-    """Reference: each micro-batch of DPO, once for the steps on the same answers of GRPO. Its old model: if it changed."""
+    """Reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Old model: if it changed."""
     lora = LoraAdapter()
     found = [
         passes(method, lora).num_forwards

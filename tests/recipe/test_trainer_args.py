@@ -13,7 +13,14 @@ from tunekit.recipe import trainer_args
 from tunekit.recipe.fields import sections_of
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.trainer_args import OWNED, OWNED_BY_METHOD, OWNED_PREFIXES, check_trainer_args, config_fields, owner_hint
+from tunekit.recipe.trainer_args import (
+    OWNED,
+    OWNED_BY_METHOD,
+    OWNED_PREFIXES,
+    check_trainer_args,
+    config_fields,
+    owner_hint,
+)
 
 METHODS = Path(__file__).parents[2] / "tunekit" / "methods"
 SOURCE = {"model": "pico", "data": {"train": "x.jsonl"}}

@@ -264,7 +264,8 @@ def _generation(
     logits = 12 * model.vocab_size * num_sequences
     # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
     last = Need(
-        activations=casts + max(2 * model.vocab_size * model.hidden_size if casts else 0, cache // model.num_layers // 2),
+        activations=casts
+        + max(2 * model.vocab_size * model.hidden_size if casts else 0, cache // model.num_layers // 2),
         logits=logits,
         gathered=_gathered_for_generation(model, dtype, layout),
         kv_cache=cache,
@@ -326,9 +327,7 @@ def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) ->
     return 0
 
 
-def flops_without_gradients(
-    model: ModelFacts, passes: Passes, *, attended_tokens: float, head_share: float
-) -> float:
+def flops_without_gradients(model: ModelFacts, passes: Passes, *, attended_tokens: float, head_share: float) -> float:
     """Floating-point operations of a token in an optimizer step, in all passes without gradients.
 
     Those are a product of 2 operations for each weight, and attention; the adapters' own, which a reference pass does

@@ -393,13 +393,12 @@ class SFTMethod(Section):
 
 
 class DPOMethod(Section):
-    """Direct preference optimisation: make the chosen answers likelier than the rejected ones, as compared with the
-    model before training (TRL's DPOTrainer, arXiv 2305.18290). It can be planned, not trained yet."""
+    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer). Planned only, so far."""
 
     shorthand = "type"
 
     type: Literal["dpo"] = "dpo"
-    """Direct preference optimisation, on preference pairs."""
+    """Direct preference optimisation, on preference pairs (arXiv 2305.18290). It can be planned, not trained yet."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the model is held to what it was before training: the higher, the closer it stays."""
@@ -414,13 +413,12 @@ class DPOMethod(Section):
 
 
 class GRPOMethod(Section):
-    """Group relative policy optimisation: generate several answers to each prompt, and make those likelier that are
-    rewarded more than the others (TRL's GRPOTrainer, arXiv 2402.03300). It can be planned, not trained yet."""
+    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer). Planned only."""
 
     shorthand = "type"
 
     type: Literal["grpo"] = "grpo"
-    """Group relative policy optimisation, on prompts."""
+    """Group relative policy optimisation, on prompts (arXiv 2402.03300). It can be planned, not trained yet."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
@@ -610,9 +608,7 @@ def _type_alone(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-Method = Annotated[
-    SFTMethod | DPOMethod | GRPOMethod, Field(discriminator="type"), BeforeValidator(_type_alone)
-]
+Method = Annotated[SFTMethod | DPOMethod | GRPOMethod, Field(discriminator="type"), BeforeValidator(_type_alone)]
 """How it is trained, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
 
 Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)]
