@@ -23,8 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
+from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
+from tests.planner.oracle_shards import _accelerator as _fake_accelerator
+from tests.planner.oracle_shards import _local, _processes
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
@@ -197,6 +200,21 @@ def generate(step: Step, num_completion_tokens: int) -> Generated:
 def trace_deep(method_step: MethodStep) -> Trace:
     """The live bytes of one step of a deep model, drawn through those of shallow ones."""
     return drawn_deep(method_step.step, lambda num_layers: trace(method_step.with_layers(num_layers)))
+
+
+def trace_reference(step: Step, layout: Layout) -> int:
+    """Most bytes besides its shards that a reference model takes under FSDP2, wrapped by TRL, on one device."""
+    with _processes(layout) as mesh:
+        with torch.device("meta"):
+            model, _ = built(step)
+        model = prepare_fsdp(model, _fake_accelerator(layout, mesh))
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+            model.to_empty(device="cpu")
+            tracker = LiveBytes({_local(t).untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+            ids = torch.zeros(step.batch, step.length, dtype=torch.long)
+            with tracker, torch.no_grad():
+                model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)
+        return max(tracker.peaks.values())
 
 
 def _data(method_step: MethodStep) -> DataSection:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tests.planner.oracle import Step, facts_of
-from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace
+from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace, trace_reference
 from tests.planner.shapes import LLAMA_8B
+from tunekit.planner.activations import head_of
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import estimate
 from tunekit.planner.padding import padding_of
 from tunekit.planner.passes import (
     Passes,
@@ -17,6 +17,7 @@ from tunekit.planner.passes import (
     method_words,
     passes_of,
     reference_bytes,
+    reference_pass,
     steps_per_epoch,
 )
 from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, SFTMethod
@@ -145,17 +146,15 @@ def test_no_reference_model_is_kept_where_the_model_itself_gives_it_or_none_is_n
 
 
 def test_fsdp2_gathers_the_whole_reference_model_at_once():
-    def phases(method):
-        return estimate(
-            LLAMA_8B, FullAdapter(), device="cuda", dtype="bfloat16", optim="adamw_torch_fused", num_tokens=2048,
-            mask_length=1024, sliding_mask_length=1024, gradient_checkpointing=True, accumulates=True,
-            layout=Layout(strategy="fsdp2", dp_shard_size=8), devices_per_node=8, reserve_share=0.0,
-            passes=passes(method, FullAdapter()),
-        ).phases  # fmt: skip
-
-    refers = phases(DPOMethod())
-    assert refers["reference"] - refers["forward"] > 2 * LLAMA_8B.num_params
-    assert "reference" not in phases(DPOMethod(precompute_ref_log_probs=True))
+    """Its weights and the buffer in which they arrive: as traced with TRL's own wrapping on eight fake processes."""
+    layout, dtype = Layout(strategy="fsdp2", dp_shard_size=8), "bfloat16"
+    sizes = {**SIZES, "num_hidden_layers": 12}
+    one = Step("llama", tuple(sizes.items()), FullAdapter(), 2, 256, checkpointing=False)
+    facts = facts_of(one)
+    head = head_of(facts, FullAdapter(), "cuda", dtype, 512, autocast=False)
+    found = reference_pass(facts, FullAdapter(), WITH_REFERENCE, dtype, layout, head, num_tokens=512)
+    assert found.gathered == 2 * 2 * facts.num_params
+    assert found.total == pytest.approx(trace_reference(one, layout), rel=0.01)
 
 
 def test_a_pair_is_two_sequences_as_trls_collator_makes_them():
@@ -184,7 +183,7 @@ def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iteratio
 
 
 def test_forward_passes_of_a_step_are_those_that_trl_makes():
-    """Reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Old model: if it changed."""
+    """The reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Its old self too."""
     lora = LoraAdapter()
     found = [
         passes(method, lora).num_forwards

@@ -140,7 +140,7 @@ def reference_bytes(model: ModelFacts, passes: Passes, dtype: Dtype, layout: Lay
 
     They are in the type of the trained model, float32, and whole but where FSDP2 or ZeRO-3 divides them; DeepSpeed
     casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed after the forward
-    pass it stays gathered.
+    pass it stays gathered whole.
     """
     if not passes.keeps_reference:
         return 0
@@ -181,7 +181,7 @@ def method_needs(
         needs: What the other phases need.
     """
     if passes.refers_in_micro_batch:
-        held = _reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        held = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
         yield (
             "reference",
             replace(
@@ -197,7 +197,7 @@ def method_needs(
         yield "generation", replace(held, gathered=needs["optimizer"].gathered + held.gathered)
 
 
-def _reference_pass(
+def reference_pass(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     passes: Passes,
@@ -208,18 +208,16 @@ def _reference_pass(
 ) -> Need:
     """What the reference's forward pass needs: at its end, in the head, or in a layer.
 
-    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model first,
-    and lays it out anew.
+    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model, and
+    keeps the buffer in which it arrived beside the weights until it gathers again.
     """
     h, e = model.hidden_size, BYTES[dtype]
     casts = _casts_bytes(model, adapter, dtype, layout)
     stream = 4 if casts else e
     layer = (3 * e * model.intermediate_size + (3 * stream + e) * h) * num_tokens
     gathered = 0
-    if passes.keeps_reference and layout.strategy == "fsdp2" and layout.reshard_after_forward:
-        gathered = e * model.num_params
-        # Both are there before anything else is.
-        layer = max(layer, gathered)
+    if passes.keeps_reference and layout.strategy == "fsdp2":
+        gathered = e * model.num_params * (2 if layout.reshard_after_forward else 1)
     copies = stream * h * int(passes.max_scored_share * num_tokens)
     if layer > copies + head.forward:
         return Need(activations=casts + layer, gathered=gathered)
