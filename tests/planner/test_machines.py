@@ -122,7 +122,7 @@ def test_every_accelerator_can_be_planned_for_or_says_why_not(name):
 
 def test_a_plan_for_rocm_says_that_it_is_only_a_plan():
     plan = resolve(QUICKSTART, find_machine("8xmi300x").hardware(), LLAMA_8B, ROWS)
-    assert "only a plan: tunekit does not find ROCm devices" in plan.explain()
+    assert "tunekit was not tried on ROCm" in plan.explain()
     assert plan.dtype == "bfloat16"
 
 

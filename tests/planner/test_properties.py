@@ -1,7 +1,5 @@
 """What holds for every recipe, model and machine, tried on ones that are drawn."""
 
-from itertools import pairwise
-
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -68,10 +66,10 @@ def test_more_devices_never_need_more_memory_each(asked, model, strategy, size, 
     setting = with_recipe(asked, model)
     needed = [
         memory(setting, Layout(strategy=strategy, dp_shard_size=shards), size, checkpointing=checkpointing).total_bytes
-        for shards in (2, 4, 8, 16, 64, 512)
+        # A tensor with fewer rows than there are devices is padded: an adapter of rank 16 on more than 16 of them.
+        for shards in (2, 4, 8, 16, *((64, 512) if asked.adapter.type == "full" else ()))
     ]
-    # A tensor with fewer rows than there are devices is padded: an adapter of rank 16 on 64 of them.
-    assert all(more <= fewer * 1.01 for fewer, more in pairwise(needed))
+    assert needed == sorted(needed, reverse=True)
 
 
 @given(recipes(adapters=("full", "lora")), models, st.integers(1, 4), st.booleans())

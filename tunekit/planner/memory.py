@@ -98,7 +98,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda"],
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,

@@ -29,6 +29,7 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     device, used = hardware.device, layout.num_processes
     if device.kind == "cpu":
         why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
+        why += f"; {hardware.note}" if hardware.note else ""
         return Reason(topic="device", choice=device.name, why=why)
     choice = device.name if used == 1 else f"{used} x {device.name}"
     if num_nodes > 1:

@@ -7,7 +7,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.fit import HOST_SHARE, MEMORY_SHARE, Fit, Setting, fit, least
+from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
 from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate
 from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
@@ -81,7 +81,7 @@ def resolve(
         data=data,
         schedule=schedule,
         memory=found.memory,
-        memory_limit_bytes=setting.limit_bytes,
+        memory_limit_bytes=setting.limit_bytes(layout.num_processes // chosen.candidate.num_nodes),
         speed=speed,
         reasons=(
             device_reason(hardware, layout, chosen.candidate.num_nodes),
@@ -113,7 +113,6 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
     """
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
-    free = min(other.memory_free_bytes for other in hardware.accelerators or (device,))
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
     return Setting(
         recipe=recipe,
@@ -121,7 +120,7 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
         model=model,
         dtype=dtype,
         attention=choose_attention(recipe, hardware, model, dtype).choice,
-        limit_bytes=limit_bytes or int(MEMORY_SHARE[device.kind] * free),
+        found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind],
     )
@@ -156,7 +155,7 @@ def _choose(setting: Setting) -> _Chosen:
         PlanError: None of them fits, or there is none.
     """
     rejected: list[Rejected] = []
-    smallest: MemoryEstimate | None = None
+    nearest: tuple[MemoryEstimate, int] | None = None
     refusals: list[Refusal] = []
     for candidate in candidates(setting):
         layout = candidate.layout
@@ -169,17 +168,21 @@ def _choose(setting: Setting) -> _Chosen:
         if found is not None:
             return _Chosen(candidate, found, tuple(rejected))
         needed = least(setting, layout, candidate.num_nodes)
-        rejected.append(Rejected(layout=layout, why=setting.why_not(needed), needed_bytes=needed.total_bytes))
-        if smallest is None or needed.total_bytes < smallest.total_bytes:
-            smallest = needed
-    if smallest is None:
+        per_node = layout.num_processes // candidate.num_nodes
+        why = setting.why_not(needed, per_node)
+        rejected.append(Rejected(layout=layout, why=why, needed_bytes=needed.total_bytes))
+        if nearest is None or needed.total_bytes < nearest[0].total_bytes:
+            nearest = needed, per_node
+    if nearest is None:
         raise _nothing_possible(setting, rejected, refusals)
-    over = smallest.total_bytes - setting.limit_bytes
+    smallest, per_node = nearest
+    limit = setting.limit_bytes(per_node)
+    over = smallest.total_bytes - limit
     tried = "" if len(rejected) == 1 else "".join(f"\n  {one.layout.name}: {one.why}" for one in rejected)
-    much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest)}"
+    much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
-        f"{gib(setting.limit_bytes)} may be used{much}",
+        f"{gib(limit)} may be used{much}",
         hint=_what_would_fit(setting) + tried,
     )
 
@@ -223,7 +226,7 @@ def _what_would_fit(setting: Setting) -> str:
             if refusal(other, candidate.layout) is not None:
                 continue
             memory = least(other, candidate.layout, candidate.num_nodes)
-            if other.fits(memory):
+            if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
                 return f"{change} would fit with {gib(memory.total_bytes)}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"
 
