@@ -6,6 +6,7 @@ import torch
 from tests.planner.oracle import Step, facts_of
 from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace, trace_reference
 from tests.planner.shapes import LLAMA_8B
+from tunekit.errors import PlanError
 from tunekit.planner.activations import head_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.padding import padding_of
@@ -16,10 +17,11 @@ from tunekit.planner.passes import (
     kv_cache_bytes,
     method_words,
     passes_of,
-    reference_bytes,
     reference_pass,
     steps_per_epoch,
+    with_reference,
 )
+from tunekit.planner.phases import Kept
 from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, SFTMethod
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -127,8 +129,22 @@ WITH_REFERENCE = passes(DPOMethod(), FullAdapter())
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
 def test_a_reference_model_is_divided_as_trl_divides_it(layout, bytes_per_param):
-    found = reference_bytes(LLAMA_8B, WITH_REFERENCE, "bfloat16", layout)
-    assert found == pytest.approx(bytes_per_param * LLAMA_8B.num_params, rel=1e-6)
+    found = with_reference(Kept(0), LLAMA_8B, WITH_REFERENCE, "bfloat16", layout, devices_per_node=8)
+    assert found.reference == pytest.approx(bytes_per_param * LLAMA_8B.num_params, rel=1e-6)
+    assert (found.host_bytes, found.nvme_bytes) == (0, 0)
+
+
+def test_a_reference_model_lies_where_the_weights_lie():
+    fsdp2 = Layout(strategy="fsdp2", dp_shard_size=16, offload_param_device="cpu", offload_optimizer_device="cpu")
+    zero3 = Layout(strategy="zero3", dp_shard_size=16, offload_param_device="nvme", offload_optimizer_device="nvme")
+    num_params = LLAMA_8B.num_params
+
+    def kept(layout):
+        return with_reference(Kept(0), LLAMA_8B, WITH_REFERENCE, "bfloat16", layout, devices_per_node=8)
+
+    # Each of two nodes has half of it.
+    assert kept(fsdp2) == Kept(0, host_bytes=pytest.approx(4 * num_params / 2, rel=1e-6))
+    assert kept(zero3) == Kept(0, nvme_bytes=pytest.approx(2 * num_params / 2, rel=1e-6))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,8 @@ def test_a_reference_model_is_divided_as_trl_divides_it(layout, bytes_per_param)
     ],
 )
 def test_no_reference_model_is_kept_where_the_model_itself_gives_it_or_none_is_needed(method, adapter):
-    assert reference_bytes(LLAMA_8B, passes(method, adapter), "bfloat16", Layout()) == 0
+    kept = with_reference(Kept(7), LLAMA_8B, passes(method, adapter), "bfloat16", Layout(), devices_per_node=1)
+    assert kept == Kept(7)
 
 
 def test_fsdp2_gathers_the_whole_reference_model_at_once():
@@ -166,7 +183,7 @@ def test_a_pair_is_two_sequences_as_trls_collator_makes_them():
 
 
 @pytest.mark.parametrize("num_iterations", [1, 3])
-@pytest.mark.parametrize("num_rows", [7, 16, 103])
+@pytest.mark.parametrize("num_rows", [4, 16, 103])
 def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iterations):
     from trl.trainer.utils import RepeatSampler
 
@@ -180,6 +197,11 @@ def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iteratio
     # The trainer's batches hold the answers of a whole step, for each of its micro-batches again.
     assert steps_per_epoch(method, num_rows, batch) == len(sampler) // batch // accumulated
     assert steps_per_epoch(DPOMethod(), num_rows, batch) == -(-num_rows // batch)
+
+
+def test_too_few_prompts_for_a_step_are_refused():
+    with pytest.raises(PlanError, match=r"need 4 prompts, and data\.train has 3"):
+        steps_per_epoch(GRPOMethod(num_generations=8), 3, 32)
 
 
 def test_forward_passes_of_a_step_are_those_that_trl_makes():
@@ -248,8 +270,7 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             FullAdapter(),
             (
                 "dpo, beta 0.1",
-                "each row is two sequences; the reference is the model before training; its log-probabilities are "
-                "computed before training",
+                "each row is two sequences; log-probabilities of the reference are computed before training",
             ),
         ),
         (

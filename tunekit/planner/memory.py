@@ -17,7 +17,7 @@ from typing import Literal, TypedDict
 from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.passes import SFT, Passes, method_needs, reference_bytes
+from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
 from tunekit.planner.speed import is_counted
@@ -171,7 +171,7 @@ def estimate(
         more = replace(need, gradients=need.gradients + copied) if phase == "optimizer" else need
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
-    kept = replace(kept, reference=reference_bytes(one, passes, dtype, layout))
+    kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
     highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
     phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
