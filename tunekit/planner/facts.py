@@ -61,6 +61,8 @@ class Figures(Facts):
     """To the main memory of its node."""
     network_bytes_per_second: float | None = None
     """Its share of the network, to other nodes."""
+    disk_bytes_per_second: float | None = None
+    """Of the node's local disk, which all its accelerators share."""
     usd_per_hour: float | None = None
     price_source: str | None = None
     """Whose price that is, and of which day."""

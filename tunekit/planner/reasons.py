@@ -213,3 +213,11 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
     if at_most and speed.seconds is not None:
         why += f"; every row taken as {section.max_length} tokens"
     return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
+
+
+def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
+    """What devices send each other, and what failures cost."""
+    if speed is not None and speed.communication is not None:
+        yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
+    if speed is not None and speed.goodput is not None:
+        yield Reason(topic="failures", choice=speed.goodput.words(), why="in the time and the cost above")

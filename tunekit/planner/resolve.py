@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
+from tunekit.planner.beyond import beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
@@ -13,6 +14,7 @@ from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.reasons import (
     adapter_reason,
+    communication_reasons,
     data_reasons,
     device_reason,
     method_reasons,
@@ -23,7 +25,7 @@ from tunekit.planner.reasons import (
     speed_reason,
     steps_reason,
 )
-from tunekit.planner.speed import RunRecord, speed_of, step_of
+from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
@@ -61,9 +63,17 @@ def resolve(
         padding_free=padding.is_free,
         micro_batch_size=found.micro_batch_size,
         gradient_checkpointing=found.gradient_checkpointing,
+        layout=layout,
+        num_nodes=chosen.candidate.num_nodes,
     )
     num_steps = None if schedule is None else schedule.num_steps
-    speed = None if step is None else speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps)
+    speed = (
+        None
+        if step is None
+        else speed_of(
+            step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=recipe.train.save_steps
+        )
+    )
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -98,6 +108,8 @@ def resolve(
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),
+            *communication_reasons(speed),
+            *_beyond_reasons(setting, chosen.candidate, speed),
         ),
         rejected=chosen.rejected,
         change_first=_change_first(setting, chosen.candidate.num_nodes, found),
@@ -150,6 +162,20 @@ class _Chosen:
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
 
 
+def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:
+    """Where another engine is expected to be faster: what sends weights over the network, or to the processor."""
+    layout, recipe = candidate.layout, setting.recipe
+    crosses = layout.num_shards > layout.num_processes // candidate.num_nodes
+    if not isinstance(recipe.adapter, FullAdapter) or not (crosses or layout.offload_optimizer_device != "none"):
+        return
+    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    if other is None or other.num_nodes > other.asked_nodes or other.tokens_per_second is None:
+        return
+    ours = None if speed is None else speed.tokens_per_second
+    if ours is None or other.tokens_per_second.high > ours.high:
+        yield Reason(topic="faster elsewhere", choice=other.layout, why="; ".join(other.words()))
+
+
 def _choose(setting: Setting) -> _Chosen:
     """Try the candidates in their order.
 
@@ -185,8 +211,17 @@ def _choose(setting: Setting) -> _Chosen:
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
         f"{gib(limit)} may be used{much}",
-        hint=_what_would_fit(setting) + tried,
+        hint="\n".join([_what_would_fit(setting), *_elsewhere(setting)]) + tried,
     )
+
+
+def _elsewhere(setting: Setting) -> list[str]:
+    """Where to start with another engine, for all weights of a model that many devices are needed for."""
+    recipe = setting.recipe
+    if not isinstance(recipe.adapter, FullAdapter) or setting.hardware.num_accelerators < 2:
+        return []
+    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    return [] if other is None else other.words()
 
 
 def _machine(setting: Setting) -> str:
