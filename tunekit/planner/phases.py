@@ -46,6 +46,7 @@ class Need:
 
     @property
     def total(self) -> int:
+        """All of it."""
         return self.gradients + self.activations + self.logits + self.gathered + self.kv_cache
 
 
