@@ -1,6 +1,6 @@
 """How far the planner's memory estimate is from a trace of the real modules: peak bytes of one step on one device.
 
-    python -m benchmarks.planner [--set development|held-out|all] [--save]
+    python -m benchmarks.planner [--set development|held-out|all] [--methods] [--save]
 
 The steps are drawn by chance in `tests/planner/grid.py`; a fifth of them was set aside before the formulas were fitted
 to the others. The trace (`tests/planner/oracle.py`) runs Hugging Face's modules, TRL's head and autograd on tensors
@@ -9,6 +9,9 @@ and kernels of bitsandbytes are in neither, and are what `fixed` and the planner
 
 `error` is that of the peak. `of the step` is that of what comes and goes: the peak less weights and optimizer states,
 which both sides know exactly.
+
+`--methods` takes steps of DPO and GRPO instead, from `tests/planner/grid_methods.py` and traced with TRL's own losses;
+what GRPO needs to generate answers is compared in `tests/planner/test_passes.py`, on real tensors.
 """
 
 import argparse
@@ -27,10 +30,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.planner.grid import HELD_OUT, STEPS
-from tests.planner.oracle import estimate_of, trace_deep
+from tests.planner import grid, grid_methods, oracle, oracle_methods
 
-RESULTS = Path(__file__).parent / "results" / "planner.json"
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "peft")
 
 
@@ -50,21 +52,27 @@ class Row:
     estimated_phase: str
 
 
-def compare(place: int) -> Row:
-    """Trace and estimate the step at one place of the grid."""
-    step = STEPS[place]
-    traced, estimated = trace_deep(step), estimate_of(step)
-    total = estimated.tensor_bytes
+def compare(place: int, methods: bool) -> Row:
+    """Trace and estimate the step at one place of a grid."""
+    if methods:
+        one = grid_methods.STEPS[place]
+        step, traced, estimated = str(one), oracle_methods.trace_deep(one), oracle_methods.estimate_of(one)
+    else:
+        alone = grid.STEPS[place]
+        step, traced, estimated = str(alone), oracle.trace_deep(alone), oracle.estimate_of(alone)
+    phases = {phase: size for phase, size in estimated.phases.items() if phase != "generation"}
+    phase = max(phases, key=phases.__getitem__)
+    total = phases[phase]
     constant = traced.weights_bytes + traced.optimizer_bytes
     return Row(
-        step=str(step),
-        held_out=place in HELD_OUT,
+        step=step,
+        held_out=place in (grid_methods if methods else grid).HELD_OUT,
         traced_bytes=traced.peak_bytes,
         estimated_bytes=total,
         error=total / traced.peak_bytes - 1,
         step_error=(total - constant) / (traced.peak_bytes - constant) - 1,
         traced_phase=traced.phase,
-        estimated_phase=estimated.phase,
+        estimated_phase=phase,
     )
 
 
@@ -106,13 +114,15 @@ def main() -> None:
     """Compare, show and, where asked, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=("development", "held-out", "all"), default="all")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--methods", action="store_true", help="steps of DPO and GRPO")
+    parser.add_argument("--save", action="store_true", help="write it to results/")
     arguments = parser.parse_args()
     kept = {"development": {False}, "held-out": {True}, "all": {False, True}}[arguments.set]
     began = time.monotonic()
-    places = [place for place in range(len(STEPS)) if (place in HELD_OUT) in kept]
+    steps = grid_methods if arguments.methods else grid
+    places = [place for place in range(len(steps.STEPS)) if (place in steps.HELD_OUT) in kept]
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_one_thread) as processes:
-        rows = list(processes.map(compare, places))
+        rows = list(processes.map(compare, places, [arguments.methods] * len(places)))
     show(rows, time.monotonic() - began)
     if arguments.save:
         found = {
@@ -120,7 +130,9 @@ def main() -> None:
             "versions": {package: version(package) for package in PACKAGES},
             "rows": [asdict(row) for row in rows],
         }
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / ("planner_methods.json" if arguments.methods else "planner.json")).write_text(
+            json.dumps(found, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

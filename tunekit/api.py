@@ -8,9 +8,8 @@ from typing import Any
 from tunekit.data.load import load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
-from tunekit.errors import PlanError
-from tunekit.lookup import Lookup
-from tunekit.methods import sft
+from tunekit.errors import PlanError, TunekitError
+from tunekit.lookup import LEARNERS, Lookup
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
@@ -24,6 +23,7 @@ from tunekit.run.run import Run
 
 Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
+
 
 
 def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
@@ -129,9 +129,10 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
         TunekitError: There is a fault.
     """
     recipe = load_recipe(source, overrides)
+    _refuse_untrained(recipe)
     lookup = Lookup([None], probe_model)
     lookup.plan(recipe)
-    return lookup.data(recipe.data).notes
+    return lookup.data(recipe).notes
 
 
 def train(
@@ -150,9 +151,10 @@ def train(
     from tunekit.run.worker import work
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+    _refuse_untrained(recipe)
     lookup = Lookup([None], probe_model)
     _check_runs(lookup.plan(recipe))
-    data, model = lookup.data(recipe.data), lookup.model(recipe.model)
+    data, model = lookup.data(recipe), lookup.model(recipe.model)
     words = StringIO()
     with library_words_to(words):
         prepared = prepare(recipe, data, _progress_to(on_event))
@@ -194,9 +196,24 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    data = load_data(recipe.data, sft.LEARNER)
+    _refuse_untrained(recipe)
+    data = load_data(recipe.data, LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
         return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
+
+
+def _refuse_untrained(recipe: Recipe) -> None:
+    """Refuse what needs a method that can be planned only.
+
+    Raises:
+        TunekitError: The method is not trained by this version.
+    """
+    method = recipe.method.type
+    if method != "sft":
+        raise TunekitError(
+            f"method.type: {method} can be planned but not trained yet",
+            hint="`tunekit plan` says what it would need; method sft can be trained",
+        )
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:

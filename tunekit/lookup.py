@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tunekit.data.learner import Learner
 from tunekit.data.load import LoadedData, load_data
 from tunekit.errors import PlanError
-from tunekit.methods import sft
+from tunekit.methods import dpo, grpo, sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.known_models import KnownModel, known_models
 from tunekit.planner.machines import find_machine
@@ -13,12 +14,16 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import known_model, sketch_model
-from tunekit.recipe.schema import DataSection, ModelSection, Recipe
+from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""
+
+
+LEARNERS: dict[str, Learner] = {"sft": sft.LEARNER, "dpo": dpo.LEARNER, "grpo": grpo.LEARNER}
+"""What rows each method learns from, by `method.type`."""
 
 
 class Lookup:
@@ -62,11 +67,11 @@ class Lookup:
             self._models[key] = self._look(section)
         return self._models[key]
 
-    def data(self, section: DataSection) -> LoadedData:
-        """Rows. Sections that differ only in how rows become tokens share them."""
-        key = section.model_dump_json(exclude=AFTER_READING)
+    def data(self, recipe: Recipe) -> LoadedData:
+        """Rows. Recipes that differ only in how rows become tokens share them."""
+        key = recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
         if key not in self._data:
-            self._data[key] = load_data(section, sft.LEARNER)
+            self._data[key] = load_data(recipe.data, LEARNERS[recipe.method.type])
         return self._data[key]
 
     def plan(self, recipe: Recipe, machine: str | None = None, model: ModelFacts | None = None) -> Plan:
@@ -78,7 +83,7 @@ class Lookup:
             model: The model where it is known already.
         """
         model = model or self.model(recipe.model)
-        data = counted_facts(recipe, self.data(recipe.data))
+        data = counted_facts(recipe, self.data(recipe))
         return resolve(recipe, self.hardware(machine), model, data, self.records)
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
@@ -97,7 +102,7 @@ class Lookup:
         if what == "length":
             return largest_length(recipe, plan_of, machine, self.model(recipe.model).max_position_embeddings)
         if what == "batch":
-            num_rows = counted_facts(recipe, self.data(recipe.data)).num_train
+            num_rows = counted_facts(recipe, self.data(recipe)).num_train
             num_devices = max(1, self.hardware(machine).num_accelerators)
             return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
         return largest_models(

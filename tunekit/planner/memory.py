@@ -18,6 +18,7 @@ from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_g
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.flops import is_counted
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
@@ -108,6 +109,7 @@ def estimate(
     layout: Layout,
     devices_per_node: int,
     reserve_share: float,
+    passes: Passes = SFT,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -126,6 +128,7 @@ def estimate(
         layout: How the run is spread over devices.
         devices_per_node: How many of them share the main memory and the disk of a node.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        passes: What the method does in a step.
     """
     one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.strategy in ("single", "ddp")
@@ -143,7 +146,7 @@ def estimate(
     )
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
-    head = head_of(one, adapter, device, dtype, mine, autocast=autocast)
+    head = head_of(one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share)
     trained, optimizer_bytes = num_trainable_params(one, adapter), OPTIMIZER_BYTES[optim]
     held: _Held = {"optimizer_bytes": optimizer_bytes, "layout": layout, "devices_per_node": devices_per_node}
     needs: Iterable[tuple[Phase, Need]]
@@ -168,6 +171,8 @@ def estimate(
         more = replace(need, gradients=need.gradients + copied) if phase == "optimizer" else need
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
+    kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
+    highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
     phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
     return MemoryEstimate(
@@ -176,7 +181,7 @@ def estimate(
         phases=phases,
         host_bytes=kept.host_bytes,
         nvme_bytes=kept.nvme_bytes,
-        confidence=_confidence(model, layout),
+        confidence=_confidence(model, layout, passes),
     )
 
 
@@ -199,18 +204,20 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
         "activations": need.activations,
         "logits": need.logits,
         "gathered": need.gathered,
+        "reference": kept.reference,
+        "kv cache": need.kv_cache,
         "context": context,
         "reserve": reserve,
     }
     return {part: size for part, size in parts.items() if size}
 
 
-def _confidence(model: ModelFacts, layout: Layout) -> Confidence:
+def _confidence(model: ModelFacts, layout: Layout, passes: Passes) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
     if not is_counted(model):
         return "outside the model"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
-    engine = layout.strategy in ("single", "ddp", "fsdp2")
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
     return "traced" if model.model_type in TRACED and alone and engine else "closed form"
 
 

@@ -17,6 +17,7 @@ from tunekit.planner.reasons import (
     communication_reasons,
     data_reasons,
     device_reason,
+    method_reasons,
     model_reason,
     optimizer_reason,
     precision_reason,
@@ -50,7 +51,7 @@ def resolve(
     setting = setting_of(recipe, hardware, model)
     chosen = _choose(setting)
     found, layout = chosen.fit, chosen.fit.layout
-    padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size)
+    padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -96,6 +97,7 @@ def resolve(
             model_reason(model),
             precision_reason(recipe, dtype, why_dtype),
             attention,
+            *method_reasons(recipe),
             adapter_reason(recipe, model),
             *found.reasons(),
             padding.reason(),

@@ -15,7 +15,7 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
+from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.interrupt import remembered_interrupts
@@ -135,6 +135,7 @@ def _build(
     )
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     watch = Watch(run, log, asked_to_stop)
+    assert isinstance(recipe.method, SFTMethod), "other methods are refused before a run begins"
     trainer = sft.build(
         recipe.method,
         recipe.train,
