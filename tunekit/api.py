@@ -14,8 +14,8 @@ from tunekit.methods import sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
+from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.planner.speed import RunRecord
 from tunekit.probe import probe_hardware, probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import ModelSection, Recipe

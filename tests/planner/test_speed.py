@@ -8,9 +8,9 @@ from tests.planner.test_memory import build, facts_of, with_adapter
 from tunekit.planner.facts import DataFacts, Device, Figures
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.planner.records import RunRecord
 from tunekit.planner.speed import (
     Range,
-    RunRecord,
     Speed,
     Step,
     duration,

@@ -11,7 +11,8 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate, estimate
 from tunekit.planner.padding import check_isolation, needs_mask, padding_of
 from tunekit.planner.plan import Plan, Reason, Schedule, count, gib
-from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
+from tunekit.planner.records import RunRecord
+from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import Dtype, num_trainable_params
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
 from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.planner.records import RunRecord
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, Recipe
 
@@ -41,32 +42,6 @@ EFFICIENCY: Mapping[str, Range] = {
 SIMILAR_SIZE = 2
 """How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes
 the share of the peak that they reach. A choice, not a measurement."""
-
-
-class RunRecord(Facts):
-    """What a finished run tells about the next one."""
-
-    device: str
-    """Name of the device."""
-    model_type: str
-    adapter: str
-    dtype: Dtype
-    num_params: int
-    flops_per_token: float
-    """As its plan counted them."""
-    tokens_per_second: float
-    peak_memory_bytes: int
-    planned_memory_bytes: int
-
-    @property
-    def flops_per_second(self) -> float:
-        """What the device achieved; padding and data movement are in it as lost time."""
-        return self.tokens_per_second * self.flops_per_token
-
-    @property
-    def memory_share(self) -> float:
-        """Measured over planned memory."""
-        return self.peak_memory_bytes / self.planned_memory_bytes
 
 
 class Speed(Facts):

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from tunekit.errors import TunekitError
-from tunekit.planner.speed import RunRecord
+from tunekit.planner.records import RunRecord
 from tunekit.run.run import RUNS, Run, list_runs
 
 NUM_RUNS = 10
