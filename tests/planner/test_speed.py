@@ -7,8 +7,8 @@ from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
 from tests.planner.test_memory import build, facts_of, with_adapter
 from tunekit.planner.facts import DataFacts, Device, Figures
 from tunekit.planner.plan import Plan
-from tunekit.planner.resolve import resolve
 from tunekit.planner.records import RunRecord
+from tunekit.planner.resolve import resolve
 from tunekit.planner.speed import (
     Range,
     Speed,

@@ -17,7 +17,15 @@ from typing import Literal
 from tunekit.planner.activations import Head, Layers, head_of, layers_of
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
+from tunekit.planner.states import (
+    Dtype,
+    adapters_bytes,
+    dequantised_bytes,
+    gradients_bytes,
+    states_bytes,
+    trained_tensors,
+    weights_bytes,
+)
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
@@ -58,8 +66,8 @@ Part = Literal[
     "reserve",
 ]
 """What memory is for. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
-gradients of layers that are there whole for a moment, and buffers for it; `context`: what the process holds besides
-tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
+gradients of layers that are there whole, or out of their 4 bits, for a moment, and buffers for it; `context`: what the
+process holds besides tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
 
 Confidence = Literal["traced", "closed form", "outside the model"]
 """How far an estimate can be trusted: formulas compared with a trace of the real modules, formulas that were not, or
@@ -133,8 +141,9 @@ def estimate(
         layout: How the run is spread over devices.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
     """
-    trained = num_trainable_params(model, adapter)
-    weights, states = weights_bytes(model, adapter, dtype), int(OPTIMIZER_BYTES[optim] * trained)
+    trained = trained_tensors(model, adapter)
+    gradients, states = gradients_bytes(trained), states_bytes(trained, optim)
+    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(trained, adapter)
     layers = layers_of(
         model,
         adapter,
@@ -146,20 +155,22 @@ def estimate(
         accumulates=accumulates,
     )
     head = head_of(model, adapter, device, dtype, num_tokens)
-    needs = _needs(model, adapter, layers, head, accumulates=accumulates)
-    copied = 4 * trained if optim in FOREACH and device == "cuda" else 0
-    needs["optimizer"] = _Need(gradients=4 * trained + copied)
+    needs = _needs(model, adapter, gradients, layers, head, accumulates=accumulates)
+    copied = gradients if optim in FOREACH and device == "cuda" else 0
+    needs["optimizer"] = _Need(gradients=gradients + copied)
     shards = layout.num_shards
-    weights, states = weights // shards, states // shards
+    weights, adapters, states = weights // shards, adapters // shards, states // shards
     gathered = 0 if shards == 1 else 8 * model.num_params // model.num_layers + 4 * model.vocab_size * model.hidden_size
+    gathered += dequantised_bytes(model, adapter, dtype)
     phases = {
-        phase: weights + states + gathered + need.gradients // shards + need.activations + need.logits
+        phase: weights + adapters + states + gathered + need.gradients // shards + need.activations + need.logits
         for phase, need in needs.items()
     }
     phase = max(phases, key=phases.__getitem__)
     peak = needs[phase]
     parts: dict[Part, int] = {
         "weights": weights,
+        "adapters": adapters,
         "gradients": peak.gradients // shards,
         "optimizer": states,
         "activations": peak.activations,
@@ -181,10 +192,18 @@ class _Need:
 
 
 def _needs(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, layers: Layers, head: Head, *, accumulates: bool
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    trained: int,
+    layers: Layers,
+    head: Head,
+    *,
+    accumulates: bool,
 ) -> dict[Phase, _Need]:
-    """What each phase up to the optimizer's step needs. A gradient that is added to another is there beside it."""
-    trained = 4 * num_trainable_params(model, adapter)
+    """What each phase up to the optimizer's step needs, where `trained` is the size of all gradients.
+
+    A gradient that is added to another is there beside it.
+    """
     vocabulary = 4 * model.vocab_size * model.hidden_size if isinstance(adapter, FullAdapter) else 0
     tied = "lm_head.weight" not in model.tensors
     in_layers = trained - vocabulary * (1 if tied else 2)

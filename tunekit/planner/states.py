@@ -71,14 +71,18 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
 
     LoRA adds two of rank r to each adapted matrix (arXiv 2106.09685, section 4.1), DoRA a magnitude for each output
     besides (arXiv 2402.09353). PEFT adapts all experts of a layer by one pair, its rank r for each of them, or 2r where
-    gate and up projection are one. Modules in `modules_to_save` are copied and trained wholly.
+    gate and up projection are one. Modules in `modules_to_save` are copied, and trained wholly
+    instead.
     """
-    tensors = fused_experts(model.tensors)
+    fused = model.model_copy(update={"tensors": fused_experts(model.tensors)}) if model.num_experts else model
+    tensors = dict(fused.tensors)
     if isinstance(adapter, FullAdapter):
         return tensors
-    fused = model.model_copy(update={"tensors": tensors})
-    trained = fused.tensors_in(adapter.modules_to_save or [])
+    whole = adapter.modules_to_save or []
+    trained = fused.tensors_in(whole) if whole else {}
     for name in fused.adapter_linears(adapter.target_modules):
+        if whole and not set(whole).isdisjoint(name.split(".")):
+            continue
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
         rank = adapter.rank * math.prod(experts) * (2 if experts and name.endswith("gate_up_proj") else 1)
         trained |= {name + ".lora_A": (rank, inputs), name + ".lora_B": (outputs, rank)}
@@ -126,33 +130,29 @@ def dequantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dty
     return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.linears.values())
 
 
-def adapters_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+def adapters_bytes(trained: Mapping[str, Shape], adapter: FullAdapter | LoraAdapter) -> int:
     """Bytes of what is trained besides the model's own weights, in float32."""
-    return 0 if isinstance(adapter, FullAdapter) else 4 * num_trainable_params(model, adapter)
+    return 0 if isinstance(adapter, FullAdapter) else sum(4 * math.prod(shape) for shape in trained.values())
 
 
-def gradients_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+def gradients_bytes(trained: Mapping[str, Shape]) -> int:
     """Bytes of all gradients, in float32."""
-    return sum(4 * math.prod(shape) for shape in _updated_tensors(model, adapter).values())
+    return sum(4 * math.prod(shape) for name, shape in trained.items() if gets_gradient(name))
 
 
-def optimizer_states_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: Optim) -> int:
-    """Bytes of the optimizer's states after its first step."""
-    return states_bytes(_updated_tensors(model, adapter), optim)
+def gets_gradient(name: str) -> bool:
+    """Whether a trained tensor is updated: from rows of text, a vision tower learns nothing."""
+    return not is_vision(name)
 
 
-def _updated_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> dict[str, Shape]:
-    """Trained tensors that get gradients: from rows of text, a vision tower gets none."""
-    return {name: shape for name, shape in trained_tensors(model, adapter).items() if not is_vision(name)}
-
-
-def states_bytes(tensors: Mapping[str, Shape], optim: Optim) -> int:
-    """Bytes of an optimizer's states for tensors of these names and shapes.
+def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
+    """Bytes of an optimizer's states for what is trained, after its first step.
 
     8-bit states carry a float32 constant for every 256 values (arXiv 2110.02861), and share a table for signed and one
     for unsigned values. Embeddings keep float32 states (transformers asks bitsandbytes for it), and so does what is
     small.
     """
+    tensors = {name: shape for name, shape in trained.items() if gets_gradient(name)}
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in tensors.values())
     kept = _STATES[optim]
@@ -178,6 +178,6 @@ def _factored_bytes(shape: Shape) -> int:
 _LARGE = {"": (4096, 4096)}
 
 OPTIMIZER_BYTES: Mapping[Optim, float] = {
-    optim: states_bytes(_LARGE, optim) / 4096**2 for optim in (*_STATES, "adafactor")
+    optim: round(states_bytes(_LARGE, optim) / 4096**2, 3) for optim in (*_STATES, "adafactor")
 }
-"""Optimizer state bytes per trained parameter of a large matrix."""
+"""Optimizer state bytes per trained parameter of a large matrix, rounded: for how much an update moves."""
