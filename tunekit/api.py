@@ -100,7 +100,7 @@ def train(
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
     found = _look(recipe)
-    found.plan(recipe)
+    _check_runs(found.plan(recipe))
     words = StringIO()
     with library_words_to(words):
         prepared = prepare(recipe, found.data, _progress_to(on_event))
@@ -112,6 +112,15 @@ def train(
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
     work(run, on_event)
     return run
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse to train in a layout that is only planned for so far."""
+    if plan.layout.strategy != "single":
+        raise PlanError(
+            f"{plan.layout.name} over {plan.layout.num_processes} devices can be planned, but not trained in yet",
+            hint="set parallel.strategy=single to train on one device",
+        )
 
 
 def data_report(
