@@ -34,6 +34,9 @@ def _record(run: Run) -> RunRecord | None:
             tokens_per_second=result["tokens_per_second"],
             peak_memory_bytes=result["peak_memory_bytes"],
             planned_memory_bytes=result["planned_memory_bytes"],
+            planned_tensor_bytes=plan.memory.tensor_bytes,
+            peak_allocated_bytes=result["peak_allocated_bytes"],
+            peak_reserved_bytes=result["peak_reserved_bytes"],
         )
     except (TunekitError, ValueError, KeyError, OSError, yaml.YAMLError):
         # Written by another version, or damaged since: no reason to refuse a new plan.
