@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from tunekit.planner.facts import Facts, Hardware, ModelFacts
-from tunekit.planner.fit import fit
+from tunekit.planner.fit import divisors
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.plan import Plan, gib
 from tunekit.planner.resolve import setting_of, smallest_change
@@ -69,12 +69,12 @@ class Shortage(Facts):
 
 
 def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
-    """The smallest change of a plan's recipe with which it fits less memory than it was made for, in words.
+    """The smallest change of a plan's recipe with which it fits, in words: what leaves the result as it is comes first.
 
     Args:
         plan: The plan that did not fit.
         model: Its model.
-        limit_bytes: What it may come to.
+        limit_bytes: What it may come to, which is less than it does.
     """
     of_a_node = plan.layout.num_processes // plan.num_nodes
     if plan.device.kind == "cpu":
@@ -83,12 +83,13 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
         flash_attn = plan.attn_implementation.startswith("flash_attention")
         accelerators = (plan.device,) * of_a_node
         hardware = Hardware(accelerators=accelerators, num_nodes=plan.num_nodes, flash_attn=flash_attn)
-    found = fit(setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes), plan.layout, plan.num_nodes)
-    changes = []
-    if found is not None and found.micro_batch_size != plan.micro_batch_size:
-        changes.append(f"train.micro_batch_size={found.micro_batch_size}")
-    if found is not None and found.gradient_checkpointing and not plan.gradient_checkpointing:
-        changes.append("train.gradient_checkpointing=true")
-    if found is None or not changes:
-        return smallest_change(plan.recipe, hardware, model, limit_bytes)
-    return f"{' and '.join(changes)} would fit with {gib(found.memory.total_bytes)}, and the result stays the same"
+    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes)
+    for checkpointing in sorted({plan.gradient_checkpointing, True}):
+        for size in divisors(plan.micro_batch_size):
+            memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=checkpointing)
+            if setting.fits(memory):
+                smaller = f"train.micro_batch_size={size}" if size != plan.micro_batch_size else ""
+                again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
+                changes = " and ".join(change for change in (smaller, again) if change)
+                return f"{changes} would fit with {gib(memory.total_bytes)}, and the result stays the same"
+    return smallest_change(plan.recipe, hardware, model, limit_bytes)

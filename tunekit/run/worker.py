@@ -134,7 +134,7 @@ def _build(
     run: Run, log: EventLog, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[SFTTrainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
-    _forget_overrides(recipe.train.optim)
+    forget_overrides(recipe.train.optim)
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
@@ -190,7 +190,7 @@ def _use_planned_device(plan: Plan) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
 
 
-def _forget_overrides(optim: Optim) -> None:
+def forget_overrides(optim: Optim) -> None:
     """Make bitsandbytes forget what it was told of the tensors of an earlier run in this process.
 
     It keeps states of embeddings in 32 bits because transformers asks for it, and remembers them by their place in the

@@ -1,0 +1,109 @@
+"""Memory of real runs: what they held by part, and what they say when it runs out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import tunekit
+from tests.tiny import save_chats, save_tiny_model
+from tunekit.planner.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
+from tunekit.probe import probe_model
+from tunekit.run.run import Run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
+
+ROWS = 64
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model", hidden=256)
+    save_chats(folder / "rows.jsonl", ((f"double {n} " * 12, f"{2 * n}") for n in range(ROWS)))
+    return folder
+
+
+def recipe(adapter, **train):
+    return {
+        "model": "model",
+        "data": {"train": "rows.jsonl", "max_length": 256},
+        "adapter": adapter,
+        "train": {"max_steps": 2, "global_batch_size": ROWS, **train},
+        "output": {"sample_prompts": []},
+    }
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
+@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+def test_a_run_records_what_it_held_and_it_is_what_was_planned(adapter, optim, workspace, monkeypatch, tmp_path):
+    monkeypatch.chdir(workspace)
+    run = tunekit.train(recipe(adapter, optim=optim), [f"output.dir={tmp_path / 'run'}", "data.max_length=128"])
+    plan, result = run.plan, run.result()
+    facts = probe_model(run.recipe.model)
+    trained = trained_tensors(facts, run.recipe.adapter)
+    planned = {
+        "weights": weights_bytes(facts, run.recipe.adapter, plan.dtype),
+        "adapters": adapters_bytes(trained, run.recipe.adapter),
+        "gradients": gradients_bytes(trained),
+        "optimizer": states_bytes(trained, optim),
+    }
+    assert result["held_bytes"] == {part: size for part, size in planned.items() if size}
+    for part in ("weights", "adapters", "optimizer"):
+        assert plan.memory.parts.get(part, 0) == planned[part]
+    # torch counts what is allocated on accelerators alone.
+    assert result["peak_allocated_bytes"] is result["peak_reserved_bytes"] is None
+    assert sum(planned.values()) < result["peak_memory_bytes"]
+
+
+LIMITED = """
+import json, psutil, resource, sys, tunekit
+recipe, when, room, folder = json.loads(sys.argv[1])
+def listen(event):
+    if when == event.get("phase", event["event"]):
+        now = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (now + room * 2**20, resource.RLIM_INFINITY))
+try:
+    tunekit.train(recipe, [f"output.dir={folder}"], on_event=listen)
+except tunekit.TunekitError as error:
+    sys.exit(str(error))
+"""
+
+
+def train_within(workspace, recipe, when, room, folder) -> Run:
+    """A run in which the process may not take more than `room` MiB from an event on."""
+    arguments = json.dumps([recipe, when, room, str(folder)])
+    answer = subprocess.run(
+        [sys.executable, "-c", LIMITED, arguments], cwd=workspace, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in answer.stderr, answer.stderr
+    return Run(folder)
+
+
+def test_what_would_have_fitted_does_fit(workspace, tmp_path):
+    run = train_within(workspace, recipe("full"), "training", 150, tmp_path / "first")
+    assert run.state == "failed"
+    first, heads, weights, *_, total = run.status()["exit_reason"].splitlines()
+    asked, _, change = first.partition(" more were asked for; ")
+    assert asked.startswith("step 1: CPU") and "is out of memory: " in asked
+    assert heads.split() == ["planned", "measured"]
+    name, planned, _, measured, _ = weights.split()
+    assert name == "weights" and planned == measured
+    assert total.startswith("  in all  ")
+    # The same limit, and what was said to fit.
+    settings = change.partition(" would fit")[0].split(" and ")
+    changed = {name: json.loads(value) for name, value in (s.removeprefix("train.").split("=") for s in settings)}
+    assert train_within(workspace, recipe("full", **changed), "training", 150, tmp_path / "second").state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("loading", "loading: CPU"), ("log", "evaluation after step 1: CPU")], ids=["load", "evaluate"]
+)
+def test_memory_that_runs_out_elsewhere_is_said_so(when, said, workspace, tmp_path):
+    asked = recipe("full", eval_steps=1)
+    asked["data"]["eval"] = "rows.jsonl"
+    run = train_within(workspace, asked, when, 4, tmp_path / "run")
+    assert run.state == "failed"
+    assert run.status()["exit_reason"].startswith(said)
+    assert "is out of memory" in run.status()["exit_reason"]
