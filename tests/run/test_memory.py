@@ -5,30 +5,46 @@ import subprocess
 import sys
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model
+from tests.tiny import make_tokenizer, save_chats
 from tunekit.planner.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
 from tunekit.probe import probe_model
 from tunekit.run.run import Run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 
-ROWS = 64
+ROWS = 16
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
+    """A model with a vocabulary as wide as the tiles of TRL's head, so that what it allocates it also fills."""
     folder = tmp_path_factory.mktemp("workspace")
-    save_tiny_model(folder / "model", hidden=256)
-    save_chats(folder / "rows.jsonl", ((f"double {n} " * 12, f"{2 * n}") for n in range(ROWS)))
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        vocab_size=32768,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    save_chats(folder / "rows.jsonl", ((f"double {n} " * 7, f"{2 * n}") for n in range(ROWS)))
     return folder
 
 
 def recipe(adapter, **train):
     return {
         "model": "model",
-        "data": {"train": "rows.jsonl", "max_length": 256},
+        "data": {"train": "rows.jsonl", "max_length": 128},
         "adapter": adapter,
         "train": {"max_steps": 2, "global_batch_size": ROWS, **train},
         "output": {"sample_prompts": []},
@@ -39,7 +55,7 @@ def recipe(adapter, **train):
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_a_run_records_what_it_held_and_it_is_what_was_planned(adapter, optim, workspace, monkeypatch, tmp_path):
     monkeypatch.chdir(workspace)
-    run = tunekit.train(recipe(adapter, optim=optim), [f"output.dir={tmp_path / 'run'}", "data.max_length=128"])
+    run = tunekit.train(recipe(adapter, optim=optim), [f"output.dir={tmp_path / 'run'}"])
     plan, result = run.plan, run.result()
     facts = probe_model(run.recipe.model)
     trained = trained_tensors(facts, run.recipe.adapter)
@@ -82,7 +98,7 @@ def train_within(workspace, recipe, when, room, folder) -> Run:
 
 
 def test_what_would_have_fitted_does_fit(workspace, tmp_path):
-    run = train_within(workspace, recipe("full"), "training", 150, tmp_path / "first")
+    run = train_within(workspace, recipe("full"), "training", 500, tmp_path / "first")
     assert run.state == "failed"
     first, heads, weights, *_, total = run.status()["exit_reason"].splitlines()
     asked, _, change = first.partition(" more were asked for; ")
@@ -94,7 +110,7 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     # The same limit, and what was said to fit.
     settings = change.partition(" would fit")[0].split(" and ")
     changed = {name: json.loads(value) for name, value in (s.removeprefix("train.").split("=") for s in settings)}
-    assert train_within(workspace, recipe("full", **changed), "training", 150, tmp_path / "second").state == "finished"
+    assert train_within(workspace, recipe("full", **changed), "training", 500, tmp_path / "second").state == "finished"
 
 
 @pytest.mark.parametrize(
