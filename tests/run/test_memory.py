@@ -5,15 +5,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tunekit
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.planner.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
 from tunekit.probe import probe_model
+from tunekit.run.memory import is_out_of_memory, shortage
 from tunekit.run.run import Run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
+limits_memory = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
 
 ROWS = 16
 
@@ -97,6 +99,7 @@ def train_within(workspace, recipe, when, room, folder) -> Run:
     return Run(folder)
 
 
+@limits_memory
 def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     run = train_within(workspace, recipe("full"), "training", 500, tmp_path / "first")
     assert run.state == "failed"
@@ -113,6 +116,7 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     assert train_within(workspace, recipe("full", **changed), "training", 500, tmp_path / "second").state == "finished"
 
 
+@limits_memory
 @pytest.mark.parametrize(
     ("when", "said"), [("loading", "loading: CPU"), ("log", "evaluation after step 1: CPU")], ids=["load", "evaluate"]
 )
@@ -123,3 +127,26 @@ def test_memory_that_runs_out_elsewhere_is_said_so(when, said, workspace, tmp_pa
     assert run.state == "failed"
     assert run.status()["exit_reason"].startswith(said)
     assert "is out of memory" in run.status()["exit_reason"]
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ..."), 2 * 2**30),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes."),
+            4000,
+        ),
+        (RuntimeError("CUDA error: out of memory"), 0),
+        (MemoryError(), 0),
+    ],
+    ids=["allocator", "cpu", "driver", "python"],
+)
+def test_errors_of_memory_are_known_with_what_was_asked_for(error, asked, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    assert is_out_of_memory(error)
+    assert shortage(tunekit.plan(recipe("lora")), {}, None, error).asked_bytes == asked
+
+
+def test_other_errors_are_none_of_memory():
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."))

@@ -71,7 +71,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Measure all that stays, once: the gradients of the first step are still there."""
-        if state.global_step == 0:
+        if "gradients" not in self.held:
             self.held = held_bytes(model, optimizer, full=self.full)
 
     def on_step_begin(

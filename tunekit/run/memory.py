@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """As torch's allocators write them."""
 
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch's errors say where memory ran out: its allocator or the driver, its allocator on a CPU, and cuBLAS."""
+
 
 def held_bytes(model: "Module", optimizer: "Optimizer | None", *, full: bool) -> dict[Part, int]:
     """Bytes that are held by part: those of weights, and of adapters, gradients and optimizer states where there are.
@@ -83,12 +86,9 @@ def peaks(plan: Plan) -> dict[str, int | None]:
     return {"peak_memory_bytes": resident, "peak_allocated_bytes": None, "peak_reserved_bytes": None}
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     """Whether an error says that memory ran out, on an accelerator or on a CPU."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    # torch raises for an accelerator by a class of its own, for a CPU by a message.
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and should_reduce_batch_size(error))
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def resident_bytes() -> int:
@@ -104,7 +104,7 @@ def shortage(plan: Plan, held: dict[Part, int], context_bytes: int | None, error
         plan: What was planned.
         held: Parts that were measured.
         context_bytes: What was resident besides them, where that was measured.
-        error: What `is_out_of_memory`.
+        error: One that `is_out_of_memory`.
     """
     asked = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
     asked_bytes = int(float(asked[1]) * UNITS[asked[2]]) if asked else 0
