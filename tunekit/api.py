@@ -16,7 +16,8 @@ from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.probe import probe_hardware, probe_model, sketch_model
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.events import Event

@@ -14,7 +14,7 @@ from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.machines import find_machine
 from tunekit.planner.resolve import resolve
-from tunekit.probe import _from_config, probe_model
+from tunekit.probe.model import _from_config, probe_model
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe

@@ -11,7 +11,7 @@ from tunekit.recipe.schema import FullAdapter, LoraAdapter
 NUM_STEPS, SEED = 60, 2026
 
 
-def _shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, tied=False, **more):
+def shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, tied=False, **more):
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -26,14 +26,14 @@ def _shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, ti
 
 
 SHAPES = (
-    ("llama", _shape(2048, 8192, 16, 32, 8, 64, 128256, tied=True)),  # Llama-3.2-1B
-    ("llama", _shape(4096, 14336, 32, 32, 8, 128, 128256)),  # Llama-3.1-8B
-    ("llama", _shape(2048, 5632, 22, 32, 4, 64, 32000)),  # TinyLlama-1.1B
-    ("qwen3", _shape(1024, 3072, 28, 16, 8, 128, 151936, tied=True)),  # Qwen3-0.6B
-    ("qwen3", _shape(4096, 12288, 36, 32, 8, 128, 151936)),  # Qwen3-8B
-    ("gemma3_text", _shape(1152, 6912, 26, 4, 1, 256, 262144, tied=True, sliding_window=512)),  # Gemma-3-1B
-    ("gemma3_text", _shape(2560, 10240, 34, 8, 4, 256, 262208, tied=True, sliding_window=1024)),  # Gemma-3-4B
-    ("mistral", _shape(4096, 14336, 32, 32, 8, 128, 32768, sliding_window=None)),  # Mistral-7B-v0.3
+    ("llama", shape(2048, 8192, 16, 32, 8, 64, 128256, tied=True)),  # Llama-3.2-1B
+    ("llama", shape(4096, 14336, 32, 32, 8, 128, 128256)),  # Llama-3.1-8B
+    ("llama", shape(2048, 5632, 22, 32, 4, 64, 32000)),  # TinyLlama-1.1B
+    ("qwen3", shape(1024, 3072, 28, 16, 8, 128, 151936, tied=True)),  # Qwen3-0.6B
+    ("qwen3", shape(4096, 12288, 36, 32, 8, 128, 151936)),  # Qwen3-8B
+    ("gemma3_text", shape(1152, 6912, 26, 4, 1, 256, 262144, tied=True, sliding_window=512)),  # Gemma-3-1B
+    ("gemma3_text", shape(2560, 10240, 34, 8, 4, 256, 262208, tied=True, sliding_window=1024)),  # Gemma-3-4B
+    ("mistral", shape(4096, 14336, 32, 32, 8, 128, 32768, sliding_window=None)),  # Mistral-7B-v0.3
 )
 
 BATCHES = ((1, 512), (4, 512), (8, 1024), (2, 2048), (1, 4096), (1, 8192))

@@ -10,7 +10,7 @@ allocator's rounding and fragmentation, workspaces of cuBLAS and of the attentio
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 from unittest import mock
@@ -21,6 +21,7 @@ import transformers.masking_utils
 import trl.kernels.chunked_logprob as chunked_logprob
 import trl.trainer.utils as trl_head
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -82,45 +83,75 @@ class Trace:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that operations make, from then until it is freed."""
+    """Counts the bytes of every storage that operations make, from then until it is freed or resized to nothing."""
 
-    def __init__(self, ignored: set[int]) -> None:
+    def __init__(self, ignored: Iterable[int]) -> None:
         super().__init__()
         self.live = 0
         self.peaks: dict[str, int] = {}
         self.phase = "forward"
-        self._seen: set[int] = set(ignored)
+        self._ignored = set(ignored)
+        self._sizes: dict[int, int] = {}
+        self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", self._resized(torch.UntypedStorage.resize_))
+
+    def __enter__(self):
+        self._resizes.start()
+        return super().__enter__()
+
+    def __exit__(self, *problem):
+        self._resizes.stop()
+        return super().__exit__(*problem)
 
     def enter(self, phase: str) -> None:
         self.phase = phase
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            # It computes by operations on what is local, which come here again.
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            # It returns what it waited for; its fake returns a new tensor.
+            return args[0]
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
                 self._count(leaf.untyped_storage())
-        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+        self._note()
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._seen:
+        if key in self._ignored or key in self._sizes:
             return
-        self._seen.add(key)
-        size = storage.nbytes()
-        self.live += size
-        weakref.finalize(storage, self._free, key, size)
+        self._sizes[key] = storage.nbytes()
+        self.live += self._sizes[key]
+        weakref.finalize(storage, self._free, key)
 
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
+    def _free(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def _note(self) -> None:
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+
+    def _resized(self, resize):
+        """`resize_` of storages, by which FSDP2 frees weights and makes room for them again."""
+
+        def resized(storage: torch.UntypedStorage, size: int):
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self.live += size - self._sizes[storage._cdata]
+                self._sizes[storage._cdata] = size
+                self._note()
+            return result
+
+        return resized
 
 
 def trace(step: Step) -> Trace:
     """The live bytes of one step. Weights are counted by what they hold, the rest as it comes and goes."""
     with torch.device("meta"):
-        model, base = _built(step)
-    with FakeTensorMode(allow_non_fake_inputs=True), _as_on_cuda():
+        model, base = built(step)
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
         model.to_empty(device="cpu")
         base.tie_weights()
         model.train()
@@ -128,8 +159,8 @@ def trace(step: Step) -> Trace:
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
         ids = torch.zeros(step.batch, step.length, dtype=torch.long)
         options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
-        tracker = LiveBytes(set(own))
-        _watch(base, tracker)
+        tracker = LiveBytes(own)
+        watch(base, tracker)
         with tracker:
             for _ in range(2 if step.accumulates else 1):
                 tracker.enter("forward")
@@ -146,13 +177,18 @@ def trace(step: Step) -> Trace:
 
 
 def trace_deep(step: Step) -> Trace:
-    """The live bytes of one step of a deep model, drawn through those of three and four layers.
+    """The live bytes of one step of a deep model, drawn through those of shallow ones."""
+    return drawn_deep(step, lambda num_layers: trace(step.with_layers(num_layers)))
+
+
+def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
+    """The trace of a deep model, drawn through those of three and four layers.
 
     From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
     kinds of layers alternate, the same holds for whole turns.
     """
     short, long = (6, 12) if step.family.startswith("gemma") else (3, 4)
-    few, more = trace(step.with_layers(short)), trace(step.with_layers(long))
+    few, more = traced(short), traced(long)
     times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)
 
     def drawn(less: int, most: int) -> int:
@@ -165,7 +201,7 @@ def trace_deep(step: Step) -> Trace:
     )
 
 
-def _built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
+def built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it."""
     full = isinstance(step.adapter, FullAdapter)
     weights = torch.float32 if full else getattr(torch, step.dtype)
@@ -187,7 +223,7 @@ def _built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
     return model, base
 
 
-def _watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
+def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
     """Enter a phase where the gradient of what a layer gave arrives: from there on, that layer's backward runs."""
 
     def enter_on_gradient(phase: str):
@@ -207,7 +243,7 @@ def _watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
 
 
 @contextlib.contextmanager
-def _as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
     apply = chunked_logprob.ChunkedLogProbFunction.apply
 
@@ -261,8 +297,8 @@ def facts_of(step: Step) -> ModelFacts:
     )
 
 
-def estimate_of(step: Step) -> MemoryEstimate:
-    """What the planner says of a step on an accelerator."""
+def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noqa: B008 (frozen)
+    """What the planner says of a step on accelerators."""
     facts = facts_of(step)
     mask_length = step.length if step.rows == "padded" else None
     slides = facts.sliding_window is not None and step.length >= facts.sliding_window
@@ -277,6 +313,7 @@ def estimate_of(step: Step) -> MemoryEstimate:
         sliding_mask_length=mask_length or (step.length if slides else None),
         gradient_checkpointing=step.checkpointing,
         accumulates=step.accumulates,
-        layout=Layout(),
+        layout=layout,
+        devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
     )

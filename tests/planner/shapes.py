@@ -51,16 +51,6 @@ LLAMA_8B = llama_facts(
 LLAMA_1B = llama_facts(
     path="llama-3.2-1b", hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=128256, tied=True
 )
-QWEN_32B = llama_facts(
-    path="qwen-32b", hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocab=152064, positions=32768
-)
-"""Of the size of Qwen 2.5 32B, without the biases of its q, k and v."""
-LLAMA_70B = llama_facts(
-    path="llama-3.1-70b", hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8, vocab=128256
-)
-LLAMA_405B = llama_facts(
-    path="llama-3.1-405b", hidden=16384, intermediate=53248, layers=126, heads=128, kv_heads=8, vocab=128256
-)
 
 LAPTOP = Hardware(
     cpu=Device(

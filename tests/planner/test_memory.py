@@ -119,7 +119,7 @@ def test_memory_grows_with_tokens_and_shrinks_with_checkpointing(adapter, dtype)
         return estimate(
             LLAMA_8B, adapter, device="cuda", dtype=dtype, optim="adamw_torch_fused", num_tokens=num_tokens,
             mask_length=1024, sliding_mask_length=None, gradient_checkpointing=checkpointing, accumulates=False,
-            layout=Layout(), reserve_share=0.0,
+            layout=Layout(), devices_per_node=1, reserve_share=0.0,
         ).phases["head"]  # fmt: skip
 
     assert at_the_head(1024, True) < at_the_head(1024, False) < at_the_head(4096, False)

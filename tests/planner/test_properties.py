@@ -51,7 +51,8 @@ machines = st.sampled_from(["h100", "4xl40s", "8xh100", "8xrtx4090", "2x8xa100-4
 
 
 def memory(setting: Setting, layout: Layout, size: int, *, checkpointing: bool) -> MemoryEstimate:
-    return setting.memory(layout, max(1, layout.num_processes // NODE), size, checkpointing=checkpointing)
+    nodes = -(-layout.num_processes // NODE)
+    return setting.memory(layout, nodes, size, checkpointing=checkpointing)
 
 
 def with_recipe(asked, model) -> Setting:
@@ -65,7 +66,8 @@ def test_more_devices_never_need_more_memory_each(asked, model, strategy, size, 
     setting = with_recipe(asked, model)
     needed = [
         memory(setting, Layout(strategy=strategy, dp_shard_size=shards), size, checkpointing=checkpointing).total_bytes
-        for shards in (2, 4, 8, 16, 64, 512)
+        # A tensor with fewer rows than there are devices is padded: an adapter of rank 16 on more than 16 of them.
+        for shards in (2, 4, 8, 16, *((64, 512) if asked.adapter.type == "full" else ()))
     ]
     assert needed == sorted(needed, reverse=True)
 

@@ -155,3 +155,12 @@ def test_what_does_not_fit_is_refused_with_the_change_that_would():
 def test_the_suggested_change_does_fit():
     plan = resolve(recipe(adapter="lora"), RTX_4090, LLAMA_8B, ROWS)
     assert plan.memory.total_bytes < 24 * GIB
+
+
+def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_where_all_are_used():
+    device = H100.accelerators[0]
+    busy = device.model_copy(update={"memory_free_bytes": 30 * GIB})
+    hardware = H100.model_copy(update={"accelerators": (busy, device)})
+    alone = resolve(recipe(parallel={"strategy": "single"}), hardware, LLAMA_1B, ROWS)
+    both = resolve(recipe(), hardware, LLAMA_1B, ROWS)
+    assert (alone.memory_limit_bytes, both.memory_limit_bytes) == (int(0.92 * 80 * GIB), int(0.92 * 30 * GIB))

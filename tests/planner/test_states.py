@@ -22,7 +22,7 @@ from tunekit.planner.states import (
     trained_tensors,
     weights_bytes,
 )
-from tunekit.probe import probe_model
+from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, ModelSection, Optim, QloraAdapter, Recipe
 from tunekit.run.worker import forget_overrides
 

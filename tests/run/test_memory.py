@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tunekit
 from tests.tiny import make_tokenizer, save_chats
 from tunekit.planner.states import adapters_bytes, gradients_bytes, states_bytes, trained_tensors, weights_bytes
-from tunekit.probe import probe_model
+from tunekit.probe.model import probe_model
 from tunekit.run.memory import is_out_of_memory, shortage
 from tunekit.run.run import Run
 

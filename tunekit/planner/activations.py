@@ -7,7 +7,7 @@ Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-val
 compute type, T tokens of a micro-batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tunekit.planner.facts import ModelFacts
@@ -19,9 +19,17 @@ HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 
 
 def activation_bytes_per_layer(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, mask_length: int | None
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    *,
+    mask_length: int | None,
+    autocast: bool = True,
 ) -> int:
     """Bytes that autograd keeps per token for one decoder layer without checkpointing.
+
+    `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
+    FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
     input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it has a mask,
@@ -35,27 +43,21 @@ def activation_bytes_per_layer(
     mlp = 4 * e * i
     mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
-    behind = max(0, _num_norms(model) - 2) * (4 + (8 if full else 4) * h)
+    behind = max(0, model.num_stream_norms - 2) * (4 + (8 if full else 4) * h)
     if isinstance(adapter, FullAdapter):
         # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
-        norms = 24 * h if e == 4 else 26 * h
+        norms = 24 * h if e == 4 else 26 * h if autocast else 16 * h
         return norms + behind + attention + mlp + mask + 8
     norms = 16 * h if e == 4 else 12 * h
     lora = 7 * e * adapter.rank
     # Float32 adapters under autocast read float32 copies of their inputs.
-    casts = 0 if e == 4 else 6 * h + 2 * q
+    casts = 6 * h + 2 * q if e == 2 and autocast else 0
     return norms + behind + attention + mlp + lora + casts + mask + 8
-
-
-def _num_norms(model: ModelFacts) -> int:
-    """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
-    sized = [name for name, shape in model.tensors.items() if shape == (model.hidden_size,) and "norm" in name]
-    return (len(sized) - 1) // model.num_layers
 
 
 def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
     """Bytes per token that norms of queries and keys keep, where a model has them (Qwen 3, Gemma 3)."""
-    if not any(name.endswith("q_norm.weight") for name in model.tensors):
+    if not model.has_query_norms:
         return 0
     heads = model.num_heads + model.num_kv_heads
     # Gemma multiplies by its weight in float32; the others cast first.
@@ -68,7 +70,7 @@ def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dt
     if dtype == "float32":
         return 0
     if isinstance(adapter, FullAdapter):
-        return 2 * sum(outputs * inputs for outputs, inputs in model.linears.values())
+        return 2 * model.num_linear_params
     return 2 * num_trainable_params(model, adapter)
 
 
@@ -104,50 +106,63 @@ def layers_of(
     *,
     gradient_checkpointing: bool,
     accumulates: bool,
+    autocast: bool = True,
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
     h, i, e = model.hidden_size, model.intermediate_size, BYTES[dtype]
     full = isinstance(adapter, FullAdapter)
-    stream = (4 if full else e) * h * num_tokens
-    casts = cast_weights_bytes(model, adapter, dtype)
+    casted = autocast and e == 2
+    stream = (4 if full and casted else e) * h * num_tokens
+    casts = cast_weights_bytes(model, adapter, dtype) if casted else 0
 
     def kept(length: int | None) -> int:
-        saved = activation_bytes_per_layer(model, adapter, dtype, mask_length=length) * num_tokens
+        saved = activation_bytes_per_layer(model, adapter, dtype, mask_length=length, autocast=autocast) * num_tokens
         return saved + casts // model.num_layers
 
     sliding = model.num_sliding_layers
     # Of the first and the last layer, the one that keeps more is what decides.
     one = max(kept(mask_length), kept(sliding_mask_length) if sliding else 0)
     others = sliding * kept(sliding_mask_length) + (model.num_layers - sliding) * kept(mask_length) - one
-    working = stream + _working_bytes(model, adapter, e, recomputes=gradient_checkpointing) * num_tokens
+    working = stream + _working_bytes(model, adapter, e, casted=casted, recomputes=gradient_checkpointing) * num_tokens
     if full:
         # The gradient of the MLP's last weight is there; its cast copy is not any more.
-        working += (0 if accumulates else 4 * h * i) - (0 if e == 4 else 2 * h * i)
+        working += (0 if accumulates else (4 if casted else e) * h * i) - (2 * h * i if casted else 0)
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
-        again = one - (stream if full or e == 4 else 0)
+        again = one - (stream if e == 4 or (full and casted) else 0)
         return Layers(stream, model.num_layers * stream, casts, stream + again, again, 0, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
-    passing = 0 if full else _adapter_copy_bytes(model, e) * num_tokens
+    passing = 0 if full or not casted else _adapter_copy_bytes(model, e) * num_tokens
     return Layers(stream, first + others, 0, first, 0, passing, working, shared)
 
 
-def _working_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, recomputes: bool) -> int:
+def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
+    """The same in context parallel, where a layer gathers keys and values of the whole sequence, and their gradients.
+
+    So does torch's `context_parallel` by its default, all-gather.
+    """
+    gathered = 4 * BYTES[dtype] * model.num_kv_heads * model.head_dim * num_tokens
+    return replace(layers, working=layers.working + gathered)
+
+
+def _working_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, casted: bool, recomputes: bool
+) -> int:
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
     h, i = model.hidden_size, model.intermediate_size
     full = isinstance(adapter, FullAdapter)
-    sandwich = _num_norms(model) > 2
+    sandwich = model.num_stream_norms > 2
     # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
     # So is what the norm behind it kept.
     moments = [2 * e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
     if sandwich:
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
-    if recomputes and not full and e == 2:
+    if recomputes and not full and casted:
         moments.append(_adapter_copy_bytes(model, e))
     return max(moments)
 
@@ -159,7 +174,7 @@ def _adapter_copy_bytes(model: ModelFacts, e: int) -> int:
     """
     if e == 4:
         return 0
-    return (e + 4) * model.intermediate_size + (5 if _num_norms(model) > 2 else 4) * e * model.hidden_size
+    return (e + 4) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
 @dataclass(frozen=True)
@@ -175,7 +190,13 @@ class Head:
 
 
 def head_of(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, device: Literal["cpu", "cuda"], dtype: Dtype, num_tokens: int
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    *,
+    autocast: bool = True,
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 
@@ -192,6 +213,9 @@ def head_of(
     stream = 4 * h * num_tokens
     if e == 4:
         return Head(3 * stream, tile + stream, tile + stream)
+    if not autocast:
+        # The float32 input, the normalised values and what the head reads; then the gradient in float32 and cast.
+        return Head(2 * stream, tile + stream // 2, tile + stream + stream // 2)
     # The backward pass casts a tile of the weight, and of what the head reads, while it still holds the last ones.
     more_rows = num_tokens > HEAD_TOKENS
     held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows

@@ -81,12 +81,19 @@ def _is_asked_for(asked: ParallelSection, layout: Layout) -> bool:
     if asked.strategy == "auto" and layout.strategy.startswith("zero") and adds_nothing:
         # FSDP2 does the same.
         return False
-    given = asked.model_dump(exclude={"nvme_path"}, exclude_none=True)
-    reshards = given.pop("reshard_after_forward")
-    if reshards != "auto" and (layout.strategy != "fsdp2" or layout.reshard_after_forward != reshards):
+    if asked.reshard_after_forward != "auto" and layout.strategy != "fsdp2":
         return False
-    has = layout.model_dump()
-    return all(has[name] == value for name, value in given.items() if value != "auto")
+    wishes = (
+        (asked.strategy, layout.strategy),
+        (asked.dp_shard_size, layout.dp_shard_size),
+        (asked.tp_size, layout.tp_size),
+        (asked.cp_size, layout.cp_size),
+        (asked.sp_size, layout.sp_size),
+        (asked.reshard_after_forward, layout.reshard_after_forward),
+        (asked.offload_param_device, layout.offload_param_device),
+        (asked.offload_optimizer_device, layout.offload_optimizer_device),
+    )
+    return all(wish in (None, "auto", has) for wish, has in wishes)
 
 
 def _single(setting: Setting) -> Iterator[Candidate]:
@@ -218,9 +225,9 @@ KINDS: tuple[Callable[[Setting], Iterator[Candidate]], ...] = (
     _ddp,
     _fsdp2,
     _zero,
-    _tensor_parallel,
     _context_parallel,
     _ulysses,
+    _tensor_parallel,
     _optimizer_offload,
     _offload,
     _nvme,

@@ -4,8 +4,12 @@ Facts are gathered by `tunekit.probe` and `tunekit.data`, or written down by han
 anything; nothing here decides anything.
 """
 
+import re
+from collections import Counter
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,7 +25,7 @@ class Facts(BaseModel):
 class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Literal["cpu", "cuda", "mps"]
     """As torch names it; its ROCm builds say `cuda` too."""
     name: str
     memory_total_bytes: int
@@ -30,6 +34,12 @@ class Device(Facts):
     """Whether bfloat16 products are computed by the hardware at speed."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability, such as (9, 0)."""
+    gfx: str | None = None
+    """AMD's name for its instruction set, such as gfx942."""
+    link: str | None = None
+    """What joins it to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
+    visible_as: str | None = None
+    """What CUDA_VISIBLE_DEVICES holds for a process that is to see this one alone, and HIP_VISIBLE_DEVICES on ROCm."""
 
 
 class Figures(Facts):
@@ -51,6 +61,8 @@ class Figures(Facts):
     """To the main memory of its node."""
     network_bytes_per_second: float | None = None
     """Its share of the network, to other nodes."""
+    disk_bytes_per_second: float | None = None
+    """Of the node's local disk, which all its accelerators share."""
     usd_per_hour: float | None = None
     price_source: str | None = None
     """Whose price that is, and of which day."""
@@ -62,7 +74,10 @@ class Hardware(Facts):
     cpu: Device | None = None
     """None for a machine that is only named and does not say what hosts its accelerators."""
     accelerators: tuple[Device, ...] = ()
-    """Those of one node."""
+    """Those of one node that a run can use: equal ones, in the order in which programs see them."""
+    unused: tuple[Device, ...] = ()
+    """Accelerators that are there too and that no run uses: unlike the others, of a kind that is not trained on, or
+    more than the launcher starts processes for."""
     num_cores: int | None = None
     flash_attn: bool | None = False
     """Whether the flash-attn package is installed; None where it cannot be known."""
@@ -76,14 +91,38 @@ class Hardware(Facts):
     def device(self) -> Device:
         """The device that one process computes on."""
         if self.accelerators:
-            return self.accelerators[0]
+            return self.freest(1)[0]
         assert self.cpu is not None, "a machine has a processor or an accelerator"
         return self.cpu
+
+    def freest(self, num: int) -> tuple[Device, ...]:
+        """The `num` accelerators of a node with the most memory free, in the order in which programs see them."""
+        order = sorted(
+            range(len(self.accelerators)), key=lambda index: self.accelerators[index].memory_free_bytes, reverse=True
+        )
+        return tuple(self.accelerators[index] for index in sorted(order[:num]))
 
     @property
     def num_accelerators(self) -> int:
         """Accelerators of all nodes."""
         return self.num_nodes * len(self.accelerators)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """How many tensors of each shape a model has, by where they are."""
+
+    layers: tuple[Counter[tuple[int, ...]], ...]
+    """Of each layer."""
+    embedding: Counter[tuple[int, ...]]
+    head: Counter[tuple[int, ...]]
+    """Of a head with weights of its own."""
+    others: Counter[tuple[int, ...]]
+    """Of the final norm, and what else is in no layer."""
+
+
+_LAYER = re.compile(r".*?\.\d+\.")
+"""The beginning of the name of a tensor in a layer, such as `model.layers.0.`."""
 
 
 class ModelFacts(Facts):
@@ -127,10 +166,30 @@ class ModelFacts(Facts):
             return 0
         return self.layer_types.count("sliding_attention") if self.layer_types else self.num_layers
 
-    @property
+    def __copy__(self) -> Self:
+        """A copy that has yet to count: `model_copy` may give it other tensors."""
+        copied = super().__copy__()
+        for name in set(copied.__dict__) - set(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
+
+    @cached_property
     def num_params(self) -> int:
         """Number of parameters, a tied head counted once."""
         return sum(_size(shape) for shape in self.tensors.values())
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """How many tensors of each shape there are, by where they are."""
+        layers: dict[str, Counter[tuple[int, ...]]] = {}
+        rest: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
+        for name, shape in self.tensors.items():
+            layer = _LAYER.match(name)
+            if layer is not None:
+                layers.setdefault(layer[0], Counter())[shape] += 1
+            else:
+                rest["head" if _is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
+        return Shapes(layers=tuple(layers.values()), **rest)
 
     @property
     def num_active_params(self) -> int:
@@ -148,12 +207,12 @@ class ModelFacts(Facts):
         """Number of parameters of the vision tower and its way into the decoder."""
         return sum(_size(shape) for name, shape in self.tensors.items() if is_vision(name))
 
-    @property
+    @cached_property
     def has_tied_head(self) -> bool:
         """Whether the head has no weights of its own and uses those of the embedding."""
         return not any(_is_head(name) for name in self.tensors)
 
-    @property
+    @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
         """The two sizes of every linear layer but the head, by module name.
 
@@ -166,6 +225,27 @@ class ModelFacts(Facts):
             if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
         }
 
+    def divided_by(self, tp_size: int) -> "ModelFacts":
+        """The model as one of `tp_size` devices has it in tensor parallel, by transformers' plan for Llama.
+
+        Queries, keys, values, gate and up projection are divided by outputs, the other two linear layers by inputs.
+        Norms and embedding are not; the head is, but TRL gathers it to compute the loss, so it is counted whole.
+        """
+        if tp_size not in self._divided:
+            shapes = {name: _divided(name, shape, tp_size) for name, shape in self.tensors.items()}
+            parts = {
+                "num_heads": -(-self.num_heads // tp_size),
+                "num_kv_heads": -(-self.num_kv_heads // tp_size),
+                "intermediate_size": -(-self.intermediate_size // tp_size),
+            }
+            self._divided[tp_size] = self.model_copy(update={"tensors": shapes, **parts})
+        return self._divided[tp_size]
+
+    @cached_property
+    def _divided(self) -> "dict[int, ModelFacts]":
+        """What `divided_by` has made."""
+        return {}
+
     def _is_no_linear(self, name: str) -> bool:
         return _is_vocabulary(name) or ".experts." in name or (self.num_experts > 0 and _is_router(name))
 
@@ -173,6 +253,22 @@ class ModelFacts(Facts):
         """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
         endings = tuple(modules)
         return {name: shape for name, shape in self.tensors.items() if name.rpartition(".")[0].endswith(endings)}
+
+    @cached_property
+    def num_linear_params(self) -> int:
+        """Number of parameters of the linear layers but the head."""
+        return sum(outputs * inputs for outputs, inputs in self.linears.values())
+
+    @cached_property
+    def num_stream_norms(self) -> int:
+        """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
+        norms = [name for name, shape in self.tensors.items() if shape == (self.hidden_size,) and "norm" in name]
+        return (len(norms) - 1) // self.num_layers
+
+    @cached_property
+    def has_query_norms(self) -> bool:
+        """Whether queries and keys have norms of their own (Qwen 3, Gemma 3)."""
+        return any(name.endswith("q_norm.weight") for name in self.tensors)
 
     def num_params_in(self, modules: list[str]) -> int:
         """Number of parameters of the modules whose names end in one of `modules`."""
@@ -184,6 +280,29 @@ class ModelFacts(Facts):
         Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
         experts: see `tunekit.planner.experts`.
         """
+        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if asked not in self._adapted:
+            self._adapted[asked] = self._matched(target_modules)
+        return self._adapted[asked]
+
+    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int]]:
+        """How often outputs and inputs of each size get an adapter."""
+        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if asked not in self._adapted_shapes:
+            self._adapted_shapes[asked] = Counter(self.adapter_linears(target_modules).values())
+        return self._adapted_shapes[asked]
+
+    @cached_property
+    def _adapted(self) -> dict[str | tuple[str, ...], dict[str, tuple[int, int]]]:
+        """What `adapter_linears` has found by what it was asked."""
+        return {}
+
+    @cached_property
+    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int]]]:
+        """What `adapter_shapes` has counted by what it was asked."""
+        return {}
+
+    def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
         former = FORMER_LINEARS.get(self.model_type) if self.num_experts else None
         targets = None if target_modules == "all-linear" else target_modules
         matched = {
@@ -251,6 +370,14 @@ def _size(shape: tuple[int, ...]) -> int:
     for dim in shape:
         size *= dim
     return size
+
+
+def _divided(name: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+    if _leaf(name) in {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}:
+        return (-(-shape[0] // tp_size), *shape[1:])
+    if _leaf(name) in {"o_proj", "down_proj"}:
+        return (*shape[:-1], -(-shape[-1] // tp_size))
+    return shape
 
 
 def _ends_in(module: str, ending: str) -> bool:

@@ -28,7 +28,7 @@ class Setting:
     """What is decided before the work is spread: the same for every layout.
 
     Attributes:
-        limit_bytes: What may be used of each device.
+        found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
         host_limit_bytes: What may be used of each node's main memory; None where that is not known.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
     """
@@ -38,7 +38,7 @@ class Setting:
     model: ModelFacts
     dtype: Dtype
     attention: str
-    limit_bytes: int
+    found_limit_bytes: int | None
     host_limit_bytes: int | None
     reserve_share: float
 
@@ -46,6 +46,13 @@ class Setting:
     def device(self) -> Device:
         """One of the devices; they are equal."""
         return self.hardware.device
+
+    def limit_bytes(self, devices_per_node: int) -> int:
+        """What may be used of each device, if so many of a node are used: those with the most memory free."""
+        if self.found_limit_bytes is not None:
+            return self.found_limit_bytes
+        used = self.hardware.freest(devices_per_node) or (self.device,)
+        return int(MEMORY_SHARE[self.device.kind] * min(device.memory_free_bytes for device in used))
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """What each device needs with `size` sequences in a micro-batch."""
@@ -66,19 +73,20 @@ class Setting:
             gradient_checkpointing=checkpointing,
             accumulates=size * layout.num_batches < self.recipe.train.global_batch_size,
             layout=layout,
+            devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
         )
 
-    def fits(self, memory: MemoryEstimate) -> bool:
-        """Whether there is room for it, on the device and beside it."""
-        return memory.total_bytes <= self.limit_bytes and not self._is_too_much_for_host(memory)
+    def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
+        """Whether there is room for it, on the devices and beside them."""
+        return memory.total_bytes <= self.limit_bytes(devices_per_node) and not self._is_too_much_for_host(memory)
 
-    def why_not(self, memory: MemoryEstimate) -> str:
+    def why_not(self, memory: MemoryEstimate, devices_per_node: int) -> str:
         """The number that rules out what does not fit."""
         if self._is_too_much_for_host(memory):
             may = gib(self.host_limit_bytes or 0)
             return f"needs {gib(memory.host_bytes)} of main memory in each node, {may} may be used"
-        return f"needs at least {gib(memory.total_bytes)} of {gib(self.limit_bytes)}"
+        return f"needs at least {gib(memory.total_bytes)} of {gib(self.limit_bytes(devices_per_node))}"
 
     def _is_too_much_for_host(self, memory: MemoryEstimate) -> bool:
         return self.host_limit_bytes is not None and memory.host_bytes > self.host_limit_bytes
@@ -119,6 +127,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     recipe = setting.recipe
     asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
+    devices_per_node = layout.num_processes // num_nodes
     sizes = _sizes(recipe, batch)
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / recipe.data.max_length))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
@@ -132,7 +141,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                 break
             for variant in _variants(layout, accumulates=size < batch):
                 memory = setting.memory(variant, num_nodes, size, checkpointing=checkpointing)
-                if not setting.fits(memory):
+                if not setting.fits(memory, devices_per_node):
                     continue
                 busy = widens_mask and size == sizes[0]
                 return Fit(
@@ -141,7 +150,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                     gradient_accumulation_steps=batch // size,
                     gradient_checkpointing=checkpointing,
                     memory=memory,
-                    why_batch=_why_batch(setting, size, batch, busy=busy),
+                    why_batch=_why_batch(setting, size, batch, setting.limit_bytes(devices_per_node), busy=busy),
                     why_checkpointing=_why_checkpointing(forced, checkpointing),
                 )
     return None
@@ -179,14 +188,14 @@ def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
     return [layout, layout.model_copy(update={"sync_each_batch": True})]
 
 
-def _why_batch(setting: Setting, size: int, batch: int, *, busy: bool) -> str:
+def _why_batch(setting: Setting, size: int, batch: int, limit_bytes: int, *, busy: bool) -> str:
     if setting.recipe.train.micro_batch_size is not None:
         return "as in the recipe"
     if size == batch:
         return "the whole batch fits at once"
     if busy:
         return f"enough to keep it busy; more would only widen the mask of {setting.attention}"
-    return f"the most that fits {gib(setting.limit_bytes)}"
+    return f"the most that fits {gib(limit_bytes)}"
 
 
 def _why_checkpointing(forced: object, checkpointing: bool) -> str:

@@ -10,22 +10,27 @@ Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-val
 compute type, T tokens of a micro-batch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal, TypedDict
 
-from tunekit.planner.activations import Head, Layers, head_of, layers_of
+from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
+from tunekit.planner.flops import is_counted
 from tunekit.planner.layout import Layout
+from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
+from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
 from tunekit.planner.states import (
+    OPTIMIZER_BYTES,
     Dtype,
     adapters_bytes,
     dequantised_bytes,
-    gradients_bytes,
+    num_trainable_params,
     states_bytes,
     trained_tensors,
     weights_bytes,
 )
+from tunekit.planner.zero import zero_kept, zero_needs
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
@@ -35,21 +40,6 @@ context with its libraries, an upper bound of published figures (0.5 to 1.4 GB).
 
 FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
 """Optimizers that take all parameters at once on CUDA, with a temporary value for each (torch.optim, `foreach`)."""
-
-Phase = Literal["forward", "head", "last layer", "first layer", "embedding", "optimizer"]
-"""Where in a step the memory is: at the end of the forward pass, in the backward pass of the head, of the last layer,
-of the first and of the embedding, or in the optimizer's step. From layer to layer memory falls or rises evenly, so the
-layers between are never the peak."""
-
-PHASE_WORDS: dict[Phase, str] = {
-    "forward": "at the end of the forward pass",
-    "head": "in the backward of the head",
-    "last layer": "in the backward of the last layer",
-    "first layer": "in the backward of the first layer",
-    "embedding": "in the backward of the embedding",
-    "optimizer": "in the optimizer's step",
-}
-
 
 Part = Literal[
     "weights",
@@ -66,12 +56,15 @@ Part = Literal[
     "reserve",
 ]
 """What memory is for. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
-gradients of layers that are there whole, or out of their 4 bits, for a moment, and buffers for it; `context`: what the
-process holds besides tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
+gradients of layers that are there whole for a moment, and buffers for it; `context`: what the process holds besides
+tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
 
 Confidence = Literal["traced", "closed form", "outside the model"]
 """How far an estimate can be trusted: formulas compared with a trace of the real modules, formulas that were not, or
 formulas of another kind of model for want of its own."""
+
+TRACED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
+"""Types of models whose steps the tests trace."""
 
 RESERVE_SHARE = {"cpu": 0.0, "cuda": 0.03}
 """What the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower end of
@@ -113,7 +106,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda"],
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,
@@ -122,6 +115,7 @@ def estimate(
     gradient_checkpointing: bool,
     accumulates: bool,
     layout: Layout,
+    devices_per_node: int,
     reserve_share: float,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
@@ -139,71 +133,123 @@ def estimate(
         gradient_checkpointing: Whether only layer inputs are kept, and one layer is recomputed at a time.
         accumulates: Whether a step has several micro-batches, so that gradients lie there from the first one on.
         layout: How the run is spread over devices.
+        devices_per_node: How many of them share the main memory and the disk of a node.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
     """
-    trained = trained_tensors(model, adapter)
-    gradients, states = gradients_bytes(trained), states_bytes(trained, optim)
-    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(trained, adapter)
+    one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
+    autocast = layout.strategy in ("single", "ddp")
+    mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
-        model,
+        one,
         adapter,
         dtype,
-        num_tokens,
+        mine,
         mask_length,
         sliding_mask_length,
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
+        autocast=autocast,
     )
-    head = head_of(model, adapter, device, dtype, num_tokens)
-    needs = _needs(model, adapter, gradients, layers, head, accumulates=accumulates)
-    copied = gradients if optim in FOREACH and device == "cuda" else 0
-    needs["optimizer"] = _Need(gradients=gradients + copied)
-    shards = layout.num_shards
-    weights, adapters, states = weights // shards, adapters // shards, states // shards
-    gathered = 0 if shards == 1 else 8 * model.num_params // model.num_layers + 4 * model.vocab_size * model.hidden_size
-    gathered += dequantised_bytes(model, adapter, dtype)
-    phases = {
-        phase: weights + adapters + states + gathered + need.gradients // shards + need.activations + need.logits
-        for phase, need in needs.items()
-    }
+    if layout.cp_size > 1:
+        layers = with_gathered_keys(one, layers, dtype, num_tokens)
+    head = head_of(one, adapter, device, dtype, mine, autocast=autocast)
+    trained, optimizer_bytes = num_trainable_params(one, adapter), OPTIMIZER_BYTES[optim]
+    held: _Held = {"optimizer_bytes": optimizer_bytes, "layout": layout, "devices_per_node": devices_per_node}
+    needs: Iterable[tuple[Phase, Need]]
+    if layout.strategy == "fsdp2":
+        units, full = units_of(one, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
+        kept = fsdp2_kept(units, dtype, full=full, **held)
+        needs = fsdp2_needs(
+            units, layers, head, dtype, full=full, tied=one.has_tied_head, layout=layout, accumulates=accumulates
+        )
+        trained = units.all.trained
+    elif layout.strategy in ("single", "ddp"):
+        kept = _kept(one, adapter, dtype, optim)
+        needs = _needs(one, adapter, layers, head, layout, accumulates=accumulates)
+    else:
+        kept = zero_kept(one, adapter, dtype, **held)
+        needs = zero_needs(one, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+        trained //= layout.num_shards
+    # Where the optimizer's states are offloaded, its step is not computed here.
+    copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
+    dequantised = dequantised_bytes(one, adapter, dtype)
+    highest: dict[Phase, Need] = {}
+    for phase, need in needs:
+        more = need
+        if phase == "optimizer":
+            more = replace(need, gradients=need.gradients + copied)
+        elif phase != "load":
+            more = replace(need, gathered=need.gathered + dequantised)
+        if phase not in highest or more.total > highest[phase].total:
+            highest[phase] = more
+    phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
-    peak = needs[phase]
+    return MemoryEstimate(
+        parts=_parts(kept, highest[phase], CONTEXT_BYTES[device], int(reserve_share * phases[phase])),
+        phase=phase,
+        phases=phases,
+        host_bytes=kept.host_bytes,
+        nvme_bytes=kept.nvme_bytes,
+        confidence=_confidence(model, layout),
+    )
+
+
+class _Held(TypedDict):
+    """What of the arguments is the same for FSDP2 and ZeRO."""
+
+    optimizer_bytes: float
+    layout: Layout
+    devices_per_node: int
+
+
+def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
+    """The parts that there are."""
     parts: dict[Part, int] = {
-        "weights": weights,
-        "adapters": adapters,
-        "gradients": peak.gradients // shards,
-        "optimizer": states,
-        "activations": peak.activations,
-        "logits": peak.logits,
-        "gathered": gathered,
-        "context": CONTEXT_BYTES[device],
-        "reserve": int(reserve_share * phases[phase]),
+        "weights": kept.weights,
+        "adapters": kept.adapters,
+        "masters": kept.masters,
+        "gradients": need.gradients,
+        "optimizer": kept.optimizer,
+        "activations": need.activations,
+        "logits": need.logits,
+        "gathered": need.gathered,
+        "context": context,
+        "reserve": reserve,
     }
-    return MemoryEstimate(parts={part: size for part, size in parts.items() if size}, phase=phase, phases=phases)
+    return {part: size for part, size in parts.items() if size}
 
 
-@dataclass(frozen=True)
-class _Need:
-    """Bytes that a phase needs besides weights and optimizer states."""
+def _confidence(model: ModelFacts, layout: Layout) -> Confidence:
+    """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
+    if not is_counted(model):
+        return "outside the model"
+    alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
+    engine = layout.strategy in ("single", "ddp", "fsdp2")
+    return "traced" if model.model_type in TRACED and alone and engine else "closed form"
 
-    gradients: int = 0
-    activations: int = 0
-    logits: int = 0
+
+def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
+    """What a device without others keeps from step to step."""
+    tensors = trained_tensors(model, adapter)
+    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(tensors, adapter)
+    return Kept(weights, adapters, optimizer=states_bytes(tensors, optim))
 
 
 def _needs(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
-    trained: int,
     layers: Layers,
     head: Head,
+    layout: Layout,
     *,
     accumulates: bool,
-) -> dict[Phase, _Need]:
-    """What each phase up to the optimizer's step needs, where `trained` is the size of all gradients.
+) -> Iterator[tuple[Phase, Need]]:
+    """What the phases need on one device. A gradient that is added to another is there beside it.
 
-    A gradient that is added to another is there beside it.
+    DDP holds as many bytes again in buckets, from which gradients are reduced (`gradient_as_bucket_view` is off in
+    Accelerate).
     """
+    trained = 4 * num_trainable_params(model, adapter)
     vocabulary = 4 * model.vocab_size * model.hidden_size if isinstance(adapter, FullAdapter) else 0
     tied = "lm_head.weight" not in model.tensors
     in_layers = trained - vocabulary * (1 if tied else 2)
@@ -212,18 +258,22 @@ def _needs(
     first = before or vocabulary + in_layers - per_layer
     # Gradients of a weight with two uses wait for each other and are summed into a third tensor.
     waiting = vocabulary if tied and accumulates else 0
-    forward = _Need(before, layers.kept + layers.forward_only + layers.shared + head.kept, head.forward)
+    forward = Need(before, layers.kept + layers.forward_only + layers.shared + head.kept, head.forward)
     if layers.passing > head.kept + head.forward:
-        forward = _Need(before, layers.kept + layers.shared + layers.passing)
-    needs: dict[Phase, _Need] = {
+        forward = Need(before, layers.kept + layers.shared + layers.passing)
+    needs: dict[Phase, Need] = {
         "forward": forward,
-        "head": _Need(before + vocabulary, layers.kept + layers.shared + head.kept, head.backward),
-        "last layer": _Need(
+        "head": Need(before + vocabulary, layers.kept + layers.shared + head.kept, head.backward),
+        "last layer": Need(
             waiting + (before or vocabulary), layers.kept + layers.recomputed + layers.working + layers.shared
         ),
-        "first layer": _Need(waiting + first, layers.first + layers.working + layers.shared),
+        "first layer": Need(waiting + first, layers.first + layers.working + layers.shared),
     }
     if isinstance(adapter, FullAdapter):
         fresh = (2 if tied else 0) + (1 if accumulates else 0)
-        needs["embedding"] = _Need(trained + fresh * vocabulary, 0 if tied else layers.stream)
-    return needs
+        needs["embedding"] = Need(trained + fresh * vocabulary, 0 if tied else layers.stream)
+    needs["optimizer"] = Need(trained)
+    yield "load", Need()
+    buckets = trained if layout.strategy == "ddp" else 0
+    for phase, need in needs.items():
+        yield phase, replace(need, gathered=buckets)

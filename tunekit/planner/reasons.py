@@ -29,6 +29,7 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     device, used = hardware.device, layout.num_processes
     if device.kind == "cpu":
         why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
+        why += f"; {hardware.note}" if hardware.note else ""
         return Reason(topic="device", choice=device.name, why=why)
     choice = device.name if used == 1 else f"{used} x {device.name}"
     if num_nodes > 1:
@@ -194,3 +195,11 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
     if at_most and speed.seconds is not None:
         why += f"; every row taken as {section.max_length} tokens"
     return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
+
+
+def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
+    """What devices send each other, and what failures cost."""
+    if speed is not None and speed.communication is not None:
+        yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
+    if speed is not None and speed.goodput is not None:
+        yield Reason(topic="failures", choice=speed.goodput.words(), why="in the time and the cost above")

@@ -23,8 +23,11 @@ class RunRecord(Facts):
     flops_per_token: float
     """As its plan counted them."""
     tokens_per_second: float
+    """Of all devices together."""
     peak_memory_bytes: int
     planned_memory_bytes: int
+    num_devices: int = 1
+    """That it was spread over."""
     planned_tensor_bytes: int | None = None
     """What its plan said of tensors alone."""
     peak_allocated_bytes: int | None = None
@@ -34,8 +37,8 @@ class RunRecord(Facts):
 
     @property
     def flops_per_second(self) -> float:
-        """What the device achieved; padding and data movement are in it as lost time."""
-        return self.tokens_per_second * self.flops_per_token
+        """What each device achieved; padding and data movement are in it as lost time."""
+        return self.tokens_per_second * self.flops_per_token / self.num_devices
 
     @property
     def memory_share(self) -> float:

@@ -4,15 +4,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
+from tunekit.planner.beyond import beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.fit import HOST_SHARE, MEMORY_SHARE, Fit, Setting, fit, least
+from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
 from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate
 from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.reasons import (
     adapter_reason,
+    communication_reasons,
     data_reasons,
     device_reason,
     model_reason,
@@ -23,7 +25,7 @@ from tunekit.planner.reasons import (
     steps_reason,
 )
 from tunekit.planner.records import RunRecord
-from tunekit.planner.speed import speed_of, step_of
+from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
@@ -61,9 +63,17 @@ def resolve(
         padding_free=padding.is_free,
         micro_batch_size=found.micro_batch_size,
         gradient_checkpointing=found.gradient_checkpointing,
+        layout=layout,
+        num_nodes=chosen.candidate.num_nodes,
     )
     num_steps = None if schedule is None else schedule.num_steps
-    speed = None if step is None else speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps)
+    speed = (
+        None
+        if step is None
+        else speed_of(
+            step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=recipe.train.save_steps
+        )
+    )
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -82,7 +92,7 @@ def resolve(
         data=data,
         schedule=schedule,
         memory=found.memory,
-        memory_limit_bytes=setting.limit_bytes,
+        memory_limit_bytes=setting.limit_bytes(layout.num_processes // chosen.candidate.num_nodes),
         speed=speed,
         reasons=(
             device_reason(hardware, layout, chosen.candidate.num_nodes),
@@ -97,6 +107,8 @@ def resolve(
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),
+            *communication_reasons(speed),
+            *_beyond_reasons(setting, chosen.candidate, speed),
         ),
         rejected=chosen.rejected,
         change_first=_change_first(setting, chosen.candidate.num_nodes, found),
@@ -114,7 +126,6 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
     """
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
-    free = min(other.memory_free_bytes for other in hardware.accelerators or (device,))
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
     return Setting(
         recipe=recipe,
@@ -122,7 +133,7 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
         model=model,
         dtype=dtype,
         attention=choose_attention(recipe, hardware, model, dtype).choice,
-        limit_bytes=limit_bytes or int(MEMORY_SHARE[device.kind] * free),
+        found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind],
     )
@@ -150,6 +161,20 @@ class _Chosen:
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
 
 
+def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:
+    """Where another engine is expected to be faster: what sends weights over the network, or to the processor."""
+    layout, recipe = candidate.layout, setting.recipe
+    crosses = layout.num_shards > layout.num_processes // candidate.num_nodes
+    if not isinstance(recipe.adapter, FullAdapter) or not (crosses or layout.offload_optimizer_device != "none"):
+        return
+    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    if other is None or other.num_nodes > other.asked_nodes or other.tokens_per_second is None:
+        return
+    ours = None if speed is None else speed.tokens_per_second
+    if ours is None or other.tokens_per_second.high > ours.high:
+        yield Reason(topic="faster elsewhere", choice=other.layout, why="; ".join(other.words()))
+
+
 def _choose(setting: Setting) -> _Chosen:
     """Try the candidates in their order.
 
@@ -157,7 +182,7 @@ def _choose(setting: Setting) -> _Chosen:
         PlanError: None of them fits, or there is none.
     """
     rejected: list[Rejected] = []
-    smallest: MemoryEstimate | None = None
+    nearest: tuple[MemoryEstimate, int] | None = None
     refusals: list[Refusal] = []
     for candidate in candidates(setting):
         layout = candidate.layout
@@ -170,19 +195,32 @@ def _choose(setting: Setting) -> _Chosen:
         if found is not None:
             return _Chosen(candidate, found, tuple(rejected))
         needed = least(setting, layout, candidate.num_nodes)
-        rejected.append(Rejected(layout=layout, why=setting.why_not(needed), needed_bytes=needed.total_bytes))
-        if smallest is None or needed.total_bytes < smallest.total_bytes:
-            smallest = needed
-    if smallest is None:
+        per_node = layout.num_processes // candidate.num_nodes
+        why = setting.why_not(needed, per_node)
+        rejected.append(Rejected(layout=layout, why=why, needed_bytes=needed.total_bytes))
+        if nearest is None or needed.total_bytes < nearest[0].total_bytes:
+            nearest = needed, per_node
+    if nearest is None:
         raise _nothing_possible(setting, rejected, refusals)
-    over = smallest.total_bytes - setting.limit_bytes
+    smallest, per_node = nearest
+    limit = setting.limit_bytes(per_node)
+    over = smallest.total_bytes - limit
     tried = "" if len(rejected) == 1 else "".join(f"\n  {one.layout.name}: {one.why}" for one in rejected)
-    much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest)}"
+    much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
-        f"{gib(setting.limit_bytes)} may be used{much}",
-        hint=_what_would_fit(setting) + tried,
+        f"{gib(limit)} may be used{much}",
+        hint="\n".join([_what_would_fit(setting), *_elsewhere(setting)]) + tried,
     )
+
+
+def _elsewhere(setting: Setting) -> list[str]:
+    """Where to start with another engine, for all weights of a model that many devices are needed for."""
+    recipe = setting.recipe
+    if not isinstance(recipe.adapter, FullAdapter) or setting.hardware.num_accelerators < 2:
+        return []
+    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    return [] if other is None else other.words()
 
 
 def _machine(setting: Setting) -> str:
@@ -224,7 +262,7 @@ def _what_would_fit(setting: Setting) -> str:
             if refusal(other, candidate.layout) is not None:
                 continue
             memory = least(other, candidate.layout, candidate.num_nodes)
-            if other.fits(memory):
+            if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
                 return f"{change} would fit with {gib(memory.total_bytes)}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"
 

@@ -87,7 +87,7 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
     for checkpointing in sorted({plan.gradient_checkpointing, True}):
         for size in divisors(plan.micro_batch_size):
             memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=checkpointing)
-            if setting.fits(memory):
+            if setting.fits(memory, of_a_node):
                 smaller = f"train.micro_batch_size={size}" if size != plan.micro_batch_size else ""
                 again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
                 changes = " and ".join(change for change in (smaller, again) if change)

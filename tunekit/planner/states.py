@@ -6,6 +6,7 @@ CUDA allocator rounds up each tensor by (512 bytes).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -93,6 +94,12 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
 
 def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
     """Number of parameters that are trained."""
+    if isinstance(adapter, FullAdapter):
+        return model.num_params
+    if not adapter.modules_to_save:
+        shapes = model.adapter_shapes(adapter.target_modules).items()
+        magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
+        return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 
 
@@ -105,9 +112,9 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
         return 4 * model.num_params
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params
-    sizes = [outputs * inputs for outputs, inputs in model.linears.values()]
-    quantised = sum(_quantised_bytes(size, double=adapter.double_quant) for size in sizes)
-    return quantised + BYTES[dtype] * (model.num_params - sum(sizes))
+    sizes = Counter(outputs * inputs for outputs, inputs in model.linears.values())
+    quantised = sum(times * _quantised_bytes(size, double=adapter.double_quant) for size, times in sizes.items())
+    return quantised + BYTES[dtype] * (model.num_params - model.num_linear_params)
 
 
 def _quantised_bytes(size: int, *, double: bool) -> int:

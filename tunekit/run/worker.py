@@ -14,7 +14,7 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.probe import probe_model
+from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
@@ -185,9 +185,10 @@ def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizer
 
 def _use_planned_device(plan: Plan) -> None:
     """Show this process one accelerator only, since a trainer takes all that it sees."""
-    if plan.device.kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    if plan.device.visible_as is not None:
+        os.environ["CUDA_VISIBLE_DEVICES" if plan.device.gfx is None else "HIP_VISIBLE_DEVICES"] = (
+            plan.device.visible_as
+        )
 
 
 def forget_overrides(optim: Optim) -> None:

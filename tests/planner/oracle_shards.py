@@ -1,0 +1,124 @@
+"""What a training step allocates on one of many devices, traced: the real FSDP2 wrapping on a group of fake processes.
+
+The model is built on `meta`, wrapped by Accelerate's own `fsdp2_prepare_model` for the mesh of the layout, given fake
+CPU tensors and taken through one or two micro-batches as in `tests.planner.oracle`. Collectives of the `fake` backend
+move nothing, but their buffers are there. FSDP2 frees and gathers weights by resizing storages: that is counted too.
+
+What lies outside, besides what lies outside of a trace on one device: streams. On CUDA what one stream frees waits for
+the others before it is used again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, watch
+from tunekit.planner.layout import Layout
+
+NUM_BATCHES = 3
+"""Micro-batches of a step that accumulates: one that leaves gradients, one that adds to them, and one that reduces."""
+
+
+@dataclass(frozen=True)
+class ShardedStep:
+    """One training step of FSDP2 to trace."""
+
+    step: Step
+    layout: Layout
+
+    def with_layers(self, num_layers: int) -> "ShardedStep":
+        return ShardedStep(self.step.with_layers(num_layers), self.layout)
+
+    def __str__(self) -> str:
+        layout = self.layout
+        replicas = f"{layout.dp_replicate_size}x" if layout.dp_replicate_size > 1 else ""
+        kept = "" if layout.reshard_after_forward else " kept"
+        synced = " synced" if layout.sync_each_batch else ""
+        return f"{self.step} on {replicas}{layout.dp_shard_size}{kept}{synced}"
+
+
+def trace(sharded: ShardedStep) -> Trace:
+    """The live bytes of one step on one device."""
+    step, layout = sharded.step, sharded.layout
+    with _processes(layout) as mesh:
+        with torch.device("meta"):
+            model, base = built(step)
+        model.train()
+        model = fsdp2_prepare_model(_accelerator(layout, mesh), model)
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
+            model.to_empty(device="cpu")
+            base.tie_weights()
+            own = {t.untyped_storage()._cdata: t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
+            trained = {id(p): _local(p).nbytes for p in model.parameters() if p.requires_grad}
+            ids = torch.zeros(step.batch, step.length, dtype=torch.long)
+            options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+            tracker = LiveBytes(own)
+            watch(base, tracker)
+            num_batches = NUM_BATCHES if step.accumulates else 1
+            with tracker:
+                for batch in range(num_batches):
+                    model.set_requires_gradient_sync(batch == num_batches - 1 or layout.sync_each_batch)
+                    tracker.enter("forward")
+                    with torch.autocast("cpu", torch.bfloat16):
+                        output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
+                    loss = output.loss
+                    del output
+                    tracker.enter("head")
+                    loss.backward()
+                    del loss
+                tracker.enter("optimizer")
+                tracker.peaks["optimizer"] = tracker.live
+            return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+def trace_deep(sharded: ShardedStep) -> Trace:
+    """The live bytes of one step of a deep model, drawn through those of shallow ones."""
+    return drawn_deep(sharded.step, lambda num_layers: trace(sharded.with_layers(num_layers)))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def _processes(layout: Layout) -> Iterator[DeviceMesh]:
+    """A group of processes of which only this one is there, and the mesh that Accelerate would make of it."""
+    dist.init_process_group("fake", rank=0, world_size=layout.num_processes, store=FakeStore())
+    try:
+        sizes = (layout.dp_replicate_size, layout.dp_shard_size)
+        if sizes[0] == 1:
+            yield init_device_mesh("cpu", sizes[1:], mesh_dim_names=("dp_shard",))
+        else:
+            yield init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _accelerator(layout: Layout, mesh: DeviceMesh) -> SimpleNamespace:
+    """What `fsdp2_prepare_model` reads of an Accelerator, which cannot be made without as many processes."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=layout.reshard_after_forward,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    plugin.set_mixed_precision("bf16")
+    return SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+    )
