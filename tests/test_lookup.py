@@ -10,11 +10,11 @@ QUICKSTART = load_recipe("sft/quickstart")
 
 def test_rows_are_read_again_only_where_other_rows_are_read():
     lookup = Lookup(["h100"])
-    rows = lookup.data(QUICKSTART.data)
+    rows = lookup.data(QUICKSTART)
     for overrides in (["data.max_length=64"], ["data.packing=true"], ["data.shuffle=false"]):
-        assert lookup.data(load_recipe("sft/quickstart", overrides).data) is rows
+        assert lookup.data(load_recipe("sft/quickstart", overrides)) is rows
     for overrides in (["data.eval=null"], ["data.max_bad_rows=1"], ["data.train=example:tales.txt"]):
-        assert lookup.data(load_recipe("sft/quickstart", overrides).data) is not rows
+        assert lookup.data(load_recipe("sft/quickstart", overrides)) is not rows
 
 
 def test_what_is_left_out_of_the_reading_are_fields_of_the_data():

@@ -25,7 +25,6 @@ Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
 
 
-
 def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
     """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
 

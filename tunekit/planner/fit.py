@@ -32,6 +32,7 @@ class Setting:
         found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
         host_limit_bytes: What may be used of each node's main memory; None where that is not known.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        why_reserve: Which runs that was learned from, None where it was not.
     """
 
     recipe: Recipe
@@ -42,6 +43,7 @@ class Setting:
     found_limit_bytes: int | None
     host_limit_bytes: int | None
     reserve_share: float
+    why_reserve: str | None
 
     @property
     def device(self) -> Device:

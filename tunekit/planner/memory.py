@@ -21,7 +21,16 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
-from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
+from tunekit.planner.states import (
+    OPTIMIZER_BYTES,
+    Dtype,
+    adapters_bytes,
+    dequantised_bytes,
+    num_trainable_params,
+    states_bytes,
+    trained_tensors,
+    weights_bytes,
+)
 from tunekit.planner.zero import zero_kept, zero_needs
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
 
@@ -158,7 +167,7 @@ def estimate(
         )
         trained = units.all.trained
     elif layout.strategy in ("single", "ddp"):
-        kept = _kept(one, adapter, dtype, int(optimizer_bytes * trained))
+        kept = _kept(one, adapter, dtype, optim)
         needs = _needs(one, adapter, layers, head, layout, accumulates=accumulates)
     else:
         kept = zero_kept(one, adapter, dtype, **held)
@@ -166,9 +175,14 @@ def estimate(
         trained //= layout.num_shards
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
+    dequantised = dequantised_bytes(one, adapter, dtype)
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
-        more = replace(need, gradients=need.gradients + copied) if phase == "optimizer" else need
+        more = need
+        if phase == "optimizer":
+            more = replace(need, gradients=need.gradients + copied)
+        elif phase != "load":
+            more = replace(need, gathered=need.gathered + dequantised)
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
     kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
@@ -221,10 +235,11 @@ def _confidence(model: ModelFacts, layout: Layout, passes: Passes) -> Confidence
     return "traced" if model.model_type in TRACED and alone and engine else "closed form"
 
 
-def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optimizer: int) -> Kept:
+def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
     """What a device without others keeps from step to step."""
-    adapters = 0 if isinstance(adapter, FullAdapter) else 4 * num_trainable_params(model, adapter)
-    return Kept(weights_bytes(model, adapter, dtype) - adapters, adapters, optimizer=optimizer)
+    tensors = trained_tensors(model, adapter)
+    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(tensors, adapter)
+    return Kept(weights, adapters, optimizer=states_bytes(tensors, optim))
 
 
 def _needs(

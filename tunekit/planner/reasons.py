@@ -53,6 +53,12 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     return Reason(topic="device", choice=choice, why=why)
 
 
+def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
+    """What is left for the allocator, where runs have told."""
+    if why is not None:
+        yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
+
+
 def precision_reason(recipe: Recipe, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes and keeps weights."""
     full = isinstance(recipe.adapter, FullAdapter)

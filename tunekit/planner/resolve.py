@@ -21,11 +21,13 @@ from tunekit.planner.reasons import (
     model_reason,
     optimizer_reason,
     precision_reason,
+    reserve_reasons,
     schedule_of,
     speed_reason,
     steps_reason,
 )
-from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
+from tunekit.planner.records import RunRecord, reserve_share
+from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
@@ -48,7 +50,7 @@ def resolve(
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice)
-    setting = setting_of(recipe, hardware, model)
+    setting = setting_of(recipe, hardware, model, records)
     chosen = _choose(setting)
     found, layout = chosen.fit, chosen.fit.layout
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
@@ -94,6 +96,7 @@ def resolve(
         reasons=(
             device_reason(hardware, layout, chosen.candidate.num_nodes),
             chosen.reason(setting),
+            *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
             precision_reason(recipe, dtype, why_dtype),
             attention,
@@ -113,17 +116,26 @@ def resolve(
     )
 
 
-def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_bytes: int | None = None) -> Setting:
+def setting_of(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    records: Sequence[RunRecord] = (),
+    *,
+    limit_bytes: int | None = None,
+) -> Setting:
     """What every layout of a recipe has in common.
 
     Args:
         recipe: What is asked for.
         hardware: The machine.
         model: The model.
+        records: Finished runs, from which the reserve is told.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
     """
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
+    learned = reserve_share(records, device)
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
     return Setting(
         recipe=recipe,
@@ -133,7 +145,8 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
         attention=choose_attention(recipe, hardware, model, dtype).choice,
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
-        reserve_share=RESERVE_SHARE[device.kind],
+        reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
+        why_reserve=None if learned is None else learned[1],
     )
 
 
