@@ -181,6 +181,7 @@ class _Backward:
         kept = self.layers.kept + self.layers.shared
         tail, ahead = self._tail, self._layer
         stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
+        yield from self._unsharding()
         # The buffer in which the last unit of the forward pass arrived waits for the next.
         arrived = tail if self.full and not self.tied else ahead
         yield (
@@ -206,6 +207,23 @@ class _Backward:
         yield from self._layer_needs()
         if self.full:
             yield from self._embedding_needs()
+
+    def _unsharding(self) -> Iterator[tuple[Phase, Need]]:
+        """When weights are copied out of the buffer in which they arrived, and the buffer before it is there still."""
+        layers, num_layers = self.layers, self.units.num_layers
+        keeps = not self.layout.reshard_after_forward
+        before_last = layers.kept * (num_layers - 1) // num_layers
+        tied = self._embedding if self.tied else 0
+        moments = [
+            # The first layer's, behind the embedding's; the last one's, behind that of another layer.
+            (layers.stream, self._embedding + self._layer + (self._staying(1) if keeps else self._layer) + tied),
+            (before_last, 2 * self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+        ]
+        if self.full and not self.tied:
+            # The head's.
+            moments.append((layers.kept, self._layer + 2 * self._tail + (self._staying(num_layers) if keeps else 0)))
+        for kept, gathered in moments:
+            yield "forward", Need(self.whole + self.held, kept + layers.shared, 0, gathered)
 
     def _layer_needs(self) -> Iterator[tuple[Phase, Need]]:
         layers, num_layers = self.layers, self.units.num_layers
