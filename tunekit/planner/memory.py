@@ -20,9 +20,9 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
 from tunekit.planner.speed import is_counted
-from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, weights_bytes
+from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, quantised_bytes, weights_bytes
 from tunekit.planner.zero import zero_kept, zero_needs
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """What a process holds besides these parts. On a CPU: the libraries, the tokenised rows and what the allocator keeps,
@@ -149,7 +149,7 @@ def estimate(
     needs: Iterable[tuple[Phase, Need]]
     if layout.strategy == "fsdp2":
         units, full = units_of(one, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
-        kept = fsdp2_kept(units, dtype, full=full, **held)
+        kept = fsdp2_kept(units, dtype, undivided=quantised_bytes(one, adapter, dtype), full=full, **held)
         needs = fsdp2_needs(
             units, layers, head, dtype, full=full, tied=one.has_tied_head, layout=layout, accumulates=accumulates
         )
@@ -176,7 +176,7 @@ def estimate(
         phases=phases,
         host_bytes=kept.host_bytes,
         nvme_bytes=kept.nvme_bytes,
-        confidence=_confidence(model, layout),
+        confidence=_confidence(model, adapter, layout),
     )
 
 
@@ -205,10 +205,12 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
     return {part: size for part, size in parts.items() if size}
 
 
-def _confidence(model: ModelFacts, layout: Layout) -> Confidence:
+def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
     if not is_counted(model):
         return "outside the model"
+    if isinstance(adapter, QloraAdapter):
+        return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     engine = layout.strategy in ("single", "ddp", "fsdp2")
     return "traced" if model.model_type in TRACED and alone and engine else "closed form"

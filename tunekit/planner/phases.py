@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal[
-    "load", "forward", "head", "last layer", "middle layers", "first layer", "embedding", "optimizer"
-]
+Phase = Literal["load", "forward", "head", "last layer", "middle layers", "first layer", "embedding", "optimizer"]
 """Where in a run the memory is: while the model is loaded; and of a step at the end of the forward pass, in the
 backward pass of the head, of the last layer, of those between, of the first and of the embedding, or in the optimizer's
 step. On one device memory falls or rises evenly from layer to layer, so the layers between are never the peak there."""
@@ -33,6 +31,7 @@ class Need:
 
     @property
     def total(self) -> int:
+        """Of all kinds."""
         return self.gradients + self.activations + self.logits + self.gathered
 
 

@@ -11,6 +11,7 @@ Around a layer there are: its weights, the buffer in which the next unit's arriv
 unit's gradients are reduced. The trace in `tests/planner/oracle_shards.py` is the source of what is there when.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +21,7 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
 """How many tensors there are of each shape."""
@@ -59,6 +60,7 @@ class Units:
 
     @property
     def all(self) -> Unit:
+        """The whole model."""
         return self.layers + self.embedding + self.head
 
     def gathered(self, unit: Unit) -> int:
@@ -75,10 +77,15 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         held = _padded(tensors, num_shards)
         return Unit(trained=held, whole=_size(tensors)) if full else Unit(frozen=held)
 
-    layers = [unit(tensors) for tensors in shapes.layers]
-    largest = max(layers, key=lambda unit: unit.frozen + unit.trained)
-    whole = sum(layers, Unit())
-    if not full:
+    def divided(layer: Count) -> Count:
+        """Accelerate divides no 4-bit weights: they lie whole on each device."""
+        quantised = isinstance(adapter, QloraAdapter)
+        return {shape: times for shape, times in layer.items() if len(shape) != 2} if quantised else layer
+
+    layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
+    largest = max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
+    whole = sum((layer * times for layer, times in layers), Unit())
+    if not isinstance(adapter, FullAdapter):
         adapted = _adapters(model, adapter, num_shards)
         whole += adapted
         largest += Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
@@ -88,10 +95,10 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
-    matrices = {(adapter.rank, inputs): 0 for _, inputs in model.adapter_shapes(adapter.target_modules)}
+    matrices: Counter[tuple[int, ...]] = Counter()
     for (outputs, inputs), times in model.adapter_shapes(adapter.target_modules).items():
-        matrices[adapter.rank, inputs] = matrices.get((adapter.rank, inputs), 0) + times
-        matrices[outputs, adapter.rank] = matrices.get((outputs, adapter.rank), 0) + times
+        matrices[adapter.rank, inputs] += times
+        matrices[outputs, adapter.rank] += times
     trained = num_trainable_params(model, adapter)
     others = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
@@ -107,12 +114,28 @@ def _size(tensors: Count) -> int:
 
 
 def fsdp2_kept(
-    units: Units, dtype: Dtype, *, optimizer_bytes: float, full: bool, layout: Layout, devices_per_node: int
+    units: Units,
+    dtype: Dtype,
+    *,
+    undivided: int,
+    optimizer_bytes: float,
+    full: bool,
+    layout: Layout,
+    devices_per_node: int,
 ) -> Kept:
     """What lies there from step to step. With CPU offload all of it is in main memory, and gradients with it.
 
     Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
     in the type in which it is trained.
+
+    Args:
+        units: The model, divided.
+        dtype: Type of frozen weights.
+        undivided: Bytes of weights that each device holds whole.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
+        full: Whether all weights are trained, and not adapters.
+        layout: How the run is spread.
+        devices_per_node: Devices that share a main memory.
     """
     mine = units.all
     trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
@@ -120,9 +143,9 @@ def fsdp2_kept(
     loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
     if layout.offload_param_device == "cpu":
         host = devices_per_node * (trained + frozen + states + 4 * mine.trained)
-        return Kept(0, host_bytes=max(host, loading))
+        return Kept(undivided, host_bytes=max(host, loading))
     return Kept(
-        weights=frozen + (trained if full else 0),
+        weights=undivided + frozen + (trained if full else 0),
         adapters=0 if full else trained,
         optimizer=states,
         host_bytes=loading,
@@ -150,12 +173,12 @@ def fsdp2_needs(
     yield "load", Need(gathered=2 * (4 if full else e) * largest)
     backward = _Backward(units, layers, head, e, full, tied, layout, 0, 0, reduces=True)
     if accumulates and layout.sync_each_batch:
-        backward = replace(backward, held=4 * units.all.trained)
+        backward = replace(backward, held=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
     elif accumulates:
         backward = replace(backward, whole=e * units.all.whole)
         yield from replace(backward, reduces=False).needs()
     yield from backward.needs()
-    yield "optimizer", Need(gradients=4 * units.all.trained)
+    yield "optimizer", Need(gradients=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
 
 
 @dataclass(frozen=True)
@@ -194,7 +217,7 @@ class _Backward:
             ),
         )
         # The head's gradient in float32, and its copy in the compute type.
-        vocabulary = (4 + self.e) * self._vocabulary if self.full else 0
+        vocabulary = (4 + self._cast) * self._vocabulary if self.full else 0
         yield (
             "head",
             Need(
@@ -269,7 +292,7 @@ class _Backward:
         )
         if self.reduces:
             # What is reduced, before and after, and then cast.
-            after = (self.e + (4 if self.held else 0)) * self.units.embedding.trained
+            after = (self._cast + (4 if self.held or self._offloads else 0)) * self.units.embedding.trained
             yield (
                 "embedding",
                 Need(
@@ -284,10 +307,10 @@ class _Backward:
             done = Unit(0, done.trained, done.whole)
         if not self.reduces:
             return self.whole + self.held
-        each = 0 if self.held else 4
-        if self.layout.dp_replicate_size > 1 and self.e == 2:
+        each = 0 if self.held or self._offloads else 4
+        if self.layout.dp_replicate_size > 1:
             # What was summed over the replicas stays until the pass ends, besides the copy in float32.
-            each += self.e
+            each += self._cast
         return self.held + each * done.trained + max(0, self.whole - self.e * done.whole if self.whole else 0)
 
     def _staying(self, num_layers: int) -> int:
@@ -301,6 +324,16 @@ class _Backward:
     def _reducing(self, unit: Unit) -> int:
         """Bytes of the buffer from which a unit's gradients are reduced."""
         return self.e * self.units.num_shards * unit.trained if self.reduces else 0
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a gradient in the compute type, where its copy in float32 is another."""
+        return self.e if self.e != 4 else 0
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether gradients leave the device when they are reduced."""
+        return self.layout.offload_param_device == "cpu"
 
     @property
     def _layer(self) -> int:

@@ -62,9 +62,14 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
     trained = 4 * num_trainable_params(model, adapter)
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params + trained
-    quantised = model.num_linear_params
+    rest = BYTES[dtype] * (model.num_params - model.num_linear_params)
+    return quantised_bytes(model, adapter, dtype) + rest + trained
+
+
+def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
+    """Bytes of the weights that are 4-bit: as they are stored, and of the largest as it is computed with."""
+    if not isinstance(adapter, QloraAdapter):
+        return 0
     constants = 1 / 64 + 4 / (64 * 256) if adapter.double_quant else 4 / 64
     largest = max(outputs * inputs for outputs, inputs in model.linears.values())
-    dequantised = BYTES[dtype] * largest
-    rest = BYTES[dtype] * (model.num_params - quantised)
-    return int(quantised * (0.5 + constants)) + rest + dequantised + trained
+    return int(model.num_linear_params * (0.5 + constants)) + BYTES[dtype] * largest
