@@ -34,10 +34,12 @@ from rich.table import Table
 from tests.planner import grid, grid_shards, oracle, oracle_shards
 from tests.planner.oracle import Step, estimate_of
 from tests.planner.oracle_shards import ShardedStep
-from tests.planner.shapes import LLAMA_405B
+from tests.planner.shapes import H100, LLAMA_8B, LLAMA_405B
+from tunekit.planner.facts import DataFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import estimate
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.planner.resolve import resolve
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, Recipe
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
@@ -102,6 +104,15 @@ def seconds_per_estimate() -> dict[str, float]:
                 _estimate(adapter, layout)
             found[f"{layout.name}, {adapter.type}"] = (time.perf_counter() - began) / NUM_ESTIMATES
     return found
+
+
+def seconds_per_plan() -> float:
+    """Seconds that a plan takes, after the first one: an adapter for 8B on one H100."""
+    recipe = Recipe.model_validate({"model": "llama-3.1-8b", "data": {"train": "chats.jsonl"}})
+    resolve(recipe, H100, LLAMA_8B, DataFacts(num_train=1000))
+    began = time.perf_counter()
+    resolve(recipe, H100, LLAMA_8B, DataFacts(num_train=1000))
+    return time.perf_counter() - began
 
 
 def _estimate(adapter: FullAdapter | LoraAdapter, layout: Layout) -> None:
@@ -170,7 +181,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     kept = {"development": {False}, "held-out": {True}, "all": {False, True}}[arguments.set]
-    speeds = seconds_per_estimate()
+    speeds, plan_seconds = seconds_per_estimate(), seconds_per_plan()
     began = time.monotonic()
     places = [
         (devices, place)
@@ -184,11 +195,13 @@ def main() -> None:
     print(f"traced in {time.monotonic() - began:.0f} s")
     for name, seconds in speeds.items():
         print(f"an estimate of 405B, {name}: {1e3 * seconds:.2f} ms")
+    print(f"a plan of 8B on one H100: {1e3 * plan_seconds:.1f} ms")
     if arguments.save:
         found = {
             "date": datetime.now(UTC).date().isoformat(),
             "versions": {package: version(package) for package in PACKAGES},
             "seconds_per_estimate": speeds,
+            "seconds_per_plan": plan_seconds,
             "rows": [asdict(row) for row in rows],
         }
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -86,6 +86,18 @@ def test_tensors_with_fewer_rows_than_there_are_devices_are_padded(adapter):
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("num_shards", [2, 64])
+def test_the_experts_of_a_layer_are_divided_as_one_tensor(num_shards):
+    # Eight experts on 64 devices: each holds one, and all gather as many as if there were 64.
+    sizes = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True}
+    step = Step("mixtral", tuple(sizes.items()), FULL, batch=1, length=512, checkpointing=True)
+    layout = Layout(strategy="fsdp2", dp_shard_size=num_shards)
+    traced, estimated = trace(ShardedStep(step, layout)), estimate_of(step, layout)
+    assert estimated.parts["weights"] == pytest.approx(traced.weights_bytes, abs=1024)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    assert estimated.phases["forward"] == pytest.approx(constant + traced.step_bytes["forward"], rel=0.01)
+
+
 def test_a_deep_sharded_model_is_drawn_through_shallow_ones():
     deep = sharded("llama", FULL, checkpointing=False).with_layers(8)
     assert trace_deep(deep).peak_bytes == pytest.approx(trace(deep).peak_bytes, rel=1e-4)

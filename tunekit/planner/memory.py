@@ -12,7 +12,7 @@ compute type, T tokens of a micro-batch.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, TypedDict
+from typing import Literal
 
 from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
@@ -144,23 +144,17 @@ def estimate(
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
     head = head_of(one, adapter, device, dtype, mine, autocast=autocast)
-    trained, optimizer_bytes = num_trainable_params(one, adapter), OPTIMIZER_BYTES[optim]
-    held: _Held = {"optimizer_bytes": optimizer_bytes, "layout": layout, "devices_per_node": devices_per_node}
-    needs: Iterable[tuple[Phase, Need]]
-    if layout.strategy == "fsdp2":
-        units, full = units_of(one, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
-        kept = fsdp2_kept(units, dtype, undivided=quantised_bytes(one, adapter, dtype), full=full, **held)
-        needs = fsdp2_needs(
-            units, layers, head, dtype, full=full, tied=one.has_tied_head, layout=layout, accumulates=accumulates
-        )
-        trained = units.all.trained
-    elif layout.strategy in ("single", "ddp"):
-        kept = _kept(one, adapter, dtype, int(optimizer_bytes * trained))
-        needs = _needs(one, adapter, layers, head, layout, accumulates=accumulates)
-    else:
-        kept = zero_kept(one, adapter, dtype, **held)
-        needs = zero_needs(one, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
-        trained //= layout.num_shards
+    kept, needs, trained = _engine(
+        one,
+        adapter,
+        layers,
+        head,
+        dtype,
+        optimizer_bytes=OPTIMIZER_BYTES[optim],
+        layout=layout,
+        devices_per_node=devices_per_node,
+        accumulates=accumulates,
+    )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
     highest: dict[Phase, Need] = {}
@@ -180,12 +174,47 @@ def estimate(
     )
 
 
-class _Held(TypedDict):
-    """What of the arguments is the same for FSDP2 and ZeRO."""
-
-    optimizer_bytes: float
-    layout: Layout
-    devices_per_node: int
+def _engine(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    layers: Layers,
+    head: Head,
+    dtype: Dtype,
+    *,
+    optimizer_bytes: float,
+    layout: Layout,
+    devices_per_node: int,
+    accumulates: bool,
+) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
+    """What is kept and what the phases need by the layout's strategy, and the trained parameters of a device."""
+    trained = num_trainable_params(model, adapter)
+    if layout.strategy in ("single", "ddp"):
+        kept = _kept(model, adapter, dtype, int(optimizer_bytes * trained))
+        return kept, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
+    if layout.strategy == "fsdp2":
+        units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
+        kept = fsdp2_kept(
+            units,
+            dtype,
+            undivided=quantised_bytes(model, adapter, dtype),
+            optimizer_bytes=optimizer_bytes,
+            full=full,
+            layout=layout,
+            devices_per_node=devices_per_node,
+        )
+        tied = model.has_tied_head
+        needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
+        return kept, needs, units.all.trained
+    kept = zero_kept(
+        model,
+        adapter,
+        dtype,
+        optimizer_bytes=optimizer_bytes,
+        layout=layout,
+        devices_per_node=devices_per_node,
+    )
+    needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+    return kept, needs, trained // layout.num_shards
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:

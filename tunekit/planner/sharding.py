@@ -201,6 +201,7 @@ class _Backward:
     """Whether gradients are reduced; otherwise they stay whole."""
 
     def needs(self) -> Iterator[tuple[Phase, Need]]:
+        """What its phases need."""
         kept = self.layers.kept + self.layers.shared
         tail, ahead = self._tail, self._layer
         stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
@@ -254,12 +255,16 @@ class _Backward:
         waits = (self._embedding + (self.e * self._vocabulary if self.full else 0)) if self.tied else 0
         of_tail = 0 if self.tied else self._reducing(self.units.head)
         before_first = self.units.layers + self.units.layer * -1
+        reducing = self._reducing(self.units.layer)
+        # How many layers are left, what has its gradients, and the buffer from which the unit before is reduced.
         moments: list[tuple[Phase, int, Unit, int]] = [
             ("last layer", num_layers, Unit(), of_tail),
-            ("middle layers", num_layers - 1, self.units.layer, self._reducing(self.units.layer)),
-            ("middle layers", 2, before_first + self.units.layer * -1, self._reducing(self.units.layer)),
-            ("first layer", 1, before_first, self._reducing(self.units.layer)),
+            ("first layer", 1, before_first, reducing),
         ]
+        if num_layers > 2:
+            # The last but one, and the second: memory falls or rises evenly between them.
+            moments.append(("middle layers", num_layers - 1, self.units.layer, reducing))
+            moments.append(("middle layers", 2, before_first + self.units.layer * -1, reducing))
         for phase, left, done, reducing in moments:
             kept = layers.kept * left // num_layers + layers.recomputed if left > 1 else layers.first
             # This layer, and the next unit; or all that have not been freed.
@@ -303,15 +308,13 @@ class _Backward:
 
     def _gradients(self, done: Unit) -> int:
         """Bytes of gradients that stay, when those of `done` have been computed."""
-        if not self.full:
-            done = Unit(0, done.trained, done.whole)
         if not self.reduces:
             return self.whole + self.held
         each = 0 if self.held or self._offloads else 4
         if self.layout.dp_replicate_size > 1:
             # What was summed over the replicas stays until the pass ends, besides the copy in float32.
             each += self._cast
-        return self.held + each * done.trained + max(0, self.whole - self.e * done.whole if self.whole else 0)
+        return self.held + each * done.trained + max(0, self.whole - self.e * done.whole)
 
     def _staying(self, num_layers: int) -> int:
         """Bytes of the first layers and the embedding, gathered."""
