@@ -21,7 +21,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tunekit.probe import probe_hardware
+from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.json"

@@ -234,7 +234,7 @@ def test_no_runs_is_said_so(tmp_path):
 def test_doctor_names_versions_devices_and_features(workspace):
     answer = tunekit(workspace, "doctor")
     assert answer.returncode == 0, answer.stderr
-    for word in ("tunekit", "python", "device", "torch", "transformers", "trl", "feature"):
+    for word in ("tunekit", "python", "processor", "torch", "transformers", "trl", "feature"):
         assert word in answer.stdout
 
 

@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from tunekit.doctor import STACK, Diagnosis, Feature, Package, compare, diagnose, features, installed
+from tunekit.doctor import STACK, Diagnosis, Driver, Feature, Package, compare, diagnose, features, installed
 from tunekit.planner.facts import Device, Hardware
 
 GIB = 2**30
@@ -45,9 +45,11 @@ def stack(**versions: str | None) -> tuple[Package, ...]:
     return compare(requires, ["notebook"], dict.fromkeys(STACK) | given)
 
 
-def feature(name: str, packages: tuple[Package, ...], hardware: Hardware | None, driver: bool = False) -> Feature:
+def feature(
+    name: str, packages: tuple[Package, ...], hardware: Hardware | None, driver: Driver | None = None
+) -> Feature:
     """The one feature whose name holds `name`."""
-    (found,) = [row for row in features(packages, hardware, has_driver=driver) if name in row.name]
+    (found,) = [row for row in features(packages, hardware, driver=driver) if name in row.name]
     return found
 
 
@@ -118,19 +120,53 @@ def test_flash_attention_that_fits_the_gpu_says_how_to_get_it() -> None:
 
 
 def test_cpu_build_of_torch_beside_a_driver_is_noticed() -> None:
-    row = feature("training on a GPU", stack(torch="2.13.0+cpu"), LAPTOP, driver=True)
+    row = feature("training on a GPU", stack(torch="2.13.0+cpu"), LAPTOP, driver="NVIDIA")
     assert not row.available
     assert "2.13.0+cpu" in row.detail and row.hint and "CUDA build" in row.hint
 
 
+def test_build_of_torch_for_another_maker_is_noticed() -> None:
+    for version in ("2.13.0+cu130", "2.13.0+cpu"):
+        row = feature("training on a GPU", stack(torch=version), LAPTOP, driver="AMD")
+        assert row.hint and "ROCm build" in row.hint
+    row = feature("training on a GPU", stack(torch="2.13.0+rocm7.1"), LAPTOP, driver="AMD")
+    assert row.hint and "HIP_VISIBLE_DEVICES" in row.hint
+
+
+def test_apples_gpu_is_said_to_be_left_out() -> None:
+    gpu = Device(
+        kind="mps",
+        name="Apple M2 Max GPU",
+        memory_total_bytes=48 * GIB,
+        memory_free_bytes=8 * GIB,
+        native_bfloat16=False,
+    )
+    row = feature("training on a GPU", stack(torch="2.13.0"), LAPTOP.model_copy(update={"unused": (gpu,)}))
+    assert (row.available, row.detail) == (False, "tunekit does not train on the Apple M2 Max GPU; the CPU is used")
+
+
+def test_amds_gpu_has_no_compute_capability_to_be_too_old_by() -> None:
+    gpu = server((9, 0)).accelerators[0].model_copy(update={"compute_capability": None, "gfx": "gfx942"})
+    hardware = LAPTOP.model_copy(update={"accelerators": (gpu,)})
+    assert feature("4-bit", stack(bitsandbytes="0.50.2"), hardware).available
+
+
+def test_launcher_that_contradicts_the_machine_is_shown_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    found = diagnose()
+    assert found.hardware is not None and found.problem is not None
+    assert "WORLD_SIZE=12" in found.problem
+
+
 def test_gpu_that_is_hidden_from_us_is_noticed() -> None:
-    row = feature("training on a GPU", stack(torch="2.13.0"), LAPTOP, driver=True)
+    row = feature("training on a GPU", stack(torch="2.13.0"), LAPTOP, driver="NVIDIA")
     assert row.hint and "CUDA_VISIBLE_DEVICES" in row.hint
     assert feature("training on a GPU", stack(torch="2.13.0"), LAPTOP).hint is None
 
 
 def test_features_without_torch_leave_the_devices_out() -> None:
-    names = [row.name for row in features(stack(), None, has_driver=False)]
+    names = [row.name for row in features(stack(), None, driver=None)]
     assert names == ["4-bit base model (adapter: qlora)", "plots as figures and PNG"]
 
 

@@ -16,7 +16,8 @@ from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.speed import RunRecord
-from tunekit.probe import probe_hardware, probe_model, sketch_model
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import ModelSection, Recipe
 from tunekit.run.events import Event
@@ -100,7 +101,7 @@ def train(
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
     found = _look(recipe)
-    found.plan(recipe)
+    _check_runs(found.plan(recipe))
     words = StringIO()
     with library_words_to(words):
         prepared = prepare(recipe, found.data, _progress_to(on_event))
@@ -112,6 +113,15 @@ def train(
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
     work(run, on_event)
     return run
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse to train in a layout that is only planned for so far."""
+    if plan.layout.strategy != "single":
+        raise PlanError(
+            f"{plan.layout.name} over {plan.layout.num_processes} devices can be planned, but not trained in yet",
+            hint="set parallel.strategy=single to train on one device",
+        )
 
 
 def data_report(

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from tunekit.doctor import Diagnosis
 from tunekit.errors import PlanError
+from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan, gib
 from tunekit.run.events import Event
 from tunekit.run.run import Run
@@ -270,9 +271,16 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     machine.add_row("tunekit", diagnosis.tunekit)
     machine.add_row("python", f"{diagnosis.python}, {diagnosis.system}")
     hardware = diagnosis.hardware
-    for device in filter(None, [hardware.cpu, *hardware.accelerators]) if hardware else []:
-        free, total = gib(device.memory_free_bytes), gib(device.memory_total_bytes)
-        machine.add_row("device", f"{device.name}, {free} of {total} free")
+    if hardware is not None and hardware.cpu is not None:
+        free, total = gib(hardware.cpu.memory_free_bytes), gib(hardware.cpu.memory_total_bytes)
+        cores = "1 core" if hardware.num_cores == 1 else f"{hardware.num_cores} cores"
+        machine.add_row("processor", f"{hardware.cpu.name}, {cores}")
+        machine.add_row("memory", f"{free} of {total} free")
+        machine.add_row("nodes", str(hardware.num_nodes))
+        if hardware.note:
+            machine.add_row("note", hardware.note)
+    if diagnosis.problem:
+        machine.add_row("problem", Text(diagnosis.problem, style="red"))
     packages = Table("package", "installed", "wanted", "", box=None, padding=(0, 3, 0, 0))
     for package in diagnosis.packages:
         style = {"ok": "green", "absent": "dim"}.get(package.state, "red")
@@ -282,4 +290,28 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     for feature in diagnosis.features:
         mark = Text("yes", style="green") if feature.available else Text("no", style="yellow")
         features.add_row(feature.name, mark, feature.detail, feature.hint or "")
-    return Group(machine, "", packages, "", features)
+    parts: list[RenderableType] = [machine, "", packages, "", features]
+    if hardware is not None and (hardware.accelerators or hardware.unused):
+        parts[1:1] = ["", _accelerator_table(hardware)]
+    return Group(*parts)
+
+
+def _accelerator_table(hardware: Hardware) -> Table:
+    """The accelerators of this node."""
+    table = Table("accelerator", box=None, padding=(0, 3, 0, 0))
+    table.add_column("memory free", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("capability")
+    table.add_column("link")
+    table.add_column("used")
+    for device in (*hardware.accelerators, *hardware.unused):
+        capability = device.gfx or ".".join(map(str, device.compute_capability or ()))
+        table.add_row(
+            device.name,
+            gib(device.memory_free_bytes),
+            gib(device.memory_total_bytes),
+            capability,
+            device.link or "",
+            "yes" if device in hardware.accelerators else "no",
+        )
+    return table

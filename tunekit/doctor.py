@@ -4,8 +4,8 @@ The bounds come from tunekit's own package metadata and the versions from that o
 imported. Nothing is printed here.
 """
 
+import os
 import platform
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,8 +14,11 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware
-from tunekit.probe import probe_hardware
+from tunekit.probe.amd import amd_devices
+from tunekit.probe.hardware import probe_node, with_nodes
+from tunekit.probe.host import ROOT
 
 STACK = (
     "torch",
@@ -38,8 +41,16 @@ STACK = (
 )
 """The packages that decide how training goes, whether tunekit asks for them or only works beside them."""
 
+Driver = Literal["NVIDIA", "AMD"]
+
 BUNDLES = {"all", "dev", "test"}
 """Extras of tunekit that bring the packages of other extras."""
+
+BY_DRIVER: dict[Driver, tuple[str, str, str]] = {
+    "NVIDIA": ("cu", "nvidia-smi", "CUDA_VISIBLE_DEVICES"),
+    "AMD": ("rocm", "amd-smi", "HIP_VISIBLE_DEVICES"),
+}
+"""How torch's version names the builds for it, the tool that lists its GPUs, and the variable that hides them."""
 
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability that the flash-attn package runs on."""
@@ -98,9 +109,11 @@ class Diagnosis:
     python: str
     system: str
     hardware: Hardware | None
-    """The devices; None when torch is missing, for its build decides which of them count."""
+    """The devices; None when torch is missing, for its build decides which count, or when they cannot be looked at."""
     packages: tuple[Package, ...]
     features: tuple[Feature, ...]
+    problem: str | None = None
+    """Why no plan is made here: a driver that does not answer, or a launcher that contradicts the machine."""
 
     @property
     def healthy(self) -> bool:
@@ -117,15 +130,31 @@ def diagnose() -> Diagnosis:
         version, requires, extras = "source tree, not installed", None, None
     packages = compare(requires or [], extras or [], installed(STACK))
     torch_is_here = any(package.name == "torch" and package.version for package in packages)
-    hardware = probe_hardware() if torch_is_here else None
+    hardware, problem = None, None
+    if torch_is_here:
+        try:
+            hardware = probe_node()
+            hardware = with_nodes(hardware, os.environ)
+        except PlanError as error:
+            problem = str(error)
     return Diagnosis(
         tunekit=version,
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=platform.platform(),
         hardware=hardware,
         packages=packages,
-        features=features(packages, hardware, has_driver=shutil.which("nvidia-smi") is not None),
+        features=features(packages, hardware, driver=_driver()),
+        problem=problem,
     )
+
+
+def _driver() -> Driver | None:
+    """Whose driver there is for an accelerator, whether or not torch can use it."""
+    from tunekit.probe.nvidia import has_nvidia_driver
+
+    if has_nvidia_driver():
+        return "NVIDIA"
+    return "AMD" if amd_devices({}, ROOT) else None
 
 
 def installed(names: Iterable[str]) -> dict[str, str | None]:
@@ -167,34 +196,39 @@ def _extra_of(need: Requirement, extras: Iterable[str]) -> str | None:
     return next((extra for extra in holds if extra not in BUNDLES), None)
 
 
-def features(packages: Iterable[Package], hardware: Hardware | None, *, has_driver: bool) -> tuple[Feature, ...]:
+def features(packages: Iterable[Package], hardware: Hardware | None, *, driver: Driver | None) -> tuple[Feature, ...]:
     """What works here, what does not, and how to change that.
 
     Args:
         packages: The stack.
         hardware: The devices, or None when they could not be looked at.
-        has_driver: Whether an NVIDIA driver is installed.
+        driver: Whose driver there is for an accelerator.
     """
     by_name = {package.name: package for package in packages}
     found = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"])]
     if hardware is None:
         return tuple(found)
-    found = [_gpu(by_name["torch"], hardware, has_driver), _bfloat16(hardware), *found]
+    found = [_gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *found]
     found.append(_flash_attention(by_name["flash-attn"], hardware))
     return tuple(found)
 
 
-def _gpu(torch: Package, hardware: Hardware, has_driver: bool) -> Feature:
+def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
     name = "training on a GPU"
     if hardware.accelerators:
         return Feature(name, True, f"{len(hardware.accelerators)} × {hardware.accelerators[0].name}")
-    if not has_driver:
+    if hardware.unused:
+        return Feature(name, False, f"tunekit does not train on the {hardware.unused[0].name}; the CPU is used")
+    if driver is None or torch.version is None:
         return Feature(name, False, "no GPU; training runs on the CPU")
-    if torch.version is not None and torch.version.endswith("+cpu"):
-        detail = f"an NVIDIA driver is installed, but torch {torch.version} is built for the CPU"
-        return Feature(name, False, detail, "install a CUDA build of torch: https://pytorch.org/get-started")
-    detail = "an NVIDIA driver is installed, but no GPU is visible"
-    return Feature(name, False, detail, "see what nvidia-smi says, and CUDA_VISIBLE_DEVICES")
+    platform, tool, variable = BY_DRIVER[driver]
+    others = [f"+{other}" for other in ("cpu", "cu", "rocm") if other != platform]
+    if any(other in torch.version for other in others):
+        detail = f"an {driver} driver is installed, but torch {torch.version} is not built for it"
+        wanted = "CUDA" if driver == "NVIDIA" else "ROCm"
+        return Feature(name, False, detail, f"install a {wanted} build of torch: https://pytorch.org/get-started")
+    detail = f"an {driver} driver is installed, but no GPU is visible"
+    return Feature(name, False, detail, f"see what {tool} says, and {variable}")
 
 
 def _bfloat16(hardware: Hardware) -> Feature:
@@ -216,7 +250,8 @@ def _four_bit(bitsandbytes: Package, hardware: Hardware | None) -> Feature:
         return Feature(name, False, "needs bitsandbytes", bitsandbytes.hint)
     if hardware is None or not hardware.accelerators:
         return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the CPU: right, but slow")
-    old = [gpu.name for gpu in hardware.accelerators if not _is_at_least(gpu, FOUR_BIT_CAPABILITY)]
+    nvidia = (gpu for gpu in hardware.accelerators if gpu.gfx is None)
+    old = [gpu.name for gpu in nvidia if not _is_at_least(gpu, FOUR_BIT_CAPABILITY)]
     if old:
         return Feature(name, False, f"{old[0]} is older than compute capability {_dotted(FOUR_BIT_CAPABILITY)}")
     return Feature(name, True, f"bitsandbytes {bitsandbytes.version}, on the GPU")

@@ -12,7 +12,7 @@ from tunekit.planner.architectures import FAMILIES, tensors_of
 from tunekit.planner.experts import FORMER_LINEARS
 from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
 from tunekit.planner.states import num_trainable_params
-from tunekit.probe import sketch_model
+from tunekit.probe.model import sketch_model
 from tunekit.recipe.schema import LoraAdapter, ModelSection
 
 SMALL = {

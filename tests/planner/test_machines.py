@@ -1,7 +1,5 @@
 """Machines by name and by file, and what is said of names and files that are none."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,6 @@ from tunekit.planner.machines import find_machine
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 
-GOLDEN = Path(__file__).parent / "golden"
 ROWS = DataFacts(num_train=800, num_eval=80)
 QUICKSTART = Recipe.model_validate(
     {
@@ -125,7 +122,7 @@ def test_every_accelerator_can_be_planned_for_or_says_why_not(name):
 
 def test_a_plan_for_rocm_says_that_it_is_only_a_plan():
     plan = resolve(QUICKSTART, find_machine("8xmi300x").hardware(), LLAMA_8B, ROWS)
-    assert "only a plan: tunekit does not find ROCm devices" in plan.explain()
+    assert "tunekit was not tried on ROCm" in plan.explain()
     assert plan.dtype == "bfloat16"
 
 
@@ -140,12 +137,6 @@ def test_flash_attention_may_be_asked_for_on_a_machine_that_is_not_here():
         resolve(asked, find_machine("t4").hardware(), LLAMA_8B, ROWS)
 
 
-@pytest.mark.parametrize("on", ["8xh100", "2x8xrtx5090", "l4"])
-def test_plan_for_a_named_machine_is_the_golden_one(on):
-    plan = resolve(QUICKSTART, find_machine(on).hardware(), LLAMA_8B, ROWS)
-    assert plan.to_yaml() == (GOLDEN / f"quickstart-8b-on-{on}.yaml").read_text(encoding="utf-8")
-
-
 def written(folder, text):
     file = folder / "mine.yaml"
     file.write_text(text, encoding="utf-8")
@@ -154,12 +145,14 @@ def written(folder, text):
 
 def test_a_file_lays_its_figures_over_the_catalogue(tmp_path):
     text = "accelerator: H100\nnum_accelerators: 4\nnum_nodes: 3\nnetwork_gb_per_second: 12.5\nusd_per_hour: 1.5\n"
+    text += "disk_gb_per_second: 7\n"
     hardware = find_machine(
         written(tmp_path, text + "free_memory_gib: 70\nhost_memory_gib: 1024\nnum_cores: 96\n")
     ).hardware()
     assert (hardware.num_accelerators, hardware.num_nodes, hardware.num_cores) == (12, 3, 96)
     assert hardware.device.memory_free_bytes == 70 * GIB < hardware.device.memory_total_bytes
     assert hardware.figures.network_bytes_per_second == 12.5e9
+    assert hardware.figures.disk_bytes_per_second == 7e9
     assert hardware.figures.flops_16bit == 989e12
     assert hardware.figures.usd_per_hour == 1.5 and "mine.yaml" in hardware.figures.price_source
     assert hardware.cpu.memory_total_bytes == 1024 * GIB

@@ -53,7 +53,7 @@ def test_the_plan_says_whether_rows_are_padded_and_why(name):
 
 def test_rows_one_behind_the_other_need_memory_for_their_mask_and_flash_attention_has_none():
     def activations(*args, **options):
-        return planned(*args, **options).memory.activations_bytes
+        return planned(*args, **options).memory.parts["activations"]
 
     assert activations(FLASH) == activations(FLASH, packing=True) == activations(FLASH, padding_free=True)
     assert activations(FLASH) < activations(FLASH, padding_free=False) == activations()

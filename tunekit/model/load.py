@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.errors import ModelError
 from tunekit.planner.states import Dtype
-from tunekit.probe import model_folder
+from tunekit.probe.model import model_folder
 from tunekit.recipe.schema import ModelSection, QloraAdapter
 
 if TYPE_CHECKING:

@@ -197,7 +197,7 @@ class Head:
 def head_of(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
-    device: Literal["cpu", "cuda"],
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     num_tokens: int,
     *,

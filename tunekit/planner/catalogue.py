@@ -37,7 +37,7 @@ NOT_TRAINED_ON: dict[Platform, str] = {
 }
 """Platforms for which there is no plan: neither tunekit's training nor its memory formulas hold there."""
 
-NOTES: dict[Platform, str] = {"rocm": "only a plan: tunekit does not find ROCm devices and was not tried on one"}
+NOTES: dict[Platform, str] = {"rocm": "tunekit was not tried on ROCm"}
 
 
 class Price(Facts):
@@ -57,7 +57,7 @@ class Accelerator(Facts):
     label: str
     aliases: tuple[str, ...] = ()
     reported: tuple[str, ...] = ()
-    """Names that the driver gives it."""
+    """Names that the driver gives it; of AMD also the PCI vendor and device, since no file of the kernel names all."""
     platform: Platform = "cuda"
     compute_capability: tuple[int, int] | None = None
     memory_mib: int
@@ -382,7 +382,7 @@ CATALOGUE = (
         name="mi300x",
         label="MI300X 192 GB",
         aliases=("mi300", "mi300x-192gb"),
-        reported=("AMD Instinct MI300X",),
+        reported=("AMD Instinct MI300X", "1002:74a1", "1002:74b5"),
         platform="rocm",
         memory_mib=196592,
         tflops_16bit=1307.4,
@@ -402,7 +402,7 @@ CATALOGUE = (
         name="mi325x",
         label="MI325X 256 GB",
         aliases=("mi325", "mi325x-256gb"),
-        reported=("AMD Instinct MI325X",),
+        reported=("AMD Instinct MI325X", "1002:74a5"),
         platform="rocm",
         memory_mib=262144,
         tflops_16bit=1307.4,

@@ -25,7 +25,7 @@ class Facts(BaseModel):
 class Device(Facts):
     """One device that can compute: a processor with its main memory, or an accelerator with its own."""
 
-    kind: Literal["cpu", "cuda"]
+    kind: Literal["cpu", "cuda", "mps"]
     """As torch names it; its ROCm builds say `cuda` too."""
     name: str
     memory_total_bytes: int
@@ -34,6 +34,12 @@ class Device(Facts):
     """Whether bfloat16 products are computed by the hardware at speed."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability, such as (9, 0)."""
+    gfx: str | None = None
+    """AMD's name for its instruction set, such as gfx942."""
+    link: str | None = None
+    """What joins it to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
+    visible_as: str | None = None
+    """What CUDA_VISIBLE_DEVICES holds for a process that is to see this one alone, and HIP_VISIBLE_DEVICES on ROCm."""
 
 
 class Figures(Facts):
@@ -55,6 +61,8 @@ class Figures(Facts):
     """To the main memory of its node."""
     network_bytes_per_second: float | None = None
     """Its share of the network, to other nodes."""
+    disk_bytes_per_second: float | None = None
+    """Of the node's local disk, which all its accelerators share."""
     usd_per_hour: float | None = None
     price_source: str | None = None
     """Whose price that is, and of which day."""
@@ -66,7 +74,10 @@ class Hardware(Facts):
     cpu: Device | None = None
     """None for a machine that is only named and does not say what hosts its accelerators."""
     accelerators: tuple[Device, ...] = ()
-    """Those of one node."""
+    """Those of one node that a run can use: equal ones, in the order in which programs see them."""
+    unused: tuple[Device, ...] = ()
+    """Accelerators that are there too and that no run uses: unlike the others, of a kind that is not trained on, or
+    more than the launcher starts processes for."""
     num_cores: int | None = None
     flash_attn: bool | None = False
     """Whether the flash-attn package is installed; None where it cannot be known."""
@@ -80,9 +91,16 @@ class Hardware(Facts):
     def device(self) -> Device:
         """The device that one process computes on."""
         if self.accelerators:
-            return self.accelerators[0]
+            return self.freest(1)[0]
         assert self.cpu is not None, "a machine has a processor or an accelerator"
         return self.cpu
+
+    def freest(self, num: int) -> tuple[Device, ...]:
+        """The `num` accelerators of a node with the most memory free, in the order in which programs see them."""
+        order = sorted(
+            range(len(self.accelerators)), key=lambda index: self.accelerators[index].memory_free_bytes, reverse=True
+        )
+        return tuple(self.accelerators[index] for index in sorted(order[:num]))
 
     @property
     def num_accelerators(self) -> int:

@@ -53,7 +53,7 @@ class Layout(Facts):
         """The layout in words: `FSDP2, hybrid shard`."""
         words = [_ENGINES[self.strategy]]
         if self.strategy == "fsdp2":
-            words.append("hybrid shard" if self.dp_replicate_size > 1 else "full shard")
+            words.append(f"hybrid shard of {self.num_shards}" if self.dp_replicate_size > 1 else "full shard")
             if not self.reshard_after_forward:
                 words.append("no reshard")
         words += [f"{name} {size}" for name, size in self._sequence_sizes() if size > 1]

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from tunekit.errors import PlanError
-from tunekit.planner.catalogue import CATALOGUE, NOT_TRAINED_ON, NOTES, Accelerator
+from tunekit.planner.catalogue import CATALOGUE, GIGA, NOT_TRAINED_ON, NOTES, Accelerator
 from tunekit.planner.facts import Device, Facts, Figures, Hardware
 from tunekit.recipe.parse import YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
@@ -89,6 +89,8 @@ class MachineFile(Facts):
     pcie_generation: Annotated[int, Field(ge=1, le=6)] | None = None
     network_gb_per_second: Amount | None = None
     """Each accelerator's share of the network between nodes, in one direction."""
+    disk_gb_per_second: Amount | None = None
+    """Of a node's local disk."""
     usd_per_hour: Amount | None = None
     """Of one accelerator."""
     host_memory_gib: Amount | None = None
@@ -234,6 +236,8 @@ def _described(path: Path, file: MachineFile, places: Places) -> Machine:
     figures = kind.figures
     if file.usd_per_hour is not None:
         figures = figures.model_copy(update={"usd_per_hour": file.usd_per_hour, "price_source": str(path)})
+    if file.disk_gb_per_second is not None:
+        figures = figures.model_copy(update={"disk_bytes_per_second": file.disk_gb_per_second * GIGA})
     return Machine(
         name=str(path),
         accelerator=kind,

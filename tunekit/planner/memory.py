@@ -16,10 +16,10 @@ from typing import Literal
 
 from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
+from tunekit.planner.flops import is_counted
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
-from tunekit.planner.speed import is_counted
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, quantised_bytes, weights_bytes
 from tunekit.planner.zero import zero_kept, zero_needs
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
@@ -97,7 +97,7 @@ def estimate(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
     *,
-    device: Literal["cpu", "cuda"],
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     optim: Optim,
     num_tokens: int,

@@ -1,42 +1,19 @@
-"""How fast a run is, and so how long it takes and what it costs: operations over what the device does in a second.
+"""How fast a run is, and so how long it takes and what it costs: the time of a step, and how many there are.
 
-Counted are the products of matrices, two floating-point operations (FLOPs) for each multiplication, as torch's
-FlopCounterMode counts them: the tests compare the two. Everything else of a step moves data, and is the reason why a
-device reaches only a share of its peak. That share is taken from published figures, as a range, or better from the
-user's own runs on the same device; where there is neither, nothing is predicted.
-
-Symbols: N parameters of the linear layers without the head, A those of their adapters, V vocabulary, h hidden size,
-q = heads x head size, L layers.
+That time comes from the user's own runs on the same device where there are any, or else from published figures as a
+range (`tunekit.planner.step`); where there is neither, nothing is predicted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.planner.flops import flops_per_token, is_counted
+from tunekit.planner.goodput import Goodput, goodput_of
+from tunekit.planner.layout import Layout
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, Recipe
-
-
-class Range(Facts):
-    """Two ends between which a figure is expected."""
-
-    low: float
-    high: float
-
-
-EFFICIENCY: Mapping[str, Range] = {
-    "full": Range(low=0.25, high=0.40),
-    "lora": Range(low=0.15, high=0.35),
-    "qlora": Range(low=0.09, high=0.28),
-}
-"""Share of a CUDA device's peak that training reaches, by `adapter.type`; predictions, not measured by tunekit.
-
-- full: torchtitan trains an 8B model on H100s at 33 % of their peak, at 39 % compiled
-  (github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, December 2024); guides of 2026 call 15
-  to 25 % poorly tuned.
-- lora: narrower products, so from the lower end of poorly tuned to what torchtitan reaches uncompiled.
-- qlora: as lora, with 20 to 40 % of it spent on dequantising weights, which is an unconfirmed rule of thumb."""
+from tunekit.planner.step import Step, communication_words, peak_of, rate_of, seconds_of, unknown_link
+from tunekit.recipe.schema import Optim, Recipe
 
 SIMILAR_SIZE = 2
 """How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes
@@ -55,13 +32,16 @@ class RunRecord(Facts):
     flops_per_token: float
     """As its plan counted them."""
     tokens_per_second: float
+    """Of all devices together."""
     peak_memory_bytes: int
     planned_memory_bytes: int
+    num_devices: int = 1
+    """That it was spread over."""
 
     @property
     def flops_per_second(self) -> float:
-        """What the device achieved; padding and data movement are in it as lost time."""
-        return self.tokens_per_second * self.flops_per_token
+        """What each device achieved; padding and data movement are in it as lost time."""
+        return self.tokens_per_second * self.flops_per_token / self.num_devices
 
     @property
     def memory_share(self) -> float:
@@ -77,11 +57,21 @@ class Speed(Facts):
     flops_per_token: float
     """Floating-point operations of one token's training step, recomputation included."""
     tokens_per_second: Range | None = None
-    """Tokens without padding, in the training steps alone."""
+    """Tokens without padding, in the training steps alone, on all devices together."""
+    num_devices: int = 1
+    """That the run is spread over."""
+    mfu: Range | None = None
+    """Share of the devices' peak that goes into the model's own operations, recomputation left out."""
     seconds: Range | None = None
-    """Time of all training steps; an upper bound while the rows are not tokenised."""
+    """Time of all training steps, with what failures cost; an upper bound while the rows are not tokenised."""
     cost_usd: Range | None = None
-    """Price of that time."""
+    """Price of that time, for all devices."""
+    usd_per_million_tokens: Range | None = None
+    """Price of a million tokens without padding."""
+    communication: str | None = None
+    """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
+    goodput: Goodput | None = None
+    """What failures cost; None for a run that will hardly see one."""
     basis: str
     """What the figures come from, in words."""
 
@@ -99,79 +89,6 @@ class Speed(Facts):
         if self.cost_usd is not None:
             parts.append(_upto(self.cost_usd, _price, at_most=at_most) + " USD")
         return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The work of one optimizer step.
-
-    Attributes:
-        adapter: Kind of the adapter.
-        flops_per_token: Operations for one token.
-        num_tokens: Tokens without padding.
-        max_computed_tokens: Tokens with the most padding that there can be.
-        optimizer_bytes: Memory that the optimizer reads and writes.
-    """
-
-    model_type: str
-    num_params: int
-    adapter: str
-    dtype: Dtype
-    flops_per_token: float
-    num_tokens: float
-    max_computed_tokens: float
-    optimizer_bytes: float
-
-
-def is_counted(model: ModelFacts) -> bool:
-    """Whether the closed form holds: a dense decoder whose layers mix tokens by attention alone."""
-    if any("expert" in name for name in model.tensors):
-        return False
-    if model.layer_types:
-        return set(model.layer_types) <= ATTENTION_LAYERS
-    return model.model_type not in CARRY_STATE
-
-
-def flops_per_token(
-    model: ModelFacts,
-    adapter: FullAdapter | LoraAdapter,
-    *,
-    attended_tokens: float,
-    head_share: float,
-    gradient_checkpointing: bool,
-) -> float:
-    """Floating-point operations of one token in a training step.
-
-    A product costs 2 forward and 2 for each of the gradients of its input and its weight: 6N where weights are
-    trained, 4N + 6A with adapters. Attention costs 12 L q a over `a` tokens, causal or not (arXiv 2204.02311, appendix
-    B; kernels that skip the masked half do half of it). The head is TRL's in tiles: computed, computed again in the
-    backward pass, and one or two gradients. Checkpointing computes each layer again up to the input of its last
-    product. DoRA's norms, which are computed once a step and not for each token, are not counted.
-
-    Args:
-        model: A model that `is_counted`.
-        adapter: What is trained.
-        attended_tokens: Length of a row of attention scores.
-        head_share: Share of the tokens for which logits are computed.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
-    """
-    linear = _sizes(model.linears)
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_tokens
-    last = {name: s for name, s in model.linears.items() if s == (model.hidden_size, model.intermediate_size)}
-    if isinstance(adapter, FullAdapter):
-        forward, backward, head_is_trained = 2 * linear, 4 * linear, True
-    else:
-        adapted = model.adapter_linears(adapter.target_modules)
-        added = sum(adapter.rank * (outputs + inputs) for outputs, inputs in adapted.values())
-        whole = adapter.modules_to_save or []
-        forward = 2 * linear + 2 * added
-        backward = 2 * linear + 4 * added + 2 * (_sizes(model.adapter_linears(whole)) if whole else 0)
-        head_is_trained = "lm_head" in whole
-        # Where the last product has an adapter, the adapter's own comes after it and is the one left out.
-        last = {name: s for name, s in last.items() if name not in adapted}
-    head = (8 if head_is_trained else 6) * model.vocab_size * model.hidden_size * head_share
-    again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
-    return forward + backward + 3 * attention + head + again
 
 
 def optimizer_bytes(num_trained: int, optim: Optim) -> float:
@@ -194,6 +111,8 @@ def step_of(
     padding_free: bool,
     micro_batch_size: int,
     gradient_checkpointing: bool,
+    layout: Layout,
+    num_nodes: int,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -207,6 +126,8 @@ def step_of(
         padding_free: Whether rows lie one behind the other.
         micro_batch_size: Rows of a micro-batch.
         gradient_checkpointing: Whether layers are computed again.
+        layout: How the run is spread over devices.
+        num_nodes: Machines that its processes are on.
     """
     if not is_counted(model):
         return None
@@ -223,21 +144,45 @@ def step_of(
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
     batch = recipe.train.global_batch_size
-    return Step(
-        model_type=model.model_type,
-        num_params=model.num_params,
-        adapter=recipe.adapter.type,
-        dtype=dtype,
-        flops_per_token=flops_per_token(
+
+    def operations(*, again: bool) -> float:
+        return flops_per_token(
             model,
             recipe.adapter,
             attended_tokens=attended,
             head_share=head_share,
-            gradient_checkpointing=gradient_checkpointing,
-        ),
+            gradient_checkpointing=again,
+        )
+
+    trained = num_trainable_params(model, recipe.adapter)
+    states = OPTIMIZER_BYTES[recipe.train.optim]
+    # The head's tiles are computed twice.
+    head_again = 2 * model.vocab_size * model.hidden_size * head_share
+    return Step(
+        model_type=model.model_type,
+        num_params=model.num_params,
+        num_layers=model.num_layers,
+        adapter=recipe.adapter.type,
+        dtype=dtype,
+        layout=layout,
+        num_nodes=num_nodes,
+        flops_per_token=operations(again=gradient_checkpointing),
+        model_flops_per_token=operations(again=False) - head_again,
         num_tokens=batch * row,
         max_computed_tokens=batch * longest,
-        optimizer_bytes=optimizer_bytes(num_trainable_params(model, recipe.adapter), recipe.train.optim),
+        num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
+        num_trained=trained,
+        optimizer_bytes=optimizer_bytes(trained, recipe.train.optim) / (layout.num_shards * layout.tp_size),
+        checkpoint_bytes=trained * (4 + states),
+        transfers=transfers_of(
+            model,
+            recipe.adapter,
+            dtype,
+            layout,
+            num_nodes=num_nodes,
+            num_tokens=micro_batch_size * longest,
+            gradient_checkpointing=gradient_checkpointing,
+        ),
     )
 
 
@@ -248,38 +193,82 @@ def speed_of(
     records: Sequence[RunRecord],
     *,
     num_steps: int | None,
+    save_steps: int | None = None,
 ) -> Speed:
-    """How fast steps are on a device: as in similar recorded runs, or by published shares of its peak.
+    """How fast steps are on devices: as in similar recorded runs, or by published shares of their peak.
 
     Args:
         step: The work of a step.
-        device: Where it is done.
+        device: One of the devices it is done on.
         figures: What its sheet says of it, None where that is not known.
         records: The user's finished runs, of which the similar ones count.
         num_steps: Steps of the run, None while they are not known.
+        save_steps: Steps between checkpoints, None for as many as lose least.
     """
-    similar = [record for record in records if _is_similar(record, step, device)]
-    if similar:
-        seconds, basis = _by_records(step, similar), _words_of(similar)
-    else:
-        by_peak = _by_peak(step, device, figures)
-        if by_peak is None:
-            return Speed(
-                model_type=step.model_type,
-                flops_per_token=step.flops_per_token,
-                basis=f"how much {device.name} computes in a second is not known; a finished run on it will tell",
-            )
-        seconds, basis = by_peak
-    total = None if num_steps is None else _times(seconds, num_steps)
-    price = None if figures is None else figures.usd_per_hour
-    return Speed(
-        model_type=step.model_type,
-        flops_per_token=step.flops_per_token,
-        tokens_per_second=Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low),
-        seconds=total,
-        cost_usd=None if price is None or total is None else _times(total, price / 3600),
-        basis=f"{basis}; steps alone, without evaluations and checkpoints",
+    known = Speed(
+        model_type=step.model_type, flops_per_token=step.flops_per_token, num_devices=step.num_devices, basis=""
     )
+    timed = _timed(step, device, figures or Figures(), records)
+    if isinstance(timed, str):
+        return known.model_copy(update={"basis": timed})
+    seconds, basis, communication = timed
+    tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
+    peak = peak_of(step, device, figures)
+    goodput = None
+    if num_steps is not None and device.kind == "cuda":
+        goodput = goodput_of(
+            num_devices=step.num_devices,
+            num_writers=step.num_writers,
+            num_steps=num_steps,
+            step_seconds=(seconds.low + seconds.high) / 2,
+            checkpoint_bytes=step.checkpoint_bytes,
+            save_steps=save_steps,
+        )
+    lost = 1.0 if goodput is None else 1 / goodput.share
+    total = None if num_steps is None else seconds.times(num_steps * lost)
+    price = None if figures is None else figures.usd_per_hour
+    a_second = None if price is None else step.num_devices * price / 3600
+    return known.model_copy(
+        update={
+            "tokens_per_second": tokens,
+            "mfu": None if peak is None else tokens.times(step.model_flops_per_token / step.num_devices / peak),
+            "seconds": total,
+            "cost_usd": None if a_second is None or total is None else total.times(a_second),
+            "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
+            "communication": communication,
+            "goodput": goodput,
+            "basis": f"{basis}; steps alone, without evaluations"
+            + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
+        }
+    )
+
+
+def _timed(
+    step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]
+) -> tuple[Range, str, str | None] | str:
+    """Seconds of a step, what they come from, and words on what devices send; or words on what is not known."""
+    similar = [record for record in records if _is_similar(record, step, device)]
+    as_spread = [record for record in similar if record.num_devices == step.num_devices]
+    if as_spread:
+        # What devices waited is in it.
+        work = step.num_tokens * step.flops_per_token / step.num_devices
+        rate = _rate_of(as_spread)
+        said = communication_words(step, rate, figures)
+        return Range(low=work / rate.high, high=work / rate.low), _words_of(as_spread, device), said
+    alone = [record for record in similar if record.num_devices == 1]
+    if alone:
+        rate, basis = _rate_of(alone), _words_of(alone, device)
+    else:
+        by_peak = rate_of(step, device, figures)
+        if by_peak is None:
+            return f"how much {device.name} computes in a second is not known; a finished run on it will tell"
+        rate, basis = by_peak
+    seconds = seconds_of(step, rate, figures)
+    if seconds is None:
+        link = unknown_link(step, figures)
+        what = f"the link {link}" if link else f"the memory of {device.name}"
+        return f"how fast {what} is, is not known; a finished run on as many devices will tell"
+    return seconds, basis, communication_words(step, rate, figures)
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
@@ -288,42 +277,26 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     return kind == (device.name, step.model_type, step.adapter, step.dtype) and of_a_size
 
 
-def _by_records(step: Step, records: Sequence[RunRecord]) -> Range:
-    """Seconds of a step, from the fastest and the slowest of similar runs."""
-    work = step.num_tokens * step.flops_per_token
+def _rate_of(records: Sequence[RunRecord]) -> Range:
+    """Operations a second of a device, in the slowest and the fastest of similar runs."""
     achieved = [record.flops_per_second for record in records]
-    return Range(low=work / max(achieved), high=work / min(achieved))
+    return Range(low=min(achieved), high=max(achieved))
 
 
-def _words_of(records: Sequence[RunRecord]) -> str:
+def _words_of(records: Sequence[RunRecord], device: Device) -> str:
     runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
+    number = records[0].num_devices
+    where = "this device" if number == 1 else f"{number} of {device.name}"
     shares = [record.memory_share for record in records]
     memory = _between(Range(low=min(shares), high=max(shares)), "{:.0%}".format)
-    return f"from {runs} on this device, which took {memory} of the planned memory"
+    return f"from {runs} on {where}, which took {memory} of the planned memory"
 
 
-def _by_peak(step: Step, device: Device, figures: Figures | None) -> tuple[Range, str] | None:
-    """Seconds of a step from what the device's sheet says, and the basis in words; None where it is not known."""
-    # Tensor cores compute both 16-bit types at one rate.
-    peak = None if figures is None or step.dtype == "float32" else figures.flops_16bit
-    bandwidth = None if figures is None else figures.memory_bytes_per_second
-    if device.kind != "cuda" or peak is None or bandwidth is None:
-        return None
-    share = EFFICIENCY[step.adapter]
-    update = step.optimizer_bytes / bandwidth
-    seconds = Range(
-        low=step.num_tokens * step.flops_per_token / (share.high * peak) + update,
-        high=step.max_computed_tokens * step.flops_per_token / (share.low * peak) + update,
+def _per_million(tokens_per_second: Range, usd_per_second: float) -> Range:
+    return Range(
+        low=1e6 * usd_per_second / tokens_per_second.high,
+        high=1e6 * usd_per_second / tokens_per_second.low,
     )
-    return seconds, f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
-
-
-def _sizes(linears: Mapping[str, tuple[int, int]]) -> int:
-    return sum(outputs * inputs for outputs, inputs in linears.values())
-
-
-def _times(span: Range, factor: float) -> Range:
-    return Range(low=span.low * factor, high=span.high * factor)
 
 
 def duration(seconds: float) -> str:

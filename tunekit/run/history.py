@@ -34,6 +34,7 @@ def _record(run: Run) -> RunRecord | None:
             tokens_per_second=result["tokens_per_second"],
             peak_memory_bytes=result["peak_memory_bytes"],
             planned_memory_bytes=result["planned_memory_bytes"],
+            num_devices=plan.layout.num_processes,
         )
     except (TunekitError, ValueError, KeyError, OSError, yaml.YAMLError):
         # Written by another version, or damaged since: no reason to refuse a new plan.

@@ -172,9 +172,10 @@ def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizer
 
 def _use_planned_device(plan: Plan) -> None:
     """Show this process one accelerator only, since a trainer takes all that it sees."""
-    if plan.device.kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    if plan.device.visible_as is not None:
+        os.environ["CUDA_VISIBLE_DEVICES" if plan.device.gfx is None else "HIP_VISIBLE_DEVICES"] = (
+            plan.device.visible_as
+        )
 
 
 def _check_device(trainer: "SFTTrainer", plan: Plan) -> None:

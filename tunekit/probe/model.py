@@ -1,4 +1,4 @@
-"""Look at the machine and at a model's files, and write down facts. Nothing is decided here, and no torch is needed.
+"""Facts of a model, from its files.
 
 A model is known from its config.json and from the headers of its safetensors files: a few kilobytes that name every
 tensor with its shape, so that counts are exact before any weight is read. A plan does with less: config.json alone,
@@ -7,23 +7,14 @@ or tunekit's own table of well-known models.
 
 import json
 import os
-import platform
-import re
 import struct
-import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tunekit.errors import ModelError
 from tunekit.planner.architectures import tensors_of
-from tunekit.planner.catalogue import pcie_bytes_per_second, reported_as
-from tunekit.planner.facts import Device, Figures, Hardware, ModelFacts
+from tunekit.planner.facts import ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.model_config import (
     WITH_VISION,
@@ -39,7 +30,7 @@ from tunekit.planner.model_config import (
 )
 from tunekit.recipe.schema import ModelSection
 
-PICO = Path(__file__).parent / "model" / "pico"
+PICO = Path(__file__).parents[1] / "model" / "pico"
 """Folder of the chat model that ships with tunekit."""
 
 HUB_SECONDS = 10
@@ -47,104 +38,6 @@ HUB_SECONDS = 10
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a tokenizer; one of them is enough."""
-
-
-def probe_hardware() -> Hardware:
-    """What this machine has to compute with. CUDA devices count only where torch is built for them."""
-    memory = psutil.virtual_memory()
-    cpu = Device(
-        kind="cpu",
-        name=f"CPU ({_processor()})",
-        memory_total_bytes=memory.total,
-        memory_free_bytes=memory.available,
-        native_bfloat16=False,
-    )
-    accelerators = () if version("torch").endswith("+cpu") else _cuda_devices()
-    cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count() or 1
-    return Hardware(
-        cpu=cpu,
-        accelerators=tuple(found.device for found in accelerators),
-        num_cores=cores,
-        flash_attn=find_spec("flash_attn") is not None,
-        figures=_figures(accelerators) if accelerators else None,
-    )
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-@dataclass(frozen=True)
-class _Cuda:
-    """A CUDA device, with what else the driver's own tool says of it."""
-
-    device: Device
-    uuid: str
-    host_bytes_per_second: float | None
-
-
-def _cuda_devices() -> tuple[_Cuda, ...]:
-    """CUDA devices that this process may use."""
-    query = "index,uuid,name,memory.total,memory.free,compute_cap,pcie.link.gen.max,pcie.link.width.max"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found: dict[str, _Cuda] = {}
-    for line in _nvidia_smi(f"--query-gpu={query}", "--format=csv,noheader,nounits").strip().splitlines():
-        index, uuid, name, total, free, capability, generation, width = (cell.strip() for cell in line.split(","))
-        major, minor = (int(number) for number in capability.split("."))
-        device = Device(
-            kind="cuda",
-            name=name,
-            memory_total_bytes=int(total) * 2**20,
-            memory_free_bytes=int(free) * 2**20,
-            native_bfloat16=major >= 8,
-            compute_capability=(major, minor),
-        )
-        # A virtual machine may hide the link and say "[N/A]".
-        pcie = pcie_bytes_per_second(int(generation), int(width)) if generation.isdigit() and width.isdigit() else None
-        found[index] = found[uuid] = _Cuda(device, uuid, pcie)
-    if visible is None:
-        return tuple(cuda for key, cuda in found.items() if key.isdigit())
-    return tuple(found[key.strip()] for key in visible.split(",") if key.strip() in found)
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing where it is missing or fails."""
-    try:
-        answer = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True)
-    except (FileNotFoundError, subprocess.SubprocessError):
-        return ""
-    return answer.stdout
-
-
-def _figures(found: tuple[_Cuda, ...]) -> Figures:
-    """Speeds of the first device: its sheet's where the catalogue has it, its links as they are here."""
-    first = found[0]
-    known = reported_as(first.device.name)
-    links = _nvlink_bytes_per_second(_nvidia_smi("nvlink", "--status")) if len(found) > 1 else {}
-    # Nobody pays by the hour for a machine because somebody else lists one like it.
-    priceless = {"usd_per_hour": None, "price_source": None, "network_bytes_per_second": None}
-    measured = {
-        "link_bytes_per_second": links.get(first.uuid, first.host_bytes_per_second),
-        "host_bytes_per_second": first.host_bytes_per_second,
-    }
-    return (known.figures if known else Figures()).model_copy(update={**priceless, **measured})
-
-
-def _nvlink_bytes_per_second(status: str) -> dict[str, float]:
-    """The sum of each device's active NVLinks in one direction, by UUID, from `nvidia-smi nvlink --status`."""
-    speeds: dict[str, float] = {}
-    uuid = ""
-    for line in status.splitlines():
-        if gpu := re.search(r"\(UUID: ([^)]+)\)", line):
-            uuid = gpu[1]
-        elif link := re.fullmatch(r"\s*Link [0-9]+: ([0-9.]+) GB/s", line.rstrip()):
-            speeds[uuid] = speeds.get(uuid, 0) + float(link[1]) * 1e9
-    return speeds
 
 
 def model_folder(model: ModelSection) -> str:

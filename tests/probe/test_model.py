@@ -1,18 +1,16 @@
-"""Facts from a model's files and from the machine, and what is said where they are not right."""
+"""Facts from a model's files, and what is said where they are not right."""
 
 import json
 import os
-import re
 import struct
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.tiny import save_tiny_model, save_tiny_model_with_vision
 from tunekit.errors import ModelError
-from tunekit.probe import probe_hardware, probe_model, sketch_model
+from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.schema import ModelSection
 
 
@@ -173,7 +171,7 @@ def test_a_file_is_not_a_model(model):
 def without_network(cache, code):
     """Output of a program in a process of its own, whose hub is a closed port of this machine."""
     imports = (
-        "from tunekit.errors import ModelError; from tunekit.probe import probe_model, sketch_model\n"
+        "from tunekit.errors import ModelError; from tunekit.probe.model import probe_model, sketch_model\n"
         "from tunekit.recipe.schema import ModelSection\n"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(cache)}
@@ -292,113 +290,3 @@ def test_a_downloaded_hub_model_needs_no_network(saved, tmp_path, monkeypatch):
 def test_a_name_that_cannot_be_is_said_to_be_so():
     with pytest.raises(ModelError, match="is neither a folder here nor a name that the hub could have"):
         probe_model(ModelSection(path="some model!"))
-
-
-def test_the_machine_is_what_psutil_says():
-    hardware = probe_hardware()
-    assert hardware.cpu.memory_total_bytes == psutil.virtual_memory().total
-    assert 1 <= hardware.num_cores <= psutil.cpu_count()
-    assert hardware.cpu.kind == "cpu"
-
-
-NVIDIA_SMI = """\
-#!/bin/sh
-# Answers as the driver's tool does.
-case "$1" in
-  nvlink) cat {folder}/nvlink.txt ;;
-  --query-gpu=index,uuid,name,memory.total,memory.free,compute_cap,pcie.link.gen.max,pcie.link.width.max)
-    cat {folder}/query.txt ;;
-  *) echo "Field \\"$1\\" is not a valid field to query." ; exit 2 ;;
-esac
-"""
-
-A100_LINES = """\
-0, GPU-ff8a40d4-abc6-08d1-f939-15848b5d4e05, NVIDIA A100-SXM4-80GB, 81920, 81037, 8.0, 4, 16
-1, GPU-0c512562-871f-8257-6187-b5ae1b986d5e, NVIDIA A100-SXM4-80GB, 81920, 80101, 8.0, 4, 16
-"""
-
-# The form of NVLink's lines is that of NVIDIA/nccl-tests#228 (A100) and NVIDIA/k8s-test-infra#371 (GB200).
-A100_LINKS = "".join(
-    f"GPU {number}: NVIDIA A100-SXM4-80GB (UUID: {uuid})\n"
-    + "".join(f"\t Link {link}: 25 GB/s\n" for link in range(12))
-    for number, uuid in enumerate(line.split(", ")[1] for line in A100_LINES.splitlines())
-)
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path, monkeypatch):
-    """A machine whose driver's tool answers with given lines; torch is one that was built for CUDA."""
-
-    def answer(query, nvlink=""):
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(NVIDIA_SMI.format(folder=tmp_path))
-        tool.chmod(0o755)
-        (tmp_path / "query.txt").write_text(query)
-        (tmp_path / "nvlink.txt").write_text(nvlink)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        monkeypatch.setattr("tunekit.probe.version", lambda package: "2.13.0+cu130")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        return probe_hardware()
-
-    return answer
-
-
-def test_devices_are_what_the_driver_says(nvidia_smi):
-    hardware = nvidia_smi(A100_LINES, A100_LINKS)
-    assert [device.name for device in hardware.accelerators] == ["NVIDIA A100-SXM4-80GB"] * 2
-    assert hardware.device.memory_total_bytes == 80 * 2**30
-    assert hardware.accelerators[1].memory_free_bytes == 80101 * 2**20
-    assert hardware.device.compute_capability == (8, 0) and hardware.device.native_bfloat16
-    assert hardware.num_accelerators == 2
-
-
-def test_speeds_of_a_known_device_are_its_sheets_and_its_links_are_those_that_are_here(nvidia_smi):
-    figures = nvidia_smi(A100_LINES, A100_LINKS).figures
-    assert figures.flops_16bit == 312e12
-    assert figures.link_bytes_per_second == 300e9
-    assert figures.host_bytes_per_second == pytest.approx(31.5e9, rel=0.001)
-    assert figures.usd_per_hour is None and figures.network_bytes_per_second is None
-
-
-def test_inactive_links_do_not_count(nvidia_smi):
-    halved = re.sub(r"(Link (?:6|7|8|9|10|11)): 25 GB/s", r"\1: <inactive>", A100_LINKS)
-    assert nvidia_smi(A100_LINES, halved).figures.link_bytes_per_second == 150e9
-
-
-def test_links_of_a_newer_driver_have_fractions(nvidia_smi):
-    uuid = "GPU-d1b93026-6d5b-03bd-3a71-f85b47a61bde"
-    line = f"0, {uuid}, NVIDIA GB200, 189471, 188000, 10.0, 6, 16\n"
-    links = f"GPU 0: NVIDIA GB200 (UUID: {uuid})\n" + "".join(f"         Link {n}: 53.125 GB/s\n" for n in range(18))
-    both = nvidia_smi(line + line.replace("0, GPU-d", "1, GPU-e"), links)
-    assert both.figures.link_bytes_per_second == 18 * 53.125e9
-
-
-def test_without_nvlink_devices_speak_over_pcie(nvidia_smi):
-    two = (
-        "0, GPU-a, NVIDIA GeForce RTX 4090, 24564, 24100, 8.9, 4, 16\n"
-        "1, GPU-b, NVIDIA GeForce RTX 4090, 24564, 24100, 8.9, 4, 8\n"
-    )
-    figures = nvidia_smi(two).figures
-    assert figures.link_bytes_per_second == figures.host_bytes_per_second == pytest.approx(31.5e9, rel=0.001)
-
-
-def test_a_virtual_machine_that_hides_its_pcie_link_still_has_devices(nvidia_smi):
-    hardware = nvidia_smi("0, GPU-a, Abacus 9, 16384, 16000, 7.5, [N/A], [N/A]\n")
-    assert hardware.device.name == "Abacus 9" and not hardware.device.native_bfloat16
-    assert hardware.figures.link_bytes_per_second is None and hardware.figures.flops_16bit is None
-
-
-def test_hidden_devices_are_left_out(nvidia_smi, monkeypatch):
-    nvidia_smi(A100_LINES, A100_LINKS)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    (only,) = probe_hardware().accelerators
-    assert only.memory_free_bytes == 80101 * 2**20
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert probe_hardware().accelerators == ()
-    assert probe_hardware().figures is None
-
-
-def test_a_driver_that_does_not_answer_is_a_machine_without_devices(nvidia_smi, tmp_path):
-    nvidia_smi(A100_LINES)
-    (tmp_path / "query.txt").unlink()
-    assert probe_hardware().accelerators == ()

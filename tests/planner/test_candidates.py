@@ -1,0 +1,212 @@
+"""Which layouts are tried for which machine, in which order, and what is refused by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tests.planner.golden import ROWS, recipe
+from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
+from tunekit.errors import PlanError
+from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
+from tunekit.planner.machines import find_machine
+from tunekit.planner.resolve import resolve, setting_of
+from tunekit.recipe.schema import Optim
+
+
+def names(machine, model=LLAMA_8B, **sections) -> list[str]:
+    """The layouts to try, in their order."""
+    setting = setting_of(recipe(**sections), find_machine(machine).hardware(), model)
+    return [candidate.layout.name for candidate in candidates(setting)]
+
+
+def test_one_device_has_nothing_to_share_but_what_it_sends_away():
+    assert names("h100") == ["single device", "ZeRO-3, CPU offload"]
+    assert names("h100", adapter="full") == ["single device", "ZeRO-2, optimizer on the CPU", "ZeRO-3, CPU offload"]
+
+
+def test_a_node_shares_weights_before_it_sends_anything_away():
+    assert names("8xh100", adapter="full") == [
+        "DDP",
+        "FSDP2, full shard, no reshard",
+        "FSDP2, full shard",
+        "FSDP2, full shard, tensor parallel 2",
+        "FSDP2, full shard, tensor parallel 4",
+        "FSDP2, full shard, tensor parallel 8",
+        "ZeRO-2, optimizer on the CPU",
+        "ZeRO-3, optimizer on the CPU",
+        "FSDP2, full shard, CPU offload",
+    ]
+
+
+def test_nodes_share_inside_before_they_share_across():
+    found = names("4x8xh100", train={"global_batch_size": 64}, adapter="full")
+    assert found[:5] == [
+        "DDP",
+        "FSDP2, hybrid shard of 8, no reshard",
+        "FSDP2, hybrid shard of 8",
+        "FSDP2, hybrid shard of 16",
+        "FSDP2, full shard",
+    ]
+
+
+def test_long_sequences_are_divided_where_each_part_keeps_a_device_busy():
+    found = names("8xh100", data={"max_length": 16384}, train={"global_batch_size": 8}, adapter="full")
+    assert [name for name in found if "context" in name] == [
+        "FSDP2, full shard, context parallel 2",
+        "FSDP2, full shard, context parallel 4",
+        "FSDP2, full shard, context parallel 8",
+    ]
+    assert "ZeRO-3, Ulysses 8" in found
+
+
+def test_a_disk_is_used_where_one_is_named():
+    found = names("h100", adapter="full", parallel={"nvme_path": "/nvme"})
+    assert found[-1] == "ZeRO-3, NVMe offload"
+    assert "ZeRO-3, NVMe offload" not in names("h100", adapter="full")
+
+
+@pytest.mark.parametrize(
+    ("machine", "batch", "used"),
+    [("8xh100", 64, 8), ("8xh100", 12, 6), ("8xh100", 7, 7), ("2x8xh100", 8, 8), ("4x8xh100", 48, 24), ("h100", 5, 1)],
+)
+def test_as_many_devices_are_used_as_get_equal_parts_of_the_batch(machine, batch, used):
+    plan = resolve(recipe(train={"global_batch_size": batch}), find_machine(machine).hardware(), LLAMA_1B, ROWS)
+    assert plan.layout.num_processes == used
+    assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.layout.num_batches == batch
+    assert plan.layout.num_processes % plan.num_nodes == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        ({"strategy": "single"}, "single device"),
+        ({"strategy": "ddp"}, "DDP"),
+        ({"strategy": "fsdp2"}, "FSDP2, full shard, no reshard"),
+        ({"strategy": "fsdp2", "reshard_after_forward": True}, "FSDP2, full shard"),
+        ({"dp_shard_size": 4}, "FSDP2, hybrid shard of 4, no reshard"),
+        ({"strategy": "zero1"}, "ZeRO-1"),
+        ({"strategy": "zero2"}, "ZeRO-2"),
+        ({"strategy": "zero3"}, "ZeRO-3"),
+        ({"tp_size": 4}, "FSDP2, full shard, tensor parallel 4"),
+        ({"cp_size": 2}, "FSDP2, full shard, context parallel 2"),
+        ({"sp_size": 2}, "ZeRO-3, Ulysses 2"),
+        ({"offload_param_device": "cpu"}, "FSDP2, full shard, CPU offload"),
+        ({"offload_param_device": "none", "offload_optimizer_device": "cpu"}, "ZeRO-2, optimizer on the CPU"),
+    ],
+)
+def test_a_layout_that_is_asked_for_is_taken(parallel, name):
+    plan = resolve(recipe(adapter="full", parallel=parallel), find_machine("8xh100").hardware(), LLAMA_1B, ROWS)
+    assert plan.layout.name == name
+
+
+REFUSED = {
+    "qlora with zero3": (
+        {"adapter": "qlora", "parallel": {"strategy": "zero3"}},
+        "ZeRO-3: ZeRO-3 does not divide the 4-bit weights of bitsandbytes; use ddp, or adapter.type=lora",
+    ),
+    "qlora with fsdp2": (
+        {"adapter": "qlora", "parallel": {"strategy": "fsdp2"}},
+        "FSDP2, full shard, no reshard: Accelerate does not shard the 4-bit weights of bitsandbytes; "
+        "use ddp, or adapter.type=lora",
+    ),
+    "8-bit optimizer with fsdp2": (
+        {"adapter": "full", "train": {"optim": "adamw_8bit"}, "parallel": {"strategy": "fsdp2"}},
+        "FSDP2, full shard, no reshard: adamw_8bit takes no step on sharded tensors; use train.optim=adamw_torch_fused",
+    ),
+    "8-bit optimizer on the processor": (
+        {
+            "adapter": "full",
+            "train": {"optim": "adamw_8bit"},
+            "parallel": {"strategy": "zero2", "offload_optimizer_device": "cpu"},
+        },
+        "ZeRO-2, optimizer on the CPU: DeepSpeed cannot run adamw_8bit on the processor; "
+        "use train.optim=adamw_torch_fused",
+    ),
+    "adapters with tensor parallel": (
+        {"parallel": {"tp_size": 2}},
+        "FSDP2, full shard, tensor parallel 2: PEFT's adapters do not run on layers divided by tensor parallel; "
+        "use fsdp2 without tp_size",
+    ),
+    "packing with context parallel": (
+        {"data": {"packing": True}, "parallel": {"cp_size": 2}},
+        "FSDP2, full shard, context parallel 2: context parallel drops the mask that keeps packed documents apart; "
+        "set data.packing=false",
+    ),
+    "eager with context parallel": (
+        {"model": {"path": "m", "attn_implementation": "eager"}, "parallel": {"cp_size": 2}},
+        "FSDP2, full shard, context parallel 2: context parallel divides sdpa, not eager; "
+        "set model.attn_implementation=sdpa",
+    ),
+    "packing with Ulysses": (
+        {"data": {"packing": True}, "parallel": {"sp_size": 2}},
+        "ZeRO-3, Ulysses 2: sdpa does not keep packed documents apart when they are divided; "
+        "use flash_attention_2, or rows without packing",
+    ),
+    "both ways to divide a sequence": (
+        {"parallel": {"sp_size": 2, "cp_size": 2}},
+        "parallel.cp_size and parallel.sp_size: Accelerate takes one of them; leave one out",
+    ),
+    "a disk without a path": (
+        {"parallel": {"offload_param_device": "nvme"}},
+        "parallel.offload_param_device: nvme needs parallel.nvme_path; name a folder on a fast local disk",
+    ),
+    "heads that do not divide": (
+        {"adapter": "full", "parallel": {"tp_size": 3}},
+        "parallel.tp_size: 3 does not divide the 32 heads and 8 key-value heads of llama-3.1-8b",
+    ),
+    "more shards than devices": (
+        {"parallel": {"dp_shard_size": 16}},
+        "parallel.dp_shard_size=16: there is no such layout for 8 x H100 SXM 80 GB and a batch of 16; "
+        "leave some of it to the plan",
+    ),
+    "ddp with shards": (
+        {"parallel": {"strategy": "ddp", "dp_shard_size": 8}},
+        "parallel.strategy=ddp, parallel.dp_shard_size=8: there is no such layout for 8 x H100 SXM 80 GB and a batch "
+        "of 16; leave some of it to the plan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_run_correctly_is_refused_by_name(name):
+    sections, message = REFUSED[name]
+    with pytest.raises(PlanError) as caught:
+        resolve(recipe(**sections), find_machine("8xh100").hardware(), LLAMA_8B, ROWS)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1"])
+def test_what_needs_several_devices_is_refused_on_one(strategy):
+    with pytest.raises(PlanError, match=rf"parallel\.strategy: {strategy} needs several accelerators; this is H100"):
+        resolve(recipe(parallel={"strategy": strategy}), find_machine("h100").hardware(), LLAMA_1B, ROWS)
+
+
+def test_what_a_library_cannot_run_stays_in_the_plan_with_its_reason():
+    hardware = find_machine("8xrtx4090").hardware()
+    asked = recipe(adapter="full", train={"optim": "paged_adamw_8bit"}, data={"max_length": 512})
+    with pytest.raises(PlanError, match="FSDP2, full shard: paged_adamw_8bit takes no step on sharded tensors"):
+        resolve(asked, hardware, LLAMA_8B, ROWS)
+
+
+def test_main_memory_that_is_known_is_counted():
+    hardware = find_machine("h100").hardware()
+    asked = recipe(adapter="full", data={"max_length": 512})
+    assert "which this machine has to have" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
+    cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
+    with pytest.raises(PlanError, match=r"of main memory in each node, 28.8 GiB may be used"):
+        resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)
+
+
+def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
+    """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided."""
+    on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_")]
+    program = Path(__file__).parent / "sharded_optimizers.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
+    done = subprocess.run(
+        [*command, *on_cpu], capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert {line.removeprefix("ok ") for line in done.stdout.splitlines() if line.startswith("ok ")} == SHARDED_OPTIMS

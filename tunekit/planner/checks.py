@@ -1,0 +1,178 @@
+"""What a recipe may ask of a device and a model, whatever the layout. Each refusal names the place and the remedy."""
+
+from dataclasses import dataclass
+
+from tunekit.errors import PlanError
+from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.isolation import WITHOUT_SDPA
+from tunekit.planner.padding import check_isolation
+from tunekit.planner.plan import Reason
+from tunekit.planner.states import Dtype
+from tunekit.recipe.schema import FullAdapter, LrSchedulerType, Recipe
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """An argument that a learning-rate schedule cannot do without: its possible names, and a value to show."""
+
+    one_of: tuple[str, ...]
+    example: str
+
+
+LR_SCHEDULER_KWARGS: dict[LrSchedulerType, _Needed] = {
+    "cosine_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
+    "cosine_warmup_with_min_lr": _Needed(("min_lr_rate", "min_lr"), "0.1"),
+    "warmup_stable_decay": _Needed(("num_decay_steps",), "2"),
+}
+"""Schedules of transformers that have no default for one of their arguments."""
+
+
+def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
+    """Type of the products, and why.
+
+    Raises:
+        PlanError: The device does not compute in the type that is asked for.
+    """
+    asked = recipe.model.dtype
+    if asked == "float16" and device.kind == "cpu":
+        raise PlanError(
+            "model.dtype: float16 does not run on a CPU: torch would silently compute in float32",
+            hint="use bfloat16 or float32",
+        )
+    if asked != "auto":
+        return asked, "as in the recipe"
+    if device.kind == "cpu":
+        return "float32", "exact, and no slower for small models on a CPU"
+    if device.native_bfloat16:
+        return "bfloat16", f"{device.name} computes it natively"
+    return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
+
+
+def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
+    """Attention implementation, and why.
+
+    Raises:
+        PlanError: What is asked for does not run, or is not installed.
+    """
+    device = hardware.device
+    asked = recipe.model.attn_implementation
+    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
+    flash_runs = device.kind == "cuda" and (device.compute_capability or (0, 0)) >= (8, 0) and dtype != "float32"
+    if asked.startswith("flash_attention") and not flash_runs:
+        raise PlanError(
+            f"model.attn_implementation: {asked} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
+            f"products; this is {device.name} with {dtype}",
+            hint=f"use {without_flash}",
+        )
+    if asked.startswith("flash_attention") and hardware.flash_attn is False:
+        raise PlanError(
+            f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {without_flash}"
+        )
+    if asked == "sdpa" and without_flash != "sdpa":
+        raise PlanError(
+            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {without_flash}"
+        )
+    if asked != "auto":
+        return Reason(topic="attention", choice=asked, why="as in the recipe")
+    if flash_runs and hardware.flash_attn:
+        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
+    if without_flash != "sdpa":
+        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
+    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
+
+
+def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
+    limit = model.max_position_embeddings
+    if limit is not None and recipe.data.max_length > limit:
+        raise PlanError(
+            f"data.max_length: {recipe.data.max_length} is more than the {limit} positions of {model.path}",
+            hint=f"set it to {limit} or less",
+        )
+
+
+def _check_optim(recipe: Recipe, device: Device) -> None:
+    optim = recipe.train.optim
+    if optim.startswith("paged_") and device.kind == "cpu":
+        twins = {"paged_adamw_32bit": "adamw_torch", "paged_ademamix_32bit": "ademamix"}
+        raise PlanError(
+            f"train.optim: {optim} moves its states between an accelerator and main memory; "
+            f"{device.name} has one memory",
+            hint=f"use {twins.get(optim, optim.removeprefix('paged_'))}",
+        )
+
+
+def _check_lr_scheduler(recipe: Recipe) -> None:
+    name = recipe.train.lr_scheduler_type
+    needed = LR_SCHEDULER_KWARGS.get(name)
+    given = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
+    if needed and not set(needed.one_of) & set(given):
+        raise PlanError(
+            f"train.lr_scheduler_type: {name} needs {' or '.join(needed.one_of)}",
+            hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{needed.one_of[0]}: {needed.example}}}`",
+        )
+
+
+def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
+    adapter = recipe.adapter
+    if isinstance(adapter, FullAdapter):
+        return
+    matched = model.adapter_linears(adapter.target_modules)
+    missing = [
+        target
+        for target in (adapter.target_modules if isinstance(adapter.target_modules, list) else [])
+        if not model.adapter_linears([target])
+    ]
+    if missing or not matched:
+        endings = sorted({name.rpartition(".")[2] for name in model.linears})
+        raise PlanError(
+            f"adapter.target_modules: {model.path} has no linear layer named {', '.join(missing) or 'so'}",
+            hint=f"it has {', '.join(endings)}",
+        )
+    unknown = [name for name in adapter.modules_to_save or [] if model.num_params_in([name]) == 0]
+    if unknown:
+        raise PlanError(
+            f"adapter.modules_to_save: {model.path} stores no weights of {', '.join(unknown)}",
+            hint="a head tied to the embedding has no weights of its own; name the module that holds them",
+        )
+
+
+def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
+    """Refuse what contradicts itself or the machine; what a library cannot do is refused by layout."""
+    asked = recipe.parallel
+    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(asked)[name] or 1) > 1]
+    if asked.strategy in ("ddp", "fsdp2", "zero1"):
+        several.insert(0, "strategy")
+    if several and hardware.num_accelerators < 2:
+        what = f"parallel.{several[0]}: {dict(asked)[several[0]]} needs several accelerators"
+        raise PlanError(f"{what}; this is {hardware.device.name}", hint="leave it to the plan")
+    if asked.strategy not in ("auto", "single") and not hardware.accelerators:
+        raise PlanError(
+            f"parallel.strategy: {asked.strategy} needs accelerators; this is {hardware.device.name}",
+            hint="leave it to the plan",
+        )
+    for name in ("tp_size", "sp_size"):
+        size = dict(asked)[name] or 1
+        if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
+            heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
+            raise PlanError(f"parallel.{name}: {size} does not divide the {heads} of {model.path}")
+    if (asked.cp_size or 1) > 1 and (asked.sp_size or 1) > 1:
+        raise PlanError("parallel.cp_size and parallel.sp_size: Accelerate takes one of them", hint="leave one out")
+    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if dict(asked)[name] == "nvme"]
+    if on_disk and asked.nvme_path is None:
+        raise PlanError(
+            f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", hint="name a folder on a fast local disk"
+        )
+
+
+def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str) -> None:
+    """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
+
+    Raises:
+        PlanError: There is such a thing.
+    """
+    check_isolation(recipe.data, model, attn_implementation)
+    _check_lengths(recipe, model)
+    _check_adapter(recipe, model)
+    _check_optim(recipe, hardware.device)
+    _check_lr_scheduler(recipe)
+    _check_parallel(recipe, hardware, model)

@@ -1,0 +1,205 @@
+"""What a plan says of the data, the schedule and the model: counts and choices in words."""
+
+import math
+from collections.abc import Iterator
+
+from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.plan import Reason, Schedule, count, gib
+from tunekit.planner.speed import Speed
+from tunekit.planner.states import Dtype, num_trainable_params
+from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, FullAdapter, QloraAdapter, Recipe
+
+MUCH_TRUNCATED = 0.05
+"""Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
+
+RUNS_PER_RECIPE = 4
+"""Evaluations and checkpoints in a run whose recipe does not say how often."""
+
+WITHOUT_WEIGHTS = {
+    "weights": "",
+    "config": "; from its config.json, training needs the weights",
+    "table": "; from tunekit's own table, training needs the files",
+}
+"""What a plan says of a model whose weights were not looked at, by where it is known from."""
+
+
+def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
+    """What the run computes on."""
+    device, used = hardware.device, layout.num_processes
+    if device.kind == "cpu":
+        why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
+        why += f"; {hardware.note}" if hardware.note else ""
+        return Reason(topic="device", choice=device.name, why=why)
+    choice = device.name if used == 1 else f"{used} x {device.name}"
+    if num_nodes > 1:
+        choice += f" in {num_nodes} nodes"
+    why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free"
+    idle = hardware.num_accelerators - used
+    if idle:
+        is_left = "is left idle" if idle == 1 else "are left idle"
+        why += f"; {idle} more {is_left}: the batch cannot be divided over all"
+    if hardware.note:
+        why += f"; {hardware.note}"
+    return Reason(topic="device", choice=choice, why=why)
+
+
+def precision_reason(recipe: Recipe, dtype: Dtype, why: str) -> Reason:
+    """In which types the run computes and keeps weights."""
+    full = isinstance(recipe.adapter, FullAdapter)
+    kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
+    return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why)
+
+
+def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
+    """What is trained."""
+    adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
+    if isinstance(adapter, FullAdapter):
+        return Reason(topic="adapter", choice="full", why=f"{count(trained)} parameters trained, all of them")
+    targets = adapter.target_modules if adapter.target_modules == "all-linear" else ", ".join(adapter.target_modules)
+    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+    share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
+    return Reason(topic="adapter", choice=choice, why=share)
+
+
+def optimizer_reason(recipe: Recipe) -> Reason:
+    """How weights are updated."""
+    learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
+    given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
+    return Reason(
+        topic="optimizer",
+        choice=f"{recipe.train.optim}, learning rate {learning_rate:g}",
+        why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
+    )
+
+
+def model_reason(model: ModelFacts) -> Reason:
+    """What is trained on."""
+    shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
+    active = f", {count(model.num_active_params)} active" if model.num_experts else ""
+    why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
+    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+
+
+def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
+    """When things happen; not known before packing unless the recipe gives `max_steps`."""
+    train = recipe.train
+    unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
+    if unknown and train.max_steps is None:
+        return None
+    per_epoch = None if unknown or recipe.data.streaming else math.ceil(data.num_train / train.global_batch_size)
+    steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
+    warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
+    often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
+    return Schedule(
+        num_steps=steps,
+        steps_per_epoch=per_epoch,
+        warmup_steps=int(warmup),
+        eval_steps=None if data.num_eval is None else train.eval_steps or often,
+        save_steps=train.save_steps or often,
+    )
+
+
+def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+    """What is trained on, and how much of it is whose."""
+    yield _data_reason(recipe, data)
+    yield from _mixture_reasons(recipe, data)
+
+
+def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
+    if recipe.data.streaming:
+        why = f"read and tokenised while training; {data.num_train:,} were looked at"
+        return Reason(topic="data", choice="a stream of rows", why=why)
+    if not data.tokenized:
+        why = f"cut to {recipe.data.max_length} tokens each when the run starts"
+        return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
+    share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
+    why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
+    cut = recipe.data.max_length
+    counts = (
+        (data.num_truncated, f"cut to {cut}"),
+        (data.num_split, f"split at {cut}"),
+        (data.num_dropped, "left out"),
+    )
+    for number, what in counts:
+        if number:
+            why += f"; {number:,} {what}"
+    if data.truncated_share > MUCH_TRUNCATED:
+        why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
+    packed = "packed sequences" if recipe.data.packing else "rows"
+    if recipe.data.packing:
+        filled = (data.num_train_tokens or 0) / (data.num_train * cut)
+        why += f"; packing fills {filled:.1%} of the places"
+    return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+
+
+def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+    """How much of the training each of several sources is."""
+    if len(data.sources) < 2:
+        return
+    if recipe.data.streaming:
+        yield _stream_mixture_reason(recipe.data, data)
+        return
+    total = sum(source.size for source in data.sources)
+    choice = ", ".join(f"{source.name} {source.size / total:.1%}" for source in data.sources)
+    measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
+    section = recipe.data
+    weights = [source.weight for source in section.sources]
+    if weights[0] is None:
+        why = "every row of each is used once"
+    else:
+        spoken = " : ".join(f"{weight:g}" for weight in weights)
+        ends = (
+            "no row is used twice" if section.stopping_strategy == "first_exhausted" else "small sources are repeated"
+        )
+        why = f"weights {spoken} by {section.weight_by}; {ends}"
+    rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
+    yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
+
+
+def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
+    weights = [source.weight for source in section.sources if source.weight is not None]
+    names = [source.name for source in data.sources]
+    if not weights:
+        order = "they take turns" if section.mixing == "interleave" else "one after another"
+        return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; how much each holds is not known")
+    shares = (f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
+    return Reason(topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until a stream ends that is due")
+
+
+def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
+    """How long it is trained."""
+    if schedule is None:
+        why = f"{data.num_train:,} rows are to be packed first"
+        return Reason(topic="steps", choice="known after tokenising", why=why)
+    if recipe.train.max_steps is not None:
+        why = "as in the recipe"
+        if schedule.steps_per_epoch is not None:
+            why += f"; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
+    else:
+        batch = recipe.train.global_batch_size
+        epochs = recipe.train.num_epochs or 1
+        why = f"{epochs:g} x {data.num_train:,} / {batch} a step"
+    if schedule.eval_steps is not None:
+        why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
+    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+
+
+def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
+    """How fast that is expected to be."""
+    if speed is None:
+        why = "operations are counted for dense decoders with attention in every layer"
+        return Reason(topic="speed", choice="not predicted", why=why)
+    at_most = not data.tokenized and not section.packing
+    why = speed.basis
+    if at_most and speed.seconds is not None:
+        why += f"; every row taken as {section.max_length} tokens"
+    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
+
+
+def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
+    """What devices send each other, and what failures cost."""
+    if speed is not None and speed.communication is not None:
+        yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
+    if speed is not None and speed.goodput is not None:
+        yield Reason(topic="failures", choice=speed.goodput.words(), why="in the time and the cost above")

@@ -1,0 +1,265 @@
+"""The work of one optimizer step, and how long it takes: computing, sending and updating.
+
+A device computes at a share of its peak, and sends meanwhile: what it gathers or reduces hides behind computing
+unless it takes longer, so that a micro-batch takes the longer of both; what it has to wait for comes on top. Then the
+optimizer goes through memory. Both ends of each figure are carried along: computing fast over fast links, and slowly
+over slow ones.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tunekit.planner.communication import CPU_PARAMS_PER_SECOND, Range, Transfer
+from tunekit.planner.facts import Device, Figures
+from tunekit.planner.layout import Layout
+from tunekit.planner.states import Dtype
+
+MUCH_BANDWIDTH = 202
+"""Operations in the time of one byte from memory, up to which a device is one of much bandwidth: A100s have 153 and
+201, an RTX 4090 164, an H100 295. Between the two kinds lies what published figures differ by."""
+
+EFFICIENCY: Mapping[str, Range] = {
+    "full": Range(low=0.25, high=0.50),
+    "lora": Range(low=0.15, high=0.40),
+    "qlora": Range(low=0.09, high=0.32),
+}
+"""Share of a CUDA device's peak that training reaches, recomputation counted, by `adapter.type`; predictions, not
+measured by tunekit. The rows behind it are in tests/planner/test_published_speed.py.
+
+- full: torchtitan trains an 8B model on H100s at 33 % of their peak, at 39 % compiled (github.com/pytorch/torchtitan,
+  benchmarks/llama3_h100_202412_torchtitan.md, December 2024), LLM Foundry models of 3B to 13B at 40 to 46 %
+  (github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md); guides of 2026 call 15 to 25 % poorly
+  tuned.
+- lora: narrower products, so from the lower end of poorly tuned to what torchtitan reaches compiled.
+- qlora: as lora, with 20 to 40 % of it spent on dequantising weights, which is an unconfirmed rule of thumb."""
+
+EFFICIENCY_WITH_MUCH_BANDWIDTH: Mapping[str, Range] = {
+    "full": Range(low=0.35, high=0.70),
+    "lora": Range(low=0.20, high=0.55),
+    "qlora": Range(low=0.12, high=0.44),
+}
+"""The same for a device of `MUCH_BANDWIDTH`, where what is not a product takes less of the time.
+
+- full: transformers with ZeRO-2 trains a 7B model on A800s at 40 to 42 %
+  (gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a), torchtitan an 8B model on A100s at 57 %
+  (github.com/pytorch/torchtitan, docs/performance.md), LLM Foundry at 55 to 75 %.
+- lora: transformers on an A100 at 21 % with rows of 256 tokens, 40 % with 2,048 (github.com/QwenLM/Qwen, README).
+- qlora: as above."""
+
+LAYER_SECONDS = Range(low=0.0015, high=0.005)
+"""Least time of a layer in a micro-batch on CUDA, for the processor to launch its kernels. High: LoRA of a 1.8B model
+took 0.125 s for each micro-batch of up to 512 tokens, in 24 layers (github.com/QwenLM/Qwen, README, A100,
+transformers). Low: faster processors and fewer kernels, a choice and not a measurement."""
+
+COLLATED_TOKENS_PER_SECOND = 2.0e6
+"""Of which a process makes micro-batches, from tokenised rows on disk: 2.1 million padding-free, 2.6 million padded, on
+one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
+without them it comes on top. Tokenising a stream is not in it."""
+
+HIDDEN_BY_LAST_BACKWARD = Range(low=0.0, high=0.5)
+"""How much of a micro-batch's computing hides what is sent once a step: the gradients of the last layers are ready
+while the first are still computed. From nothing to all of a backward pass, which is at least half of the
+computing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The work of one optimizer step, on all devices unless said otherwise.
+
+    Attributes:
+        adapter: Kind of the adapter.
+        layout: How it is spread.
+        num_nodes: Machines that it is spread over.
+        flops_per_token: Operations for one token.
+        model_flops_per_token: Of these, what is no recomputation.
+        num_tokens: Tokens without padding.
+        max_computed_tokens: Tokens with the most padding that there can be.
+        num_micro_batches: Micro-batches that a device computes one after another.
+        num_trained: Trained parameters.
+        optimizer_bytes: Memory that the optimizer reads and writes on each device.
+        checkpoint_bytes: Size of a checkpoint with the optimizer's states.
+        transfers: What each device sends.
+    """
+
+    model_type: str
+    num_params: int
+    num_layers: int
+    adapter: str
+    dtype: Dtype
+    layout: Layout
+    num_nodes: int
+    flops_per_token: float
+    model_flops_per_token: float
+    num_tokens: float
+    max_computed_tokens: float
+    num_micro_batches: int
+    num_trained: int
+    optimizer_bytes: float
+    checkpoint_bytes: float
+    transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it is spread over."""
+        return self.layout.num_processes
+
+    @property
+    def num_writers(self) -> int:
+        """Machines that hold a part of a checkpoint each: those of one replica."""
+        return max(1, self.num_nodes // self.layout.dp_replicate_size)
+
+    @property
+    def tokens_of_micro_batch(self) -> float:
+        """Tokens of one micro-batch, with the most padding that there can be."""
+        return self.max_computed_tokens / self.num_micro_batches / self.layout.num_batches
+
+    def computing(self, rate: Range) -> Range:
+        """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
+        share = self.flops_per_token / self.num_micro_batches / self.num_devices
+        floor = LAYER_SECONDS.times(self.num_layers)
+        return Range(
+            low=max(self.num_tokens * share / rate.high, floor.low),
+            high=max(self.max_computed_tokens * share / rate.low, floor.high),
+        )
+
+
+def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range, str] | None:
+    """Operations a second that a device reaches by its sheet, and in words; None where that is not known."""
+    peak = peak_of(step, device, figures)
+    bandwidth = None if figures is None else figures.memory_bytes_per_second
+    if peak is None or bandwidth is None:
+        return None
+    shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
+    share = shares[step.adapter]
+    return share.times(peak), f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+
+
+def peak_of(step: Step, device: Device, figures: Figures | None) -> float | None:
+    """Operations a second that a device's sheet promises for the step's type; None where it says nothing."""
+    if device.kind != "cuda" or figures is None or step.dtype == "float32":
+        return None
+    # Tensor cores compute both 16-bit types at one rate.
+    return figures.flops_16bit
+
+
+def unknown_link(step: Step, figures: Figures) -> str | None:
+    """A link that the step needs and whose speed is not known, in words."""
+    return next((each.link_name for each in step.transfers if each.seconds(figures) is None), None)
+
+
+def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
+    """How long a step takes, where devices compute at `rate`; None where a link or the memory's speed is not known."""
+    update = _updating(step, figures)
+    if update is None or unknown_link(step, figures) is not None:
+        return None
+    computing = step.computing(rate)
+    hidden, exposed = waiting(step, figures)
+    behind = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "compute"), figures)
+    after = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "nothing"), figures)
+    number = step.num_micro_batches
+    collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND
+    return Range(
+        low=number * (max(computing.low, hidden.low, collating) + exposed.low)
+        + max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low)
+        + after.low
+        + update.low,
+        high=number * (max(computing.high, hidden.high) + exposed.high + collating)
+        + max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high)
+        + after.high
+        + update.high,
+    )
+
+
+def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
+    """Seconds of a micro-batch in which is sent what may hide behind computing, and what may not."""
+    each = [one for one in step.transfers if not one.per_step]
+    # Different links work at the same time.
+    by_link = [
+        _sum((one for one in each if one.hides_behind == "compute" and one.link == link), figures)
+        for link in ("devices", "host", "disk")
+    ]
+    attention = _sum((one for one in each if one.hides_behind == "attention"), figures)
+    nothing = _sum((one for one in each if one.hides_behind == "nothing"), figures)
+    return (
+        Range(low=max(link.low for link in by_link), high=max(link.high for link in by_link)),
+        Range(low=nothing.low, high=nothing.high + attention.high),
+    )
+
+
+def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
+    """What is sent and whether computing hides it, for a reason; None where nothing is sent."""
+    if not step.transfers:
+        return None
+    unknown = unknown_link(step, figures)
+    if unknown is not None:
+        return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
+    return "; ".join(
+        said
+        for said in (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
+        if said
+    )
+
+
+def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
+    """Whether the tokens of a micro-batch are enough to hide what is sent meanwhile.
+
+    It takes as long for few tokens as for many, and so needs as many as a device computes while it lasts.
+    """
+    sent = [one for one in step.transfers if not one.per_step and one.hides_behind == "compute"]
+    if not sent:
+        return None
+    hidden, _ = waiting(step, figures)
+    tokens = step.tokens_of_micro_batch
+    a_token = step.flops_per_token / step.layout.devices_per_sequence
+    least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
+    how = "hidden" if tokens >= most else "not hidden" if tokens < least else "perhaps hidden"
+    slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)
+    size = sum(one.sent_bytes for one in sent) / 1e9
+    needed = f"{_rounded(least)} to {_rounded(most)} are needed"
+    return f"{size:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
+
+
+def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
+    """How much of a micro-batch its devices wait for one another."""
+    hidden, exposed = waiting(step, figures)
+    if exposed.high == 0:
+        return None
+    computing = step.computing(rate)
+    shares = sorted(
+        [
+            exposed.low / (exposed.low + max(computing.low, hidden.low)),
+            exposed.high / (exposed.high + max(computing.high, hidden.high)),
+        ]
+    )
+    return f"{shares[0]:.0%} to {shares[1]:.0%} of a micro-batch is waiting in layers"
+
+
+def _once_words(step: Step) -> str | None:
+    once = [one for one in step.transfers if one.per_step]
+    if not once:
+        return None
+    links = " and ".join(dict.fromkeys(one.link_name for one in once))
+    return f"{sum(one.sent_bytes for one in once) / 1e9:,.3g} GB once a step {links}"
+
+
+def _updating(step: Step, figures: Figures) -> Range | None:
+    """Seconds of the optimizer: on the device it goes through memory, on processors at what they were seen to do."""
+    layout = step.layout
+    # FSDP2 has one switch for all that is offloaded.
+    if layout.offload_optimizer_device != "none" or (layout.strategy, layout.offload_param_device) == ("fsdp2", "cpu"):
+        params = step.num_trained / step.num_nodes
+        return Range(low=params / CPU_PARAMS_PER_SECOND.high, high=params / CPU_PARAMS_PER_SECOND.low)
+    bandwidth = figures.memory_bytes_per_second
+    if bandwidth is None:
+        return None
+    return Range(low=step.optimizer_bytes / bandwidth, high=step.optimizer_bytes / bandwidth)
+
+
+def _sum(transfers: Iterable[Transfer], figures: Figures) -> Range:
+    spans = [span for one in transfers if (span := one.seconds(figures)) is not None]
+    return Range(low=sum(span.low for span in spans), high=sum(span.high for span in spans))
+
+
+def _rounded(tokens: float) -> str:
+    """A number of tokens with two digits."""
+    return f"{float(f'{tokens:.2g}'):,.0f}"

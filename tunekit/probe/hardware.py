@@ -1,0 +1,102 @@
+"""Facts of this machine: its processor, its accelerators, the links between them, and how many such nodes there are."""
+
+import os
+import platform
+import runpy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from tunekit.planner.catalogue import NOTES
+from tunekit.planner.facts import Hardware
+from tunekit.probe.amd import amd_devices
+from tunekit.probe.found import Found, figures_of, split_by_kind
+from tunekit.probe.host import ROOT, apple_device, host_cpu, num_cores, processor
+from tunekit.probe.nodes import read_launch, use_launch
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What the installed torch was built for."""
+
+    cuda: str | None
+    hip: str | None
+    """Version of ROCm's HIP."""
+
+
+def probe_hardware() -> Hardware:
+    """What a run has to compute with here, on all nodes.
+
+    Raises:
+        PlanError: The driver does not answer, or the launcher and the machine contradict each other.
+    """
+    return with_nodes(probe_node(), os.environ)
+
+
+def probe_node() -> Hardware:
+    """What this machine has, whatever a launcher says. Accelerators count only where torch is built for them.
+
+    Raises:
+        PlanError: The driver does not answer.
+    """
+    build = torch_build()
+    cpu = host_cpu()
+    found: tuple[Found, ...] = ()
+    notes = []
+    if build.cuda is not None:
+        # Loading NVML takes a fifth of the time of a command that looks at no machine.
+        from tunekit.probe.nvidia import nvidia_devices
+
+        found = nvidia_devices(os.environ)
+    elif build.hip is not None:
+        found = amd_devices(os.environ, ROOT)
+        notes += [NOTES["rocm"]] if found else []
+    used, others = split_by_kind(found)
+    unused = tuple(one.device for one in others)
+    if unused:
+        names = ", ".join(dict.fromkeys(device.name for device in unused))
+        notes.append(f"a run computes on equal accelerators, so {names} {'is' if len(unused) == 1 else 'are'} left out")
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        unused = (apple_device(processor(), cpu),)
+        notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, and computes on the CPU")
+    return Hardware(
+        cpu=cpu,
+        accelerators=tuple(one.device for one in used),
+        unused=unused,
+        num_cores=num_cores(),
+        flash_attn=find_spec("flash_attn") is not None,
+        figures=figures_of(used),
+        note="; ".join(notes) or None,
+    )
+
+
+def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
+    """A machine with the nodes that the launcher gave.
+
+    Args:
+        node: This node.
+        environment: Environment variables.
+
+    Raises:
+        PlanError: The launcher and the machine contradict each other.
+    """
+    launch = read_launch(environment)
+    if launch is None:
+        return node
+    used, note = use_launch(launch, len(node.accelerators))
+    return node.model_copy(
+        update={
+            "accelerators": node.accelerators[:used],
+            "unused": node.accelerators[used:] + node.unused,
+            "num_nodes": launch.num_nodes,
+            "note": "; ".join(filter(None, (node.note, note))) or None,
+        }
+    )
+
+
+def torch_build() -> TorchBuild:
+    """What torch was built for, from the one small file of it that says so; torch itself is not imported."""
+    known = runpy.run_path(str(distribution("torch").locate_file(Path("torch", "version.py"))))
+    return TorchBuild(cuda=known["cuda"], hip=known["hip"])
