@@ -34,9 +34,10 @@ from rich.table import Table
 from tests.planner import grid, grid_shards, oracle, oracle_shards
 from tests.planner.oracle import Step, estimate_of
 from tests.planner.oracle_shards import ShardedStep
-from tests.planner.shapes import H100, LLAMA_8B, LLAMA_405B
+from tests.planner.shapes import LLAMA_8B, LLAMA_405B
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.machines import find_machine
 from tunekit.planner.memory import estimate
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Recipe
@@ -106,13 +107,17 @@ def seconds_per_estimate() -> dict[str, float]:
     return found
 
 
-def seconds_per_plan() -> float:
-    """Seconds that a plan takes, after the first one: an adapter for 8B on one H100."""
-    recipe = Recipe.model_validate({"model": "llama-3.1-8b", "data": {"train": "chats.jsonl"}})
-    resolve(recipe, H100, LLAMA_8B, DataFacts(num_train=1000))
-    began = time.perf_counter()
-    resolve(recipe, H100, LLAMA_8B, DataFacts(num_train=1000))
-    return time.perf_counter() - began
+def seconds_per_plan() -> dict[str, float]:
+    """Seconds that a plan takes by machine, after the first one: an adapter for 8B, and for 405B."""
+    recipe = Recipe.model_validate({"model": "some-model", "data": {"train": "chats.jsonl"}})
+    found = {}
+    for machine, model in (("h100", LLAMA_8B), ("64x8xh100", LLAMA_405B)):
+        hardware = find_machine(machine).hardware()
+        resolve(recipe, hardware, model, DataFacts(num_train=1000))
+        began = time.perf_counter()
+        resolve(recipe, hardware, model, DataFacts(num_train=1000))
+        found[f"{model.path} on {machine}"] = time.perf_counter() - began
+    return found
 
 
 def _estimate(adapter: FullAdapter | LoraAdapter, layout: Layout) -> None:
@@ -195,7 +200,8 @@ def main() -> None:
     print(f"traced in {time.monotonic() - began:.0f} s")
     for name, seconds in speeds.items():
         print(f"an estimate of 405B, {name}: {1e3 * seconds:.2f} ms")
-    print(f"a plan of 8B on one H100: {1e3 * plan_seconds:.1f} ms")
+    for name, seconds in plan_seconds.items():
+        print(f"a plan, {name}: {1e3 * seconds:.1f} ms")
     if arguments.save:
         found = {
             "date": datetime.now(UTC).date().isoformat(),
