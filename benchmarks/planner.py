@@ -1,17 +1,16 @@
-"""How far the planner's memory estimate is from a trace of the real modules: peak bytes of one step on one device.
+"""How far the planner's memory estimate is from a trace of the real modules, and how long a plan takes.
 
-    python -m benchmarks.planner [--set development|held-out|all] [--methods] [--save]
+    python -m benchmarks.planner [--steps one|many|methods|all] [--set development|held-out|all] [--save]
 
-The steps are drawn by chance in `tests/planner/grid.py`; a fifth of them was set aside before the formulas were fitted
-to the others. The trace (`tests/planner/oracle.py`) runs Hugging Face's modules, TRL's head and autograd on tensors
-without storage. It is agreement with a trace, not a measurement on a device: the allocator, workspaces of libraries
-and kernels of bitsandbytes are in neither, and are what `fixed` and the planner's margin are for.
+The steps are drawn by chance in `tests/planner/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512)
+and `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others. The traces (`tests/planner/oracle.py`,
+`oracle_shards.py`) run Hugging Face's modules, TRL's head, Accelerate's FSDP2 wrapping and autograd on tensors without
+storage. It is agreement with a trace, not a measurement on a device: the allocator, streams, workspaces of libraries
+and kernels of bitsandbytes are in neither, and are what the parts `context` and `reserve` and the planner's margin are
+for.
 
 `error` is that of the peak. `of the step` is that of what comes and goes: the peak less weights and optimizer states,
 which both sides know exactly.
-
-`--methods` takes steps of DPO and GRPO instead, from `tests/planner/grid_methods.py` and traced with TRL's own losses;
-what GRPO needs to generate answers is compared in `tests/planner/test_passes.py`, on real tensors.
 """
 
 import argparse
@@ -19,27 +18,55 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.planner import grid, grid_methods, oracle, oracle_methods
+from tests.planner import grid, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
+from tests.planner.oracle import Step, estimate_of
+from tests.planner.oracle_methods import MethodStep
+from tests.planner.oracle_shards import ShardedStep
+from tests.planner.published import print_errors
+from tests.planner.shapes import LLAMA_8B, LLAMA_405B
+from tunekit.planner.facts import DataFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.machines import find_machine
+from tunekit.planner.memory import estimate
+from tunekit.planner.resolve import resolve
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, Recipe
 
-RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "trl", "peft")
+RESULTS = Path(__file__).parent / "results" / "planner.json"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
+
+Kind = Literal["one", "many", "methods"]
+STEPS: dict[Kind, Sequence[Step | ShardedStep | MethodStep]] = {
+    "one": grid.STEPS,
+    "many": grid_shards.STEPS,
+    "methods": grid_methods.STEPS,
+}
+HELD_OUT: dict[Kind, list[int]] = {
+    "one": grid.HELD_OUT,
+    "many": grid_shards.HELD_OUT,
+    "methods": grid_methods.HELD_OUT,
+}
+KIND_WORDS: dict[Kind, str] = {"one": "SFT, one device", "many": "SFT, FSDP2", "methods": "DPO and GRPO, one device"}
+NUM_ESTIMATES = 1000
 
 
 @dataclass(frozen=True)
 class Row:
     """One step: what was traced and what was estimated, tensors only."""
 
+    kind: Kind
     step: str
     held_out: bool
     traced_bytes: int
@@ -52,21 +79,24 @@ class Row:
     estimated_phase: str
 
 
-def compare(place: int, methods: bool) -> Row:
+def compare(kind: Kind, place: int) -> Row:
     """Trace and estimate the step at one place of a grid."""
-    if methods:
-        one = grid_methods.STEPS[place]
-        step, traced, estimated = str(one), oracle_methods.trace_deep(one), oracle_methods.estimate_of(one)
+    step = STEPS[kind][place]
+    if isinstance(step, ShardedStep):
+        traced, estimated = oracle_shards.trace_deep(step), estimate_of(step.step, step.layout)
+    elif isinstance(step, MethodStep):
+        traced, estimated = oracle_methods.trace_deep(step), oracle_methods.estimate_of(step)
     else:
-        alone = grid.STEPS[place]
-        step, traced, estimated = str(alone), oracle.trace_deep(alone), oracle.estimate_of(alone)
+        traced, estimated = oracle.trace_deep(step), estimate_of(step)
+    # What is there while answers are generated is compared with TRL's own generation, in the tests.
     phases = {phase: size for phase, size in estimated.phases.items() if phase != "generation"}
     phase = max(phases, key=phases.__getitem__)
     total = phases[phase]
     constant = traced.weights_bytes + traced.optimizer_bytes
     return Row(
-        step=step,
-        held_out=place in (grid_methods if methods else grid).HELD_OUT,
+        kind=kind,
+        step=str(step),
+        held_out=place in HELD_OUT[kind],
         traced_bytes=traced.peak_bytes,
         estimated_bytes=total,
         error=total / traced.peak_bytes - 1,
@@ -76,12 +106,60 @@ def compare(place: int, methods: bool) -> Row:
     )
 
 
+def seconds_per_estimate() -> dict[str, float]:
+    """Seconds that an estimate for a model of 405B parameters takes, by layout, after the first one."""
+    found = {}
+    for layout in (
+        Layout(),
+        Layout(strategy="fsdp2", dp_replicate_size=8, dp_shard_size=64),
+        Layout(strategy="zero3", dp_shard_size=512),
+    ):
+        for adapter in (FullAdapter(), LoraAdapter()):
+            _estimate(adapter, layout)
+            began = time.perf_counter()
+            for _ in range(NUM_ESTIMATES):
+                _estimate(adapter, layout)
+            found[f"{layout.name}, {adapter.type}"] = (time.perf_counter() - began) / NUM_ESTIMATES
+    return found
+
+
+def seconds_per_plan() -> dict[str, float]:
+    """Seconds that a plan takes by machine, after the first one: an adapter for 8B, and for 405B."""
+    recipe = Recipe.model_validate({"model": "some-model", "data": {"train": "chats.jsonl"}})
+    found = {}
+    for machine, model in (("h100", LLAMA_8B), ("64x8xh100", LLAMA_405B)):
+        hardware = find_machine(machine).hardware()
+        resolve(recipe, hardware, model, DataFacts(num_train=1000))
+        began = time.perf_counter()
+        resolve(recipe, hardware, model, DataFacts(num_train=1000))
+        found[f"{model.path} on {machine}"] = time.perf_counter() - began
+    return found
+
+
+def _estimate(adapter: FullAdapter | LoraAdapter, layout: Layout) -> None:
+    estimate(
+        LLAMA_405B,
+        adapter,
+        device="cuda",
+        dtype="bfloat16",
+        optim="adamw_torch_fused",
+        num_tokens=8192,
+        mask_length=None,
+        sliding_mask_length=None,
+        gradient_checkpointing=True,
+        accumulates=True,
+        layout=layout,
+        devices_per_node=8,
+        reserve_share=0.03,
+    )
+
+
 def _one_thread() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
 
 
-def show(rows: list[Row], seconds: float) -> None:
+def show(rows: list[Row]) -> None:
     """Print every step, then what they come to."""
     table = Table(box=None)
     for name in ("step", "", "traced", "estimated", "error", "of the step", "peak"):
@@ -97,42 +175,57 @@ def show(rows: list[Row], seconds: float) -> None:
             f"{row.step_error:+.2%}",
             row.estimated_phase + other,
         )
-    console = Console(width=170)
+    console = Console(width=190)
     console.print(table)
-    for name, held_out in (("development", False), ("held out", True)):
-        errors = [abs(row.error) for row in rows if row.held_out == held_out]
-        of_steps = [abs(row.step_error) for row in rows if row.held_out == held_out]
-        if errors:
-            console.print(
-                f"{name}: {len(errors)} steps; error median {statistics.median(errors):.2%}, most {max(errors):.2%}; "
-                f"of the step median {statistics.median(of_steps):.2%}, most {max(of_steps):.2%}"
-            )
-    console.print(f"{seconds:.0f} s")
+    for kind, words in KIND_WORDS.items():
+        for name, held_out in (("development", False), ("held out", True)):
+            found = [row for row in rows if row.kind == kind and row.held_out == held_out]
+            if found:
+                console.print(f"{words}, {name}: {len(found)} steps; {_errors(found)}")
+
+
+def _errors(rows: list[Row]) -> str:
+    of_peaks, of_steps = [abs(row.error) for row in rows], [abs(row.step_error) for row in rows]
+    return (
+        f"error median {statistics.median(of_peaks):.2%}, most {max(of_peaks):.2%}; "
+        f"of the step median {statistics.median(of_steps):.2%}, most {max(of_steps):.2%}"
+    )
 
 
 def main() -> None:
     """Compare, show and, where asked, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", choices=(*STEPS, "all"), default="all")
     parser.add_argument("--set", choices=("development", "held-out", "all"), default="all")
-    parser.add_argument("--methods", action="store_true", help="steps of DPO and GRPO")
-    parser.add_argument("--save", action="store_true", help="write it to results/")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
     kept = {"development": {False}, "held-out": {True}, "all": {False, True}}[arguments.set]
+    speeds, plan_seconds = seconds_per_estimate(), seconds_per_plan()
     began = time.monotonic()
-    steps = grid_methods if arguments.methods else grid
-    places = [place for place in range(len(steps.STEPS)) if (place in steps.HELD_OUT) in kept]
+    places = [
+        (kind, place)
+        for kind, steps in STEPS.items()
+        for place in range(len(steps))
+        if arguments.steps in (kind, "all") and (place in HELD_OUT[kind]) in kept
+    ]
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_one_thread) as processes:
-        rows = list(processes.map(compare, places, [arguments.methods] * len(places)))
-    show(rows, time.monotonic() - began)
+        rows = list(processes.map(compare, *zip(*places, strict=True)))
+    show(rows)
+    print(f"traced in {time.monotonic() - began:.0f} s")
+    print_errors()
+    for name, seconds in speeds.items():
+        print(f"an estimate of 405B, {name}: {1e3 * seconds:.2f} ms")
+    for name, seconds in plan_seconds.items():
+        print(f"a plan, {name}: {1e3 * seconds:.1f} ms")
     if arguments.save:
         found = {
             "date": datetime.now(UTC).date().isoformat(),
             "versions": {package: version(package) for package in PACKAGES},
+            "seconds_per_estimate": speeds,
+            "seconds_per_plan": plan_seconds,
             "rows": [asdict(row) for row in rows],
         }
-        (RESULTS / ("planner_methods.json" if arguments.methods else "planner.json")).write_text(
-            json.dumps(found, indent=1) + "\n", encoding="utf-8"
-        )
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def trace(sharded: ShardedStep) -> Trace:
         with torch.device("meta"):
             model, base = built(step)
         model.train()
-        model = fsdp2_prepare_model(_accelerator(layout, mesh), model)
+        model = fsdp2_prepare_model(_accelerator(sharded, mesh), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
@@ -69,7 +69,7 @@ def trace(sharded: ShardedStep) -> Trace:
                 for batch in range(num_batches):
                     model.set_requires_gradient_sync(batch == num_batches - 1 or layout.sync_each_batch)
                     tracker.enter("forward")
-                    with torch.autocast("cpu", torch.bfloat16):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=step.dtype != "float32"):
                         output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
                     loss = output.loss
                     del output
@@ -104,19 +104,21 @@ def _processes(layout: Layout) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _accelerator(layout: Layout, mesh: DeviceMesh) -> SimpleNamespace:
+def _accelerator(sharded: ShardedStep, mesh: DeviceMesh) -> SimpleNamespace:
     """What `fsdp2_prepare_model` reads of an Accelerator, which cannot be made without as many processes."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        reshard_after_forward=layout.reshard_after_forward,
+        reshard_after_forward=sharded.layout.reshard_after_forward,
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    plugin.set_mixed_precision("bf16")
+    mixed = "no" if sharded.step.dtype == "float32" else "bf16"
+    if mixed != "no":
+        plugin.set_mixed_precision(mixed)
     return SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
-        mixed_precision="bf16",
+        mixed_precision=mixed,
         is_main_process=False,
         device=torch.device("cpu"),
         torch_device_mesh=mesh,

@@ -51,6 +51,9 @@ LLAMA_8B = llama_facts(
 LLAMA_1B = llama_facts(
     path="llama-3.2-1b", hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8, vocab=128256, tied=True
 )
+LLAMA_405B = llama_facts(
+    path="llama-3.1-405b", hidden=16384, intermediate=53248, layers=126, heads=128, kv_heads=8, vocab=128256
+)
 
 LAPTOP = Hardware(
     cpu=Device(

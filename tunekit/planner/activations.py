@@ -41,12 +41,17 @@ def activation_bytes_per_layer(
     full = isinstance(adapter, FullAdapter)
     attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=full, e=e)
     mlp = 4 * e * i
-    mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
+    # A single key-value head is repeated without a copy.
+    repeated = 2 * (q - kv) if model.num_kv_heads > 1 else 0
+    mask = 0 if mask_length is None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, model.num_stream_norms - 2) * (4 + (8 if full else 4) * h)
     if isinstance(adapter, FullAdapter):
         # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
         norms = 24 * h if e == 4 else 26 * h if autocast else 16 * h
+        if e == 2 and not autocast and model.model_type.startswith("gemma"):
+            # Gemma multiplies by a norm's weight in float32; the others cast first.
+            norms += 4 * h
         return norms + behind + attention + mlp + mask + 8
     norms = 16 * h if e == 4 else 12 * h
     lora = 7 * e * adapter.rank

@@ -112,8 +112,8 @@ class Hardware(Facts):
 class Shapes:
     """How many tensors of each shape a model has, by where they are."""
 
-    layers: tuple[Counter[tuple[int, ...]], ...]
-    """Of each layer."""
+    layers: tuple[tuple[Counter[tuple[int, ...]], int], ...]
+    """Of each kind of layer, and how many layers are of it."""
     embedding: Counter[tuple[int, ...]]
     head: Counter[tuple[int, ...]]
     """Of a head with weights of its own."""
@@ -123,6 +123,9 @@ class Shapes:
 
 _LAYER = re.compile(r".*?\.\d+\.")
 """The beginning of the name of a tensor in a layer, such as `model.layers.0.`."""
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""An expert that is stored for itself."""
 
 
 class ModelFacts(Facts):
@@ -184,12 +187,16 @@ class ModelFacts(Facts):
         layers: dict[str, Counter[tuple[int, ...]]] = {}
         rest: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
         for name, shape in self.tensors.items():
-            layer = _LAYER.match(name)
-            if layer is not None:
+            layer, expert = _LAYER.match(name), _EXPERT.search(name)
+            if layer is not None and expert is not None:
+                # Stored each for itself, they are one tensor in transformers' modules.
+                layers.setdefault(layer[0], Counter())[self.num_experts, *shape] += expert[1] == "0"
+            elif layer is not None:
                 layers.setdefault(layer[0], Counter())[shape] += 1
             else:
                 rest["head" if _is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
-        return Shapes(layers=tuple(layers.values()), **rest)
+        alike = Counter(frozenset(layer.items()) for layer in layers.values())
+        return Shapes(layers=tuple((Counter(dict(kind)), times) for kind, times in alike.items()), **rest)
 
     @property
     def num_active_params(self) -> int:

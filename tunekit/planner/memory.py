@@ -12,7 +12,7 @@ compute type, T tokens of a micro-batch.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal, TypedDict
+from typing import Literal
 
 from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
@@ -27,12 +27,13 @@ from tunekit.planner.states import (
     adapters_bytes,
     dequantised_bytes,
     num_trainable_params,
+    quantised_bytes,
     states_bytes,
     trained_tensors,
     weights_bytes,
 )
 from tunekit.planner.zero import zero_kept, zero_needs
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """What a process holds besides these parts. On a CPU: the libraries, the tokenised rows and what the allocator keeps,
@@ -156,23 +157,17 @@ def estimate(
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
     head = head_of(one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share)
-    trained, optimizer_bytes = num_trainable_params(one, adapter), OPTIMIZER_BYTES[optim]
-    held: _Held = {"optimizer_bytes": optimizer_bytes, "layout": layout, "devices_per_node": devices_per_node}
-    needs: Iterable[tuple[Phase, Need]]
-    if layout.strategy == "fsdp2":
-        units, full = units_of(one, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
-        kept = fsdp2_kept(units, dtype, full=full, **held)
-        needs = fsdp2_needs(
-            units, layers, head, dtype, full=full, tied=one.has_tied_head, layout=layout, accumulates=accumulates
-        )
-        trained = units.all.trained
-    elif layout.strategy in ("single", "ddp"):
-        kept = _kept(one, adapter, dtype, optim)
-        needs = _needs(one, adapter, layers, head, layout, accumulates=accumulates)
-    else:
-        kept = zero_kept(one, adapter, dtype, **held)
-        needs = zero_needs(one, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
-        trained //= layout.num_shards
+    kept, needs, trained = _engine(
+        one,
+        adapter,
+        layers,
+        head,
+        dtype,
+        optim,
+        layout=layout,
+        devices_per_node=devices_per_node,
+        accumulates=accumulates,
+    )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
     dequantised = dequantised_bytes(one, adapter, dtype)
@@ -195,16 +190,51 @@ def estimate(
         phases=phases,
         host_bytes=kept.host_bytes,
         nvme_bytes=kept.nvme_bytes,
-        confidence=_confidence(model, layout, passes),
+        confidence=_confidence(model, adapter, layout, passes),
     )
 
 
-class _Held(TypedDict):
-    """What of the arguments is the same for FSDP2 and ZeRO."""
-
-    optimizer_bytes: float
-    layout: Layout
-    devices_per_node: int
+def _engine(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    layers: Layers,
+    head: Head,
+    dtype: Dtype,
+    optim: Optim,
+    *,
+    layout: Layout,
+    devices_per_node: int,
+    accumulates: bool,
+) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
+    """What is kept and what the phases need by the layout's strategy, and the trained parameters of a device."""
+    trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
+    if layout.strategy in ("single", "ddp"):
+        kept = _kept(model, adapter, dtype, optim)
+        return kept, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
+    if layout.strategy == "fsdp2":
+        units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
+        kept = fsdp2_kept(
+            units,
+            dtype,
+            undivided=quantised_bytes(model, adapter),
+            optimizer_bytes=optimizer_bytes,
+            full=full,
+            layout=layout,
+            devices_per_node=devices_per_node,
+        )
+        tied = model.has_tied_head
+        needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
+        return kept, needs, units.all.trained
+    kept = zero_kept(
+        model,
+        adapter,
+        dtype,
+        optimizer_bytes=optimizer_bytes,
+        layout=layout,
+        devices_per_node=devices_per_node,
+    )
+    needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
+    return kept, needs, trained // layout.num_shards
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
@@ -226,10 +256,12 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
     return {part: size for part, size in parts.items() if size}
 
 
-def _confidence(model: ModelFacts, layout: Layout, passes: Passes) -> Confidence:
+def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
     if not is_counted(model):
         return "outside the model"
+    if isinstance(adapter, QloraAdapter):
+        return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
     return "traced" if model.model_type in TRACED and alone and engine else "closed form"

@@ -11,6 +11,7 @@ Around a layer there are: its weights, the buffer in which the next unit's arriv
 unit's gradients are reduced. The trace in `tests/planner/oracle_shards.py` is the source of what is there when.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +21,7 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
 """How many tensors there are of each shape."""
@@ -59,6 +60,7 @@ class Units:
 
     @property
     def all(self) -> Unit:
+        """The whole model."""
         return self.layers + self.embedding + self.head
 
     def gathered(self, unit: Unit) -> int:
@@ -75,10 +77,15 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         held = _padded(tensors, num_shards)
         return Unit(trained=held, whole=_size(tensors)) if full else Unit(frozen=held)
 
-    layers = [unit(tensors) for tensors in shapes.layers]
-    largest = max(layers, key=lambda unit: unit.frozen + unit.trained)
-    whole = sum(layers, Unit())
-    if not full:
+    def divided(layer: Count) -> Count:
+        """Accelerate divides no 4-bit weights: they lie whole on each device."""
+        quantised = isinstance(adapter, QloraAdapter)
+        return {shape: times for shape, times in layer.items() if len(shape) != 2} if quantised else layer
+
+    layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
+    largest = max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
+    whole = sum((layer * times for layer, times in layers), Unit())
+    if not isinstance(adapter, FullAdapter):
         adapted = _adapters(model, adapter, num_shards)
         whole += adapted
         largest += Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
@@ -88,10 +95,10 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
-    matrices = {(adapter.rank, inputs): 0 for _, inputs in model.adapter_shapes(adapter.target_modules)}
+    matrices: Counter[tuple[int, ...]] = Counter()
     for (outputs, inputs), times in model.adapter_shapes(adapter.target_modules).items():
-        matrices[adapter.rank, inputs] = matrices.get((adapter.rank, inputs), 0) + times
-        matrices[outputs, adapter.rank] = matrices.get((outputs, adapter.rank), 0) + times
+        matrices[adapter.rank, inputs] += times
+        matrices[outputs, adapter.rank] += times
     trained = num_trainable_params(model, adapter)
     others = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
@@ -107,12 +114,28 @@ def _size(tensors: Count) -> int:
 
 
 def fsdp2_kept(
-    units: Units, dtype: Dtype, *, optimizer_bytes: float, full: bool, layout: Layout, devices_per_node: int
+    units: Units,
+    dtype: Dtype,
+    *,
+    undivided: int,
+    optimizer_bytes: float,
+    full: bool,
+    layout: Layout,
+    devices_per_node: int,
 ) -> Kept:
     """What lies there from step to step. With CPU offload all of it is in main memory, and gradients with it.
 
     Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
     in the type in which it is trained.
+
+    Args:
+        units: The model, divided.
+        dtype: Type of frozen weights.
+        undivided: Bytes of weights that each device holds whole.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
+        full: Whether all weights are trained, and not adapters.
+        layout: How the run is spread.
+        devices_per_node: Devices that share a main memory.
     """
     mine = units.all
     trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
@@ -120,9 +143,9 @@ def fsdp2_kept(
     loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
     if layout.offload_param_device == "cpu":
         host = devices_per_node * (trained + frozen + states + 4 * mine.trained)
-        return Kept(0, host_bytes=max(host, loading))
+        return Kept(undivided, host_bytes=max(host, loading))
     return Kept(
-        weights=frozen + (trained if full else 0),
+        weights=undivided + frozen + (trained if full else 0),
         adapters=0 if full else trained,
         optimizer=states,
         host_bytes=loading,
@@ -150,12 +173,12 @@ def fsdp2_needs(
     yield "load", Need(gathered=2 * (4 if full else e) * largest)
     backward = _Backward(units, layers, head, e, full, tied, layout, 0, 0, reduces=True)
     if accumulates and layout.sync_each_batch:
-        backward = replace(backward, held=4 * units.all.trained)
+        backward = replace(backward, held=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
     elif accumulates:
         backward = replace(backward, whole=e * units.all.whole)
         yield from replace(backward, reduces=False).needs()
     yield from backward.needs()
-    yield "optimizer", Need(gradients=4 * units.all.trained)
+    yield "optimizer", Need(gradients=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
 
 
 @dataclass(frozen=True)
@@ -178,9 +201,11 @@ class _Backward:
     """Whether gradients are reduced; otherwise they stay whole."""
 
     def needs(self) -> Iterator[tuple[Phase, Need]]:
+        """What its phases need."""
         kept = self.layers.kept + self.layers.shared
         tail, ahead = self._tail, self._layer
         stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
+        yield from self._unsharding()
         # The buffer in which the last unit of the forward pass arrived waits for the next.
         arrived = tail if self.full and not self.tied else ahead
         yield (
@@ -193,7 +218,7 @@ class _Backward:
             ),
         )
         # The head's gradient in float32, and its copy in the compute type.
-        vocabulary = (4 + self.e) * self._vocabulary if self.full else 0
+        vocabulary = (4 + self._cast) * self._vocabulary if self.full else 0
         yield (
             "head",
             Need(
@@ -207,18 +232,39 @@ class _Backward:
         if self.full:
             yield from self._embedding_needs()
 
+    def _unsharding(self) -> Iterator[tuple[Phase, Need]]:
+        """When weights are copied out of the buffer in which they arrived, and the buffer before it is there still."""
+        layers, num_layers = self.layers, self.units.num_layers
+        keeps = not self.layout.reshard_after_forward
+        before_last = layers.kept * (num_layers - 1) // num_layers
+        tied = self._embedding if self.tied else 0
+        moments = [
+            # The first layer's, behind the embedding's; the last one's, behind that of another layer.
+            (layers.stream, self._embedding + self._layer + (self._staying(1) if keeps else self._layer) + tied),
+            (before_last, 2 * self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+        ]
+        if self.full and not self.tied:
+            # The head's.
+            moments.append((layers.kept, self._layer + 2 * self._tail + (self._staying(num_layers) if keeps else 0)))
+        for kept, gathered in moments:
+            yield "forward", Need(self.whole + self.held, kept + layers.shared, 0, gathered)
+
     def _layer_needs(self) -> Iterator[tuple[Phase, Need]]:
         layers, num_layers = self.layers, self.units.num_layers
         # A tied head is whole until the embedding's backward pass, and its gradient waits for that of the embedding.
         waits = (self._embedding + (self.e * self._vocabulary if self.full else 0)) if self.tied else 0
         of_tail = 0 if self.tied else self._reducing(self.units.head)
         before_first = self.units.layers + self.units.layer * -1
+        reducing = self._reducing(self.units.layer)
+        # How many layers are left, what has its gradients, and the buffer from which the unit before is reduced.
         moments: list[tuple[Phase, int, Unit, int]] = [
             ("last layer", num_layers, Unit(), of_tail),
-            ("middle layers", num_layers - 1, self.units.layer, self._reducing(self.units.layer)),
-            ("middle layers", 2, before_first + self.units.layer * -1, self._reducing(self.units.layer)),
-            ("first layer", 1, before_first, self._reducing(self.units.layer)),
+            ("first layer", 1, before_first, reducing),
         ]
+        if num_layers > 2:
+            # The last but one, and the second: memory falls or rises evenly between them.
+            moments.append(("middle layers", num_layers - 1, self.units.layer, reducing))
+            moments.append(("middle layers", 2, before_first + self.units.layer * -1, reducing))
         for phase, left, done, reducing in moments:
             kept = layers.kept * left // num_layers + layers.recomputed if left > 1 else layers.first
             # This layer, and the next unit; or all that have not been freed.
@@ -251,7 +297,7 @@ class _Backward:
         )
         if self.reduces:
             # What is reduced, before and after, and then cast.
-            after = (self.e + (4 if self.held else 0)) * self.units.embedding.trained
+            after = (self._cast + (4 if self.held or self._offloads else 0)) * self.units.embedding.trained
             yield (
                 "embedding",
                 Need(
@@ -262,15 +308,13 @@ class _Backward:
 
     def _gradients(self, done: Unit) -> int:
         """Bytes of gradients that stay, when those of `done` have been computed."""
-        if not self.full:
-            done = Unit(0, done.trained, done.whole)
         if not self.reduces:
             return self.whole + self.held
-        each = 0 if self.held else 4
-        if self.layout.dp_replicate_size > 1 and self.e == 2:
+        each = 0 if self.held or self._offloads else 4
+        if self.layout.dp_replicate_size > 1:
             # What was summed over the replicas stays until the pass ends, besides the copy in float32.
-            each += self.e
-        return self.held + each * done.trained + max(0, self.whole - self.e * done.whole if self.whole else 0)
+            each += self._cast
+        return self.held + each * done.trained + max(0, self.whole - self.e * done.whole)
 
     def _staying(self, num_layers: int) -> int:
         """Bytes of the first layers and the embedding, gathered."""
@@ -283,6 +327,16 @@ class _Backward:
     def _reducing(self, unit: Unit) -> int:
         """Bytes of the buffer from which a unit's gradients are reduced."""
         return self.e * self.units.num_shards * unit.trained if self.reduces else 0
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a gradient in the compute type, where its copy in float32 is another."""
+        return self.e if self.e != 4 else 0
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether gradients leave the device when they are reduced."""
+        return self.layout.offload_param_device == "cpu"
 
     @property
     def _layer(self) -> int:

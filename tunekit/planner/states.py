@@ -112,9 +112,15 @@ def weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: 
         return 4 * model.num_params
     if not isinstance(adapter, QloraAdapter):
         return BYTES[dtype] * model.num_params
+    return quantised_bytes(model, adapter) + BYTES[dtype] * (model.num_params - model.num_linear_params)
+
+
+def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
+    """Bytes of the weights that are kept in 4 bits."""
+    if not isinstance(adapter, QloraAdapter):
+        return 0
     sizes = Counter(outputs * inputs for outputs, inputs in model.linears.values())
-    quantised = sum(times * _quantised_bytes(size, double=adapter.double_quant) for size, times in sizes.items())
-    return quantised + BYTES[dtype] * (model.num_params - model.num_linear_params)
+    return sum(times * _quantised_bytes(size, double=adapter.double_quant) for size, times in sizes.items())
 
 
 def _quantised_bytes(size: int, *, double: bool) -> int:
