@@ -28,6 +28,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.model_config import (
+    FULL_ATTENTION_EVERY,
+    head_dim_of,
+    mlp_width_of,
+    num_experts_of,
+    num_experts_per_token_of,
+)
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -49,6 +56,11 @@ class Step:
     def config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.family, **dict(self.sizes))
 
+    @property
+    def turn(self) -> int:
+        """Layers until their kinds repeat."""
+        return FULL_ATTENTION_EVERY.get(self.family, 1)
+
     def with_layers(self, num_layers: int) -> "Step":
         sizes = {**dict(self.sizes), "num_hidden_layers": num_layers}
         return Step(**{**self.__dict__, "sizes": tuple(sizes.items())})
@@ -57,10 +69,13 @@ class Step:
         sizes = dict(self.sizes)
         tied = " tied" if sizes.get("tie_word_embeddings") else ""
         how = f"{'ckpt' if self.checkpointing else ''}{' accum' if self.accumulates else ''}"
-        trained = "full" if isinstance(self.adapter, FullAdapter) else f"lora{self.adapter.rank}"
+        if isinstance(self.adapter, FullAdapter):
+            trained = "full"
+        else:
+            trained = f"lora{self.adapter.rank}{'' if self.adapter.target_modules == 'all-linear' else ' attn'}"
         shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
         kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[self.dtype]
-        return f"{self.family:9} {shape:18} {trained:6} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
+        return f"{self.family:11} {shape:18} {trained:11} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
 
 
 @dataclass
@@ -128,6 +143,9 @@ def trace(step: Step) -> Trace:
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
         ids = torch.zeros(step.batch, step.length, dtype=torch.long)
         options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+        if base.config.to_dict().get("router_aux_loss_coef"):
+            # As TRL asks for the loss that balances experts.
+            options["output_router_logits"] = True
         tracker = LiveBytes(set(own))
         _watch(base, tracker)
         with tracker:
@@ -151,7 +169,8 @@ def trace_deep(step: Step) -> Trace:
     From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
     kinds of layers alternate, the same holds for whole turns.
     """
-    short, long = (6, 12) if step.family.startswith("gemma") else (3, 4)
+    turns = -(-3 // step.turn)
+    short, long = turns * step.turn, (turns + 1) * step.turn
     few, more = trace(step.with_layers(short)), trace(step.with_layers(long))
     times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)
 
@@ -232,28 +251,24 @@ def _as_on_cuda() -> Iterator[None]:
 def facts_of(step: Step) -> ModelFacts:
     """Facts as a probe reads them from the model's files."""
     config = step.config()
+    entries = config.to_dict()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(step.with_layers(1).config())
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tensors = {
-        name.replace(".layers.0.", f".layers.{place}."): shape
-        for name, shape in shapes.items()
-        for place in range(config.num_hidden_layers if ".layers.0." in name else 1)
-    }
-    heads = config.num_attention_heads
+        model = AutoModelForCausalLM.from_config(config)
     return ModelFacts(
         path=step.family,
         architecture=type(model).__name__,
         model_type=config.model_type,
         layer_types=tuple(config.layer_types) if config.model_type.startswith("gemma") else (),
-        tensors=tensors,
+        tensors={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         dtype="bfloat16",
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=mlp_width_of(entries),
         num_layers=config.num_hidden_layers,
-        num_heads=heads,
+        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.to_dict().get("head_dim") or config.hidden_size // heads,
+        head_dim=head_dim_of(entries),
+        num_experts=num_experts_of(entries),
+        num_experts_per_token=num_experts_per_token_of(entries),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         has_chat_template=True,
