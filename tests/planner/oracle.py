@@ -225,6 +225,39 @@ def _watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
     base.model.norm.register_forward_hook(enter_on_gradient("norm"))
 
 
+class _GroupedMm(torch.autograd.Function):
+    """The product of experts as `torch.nn.functional.grouped_mm` has it: what it makes and saves, not what it computes.
+
+    On tensors without storage torch knows it for bfloat16 only, and the one that transformers has for compilers saves
+    and makes the gradient of a frozen weight too.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(
+            *(t if n else None for t, n in zip((rows, weight), ctx.needs_input_grad[::-1], strict=True))
+        )
+        ctx.sizes = rows.shape, weight.shape, weight.transpose(1, 2).is_contiguous()
+        return rows.new_empty(rows.shape[0], weight.shape[2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (num_rows, inputs), (experts, _, outputs), transposed = ctx.sizes
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = gradient.new_empty(num_rows, inputs)
+        if ctx.needs_input_grad[1]:
+            shape = (experts, outputs, inputs) if transposed else (experts, inputs, outputs)
+            of_weight = gradient.new_empty(shape)
+            of_weight = of_weight.transpose(1, 2) if transposed else of_weight
+        return of_rows, of_weight
+
+
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What transformers calls for the product of experts, which autocast leaves in the type of the weight."""
+    return _GroupedMm.apply(rows.to(weight.dtype), weight)
+
+
 @contextlib.contextmanager
 def _as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
@@ -237,8 +270,7 @@ def _as_on_cuda() -> Iterator[None]:
     with (
         # A fake tensor has no values to find documents in; even rows hold one each.
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
-        # The product of experts looks at values on a CPU; the operation made for compilers saves and makes the same.
-        mock.patch.object(transformers.integrations.moe, "_can_use_grouped_mm", lambda *_args: False),
+        mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
         mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),
