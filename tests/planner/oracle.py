@@ -110,6 +110,9 @@ class LiveBytes(TorchDispatchMode):
         self.phase = phase
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.index_put.default:
+            # The backward pass of indexing adds to new zeros in place, but not where anything looks on as this does.
+            func = torch.ops.aten.index_put_.default
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

@@ -10,7 +10,9 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass
 from typing import Literal
 
+from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
+from tunekit.planner.sparse import Trained, sparse_mlp
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -21,30 +23,87 @@ HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 def activation_bytes_per_layer(
     model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, *, mask_length: int | None
 ) -> int:
-    """Bytes that autograd keeps per token for one decoder layer without checkpointing.
+    """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it has a mask,
-    SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
+    input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
+    intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
-    h, i, n = model.hidden_size, model.intermediate_size, model.num_heads
-    q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
-    e = BYTES[dtype]
+    adapted = _adapted(model, adapter)
+    attention = _attention_bytes(model, adapter, adapted, BYTES[dtype], mask_length)
+    return attention + _mlp_bytes(model, adapter, adapted, BYTES[dtype], model.intermediate_size)
+
+
+_FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
+_TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """What of a decoder layer has an adapter, or is trained whole: names of linear layers, and parts of the experts."""
+
+    attention: frozenset[str]
+    mlp: frozenset[str]
+    experts: Trained
+
+
+def _adapted(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> _Adapted:
+    full = isinstance(adapter, FullAdapter)
+    names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
+    decoder = [name for name in names if "vision_tower" not in name]
+    leaves = frozenset(name.rpartition(".")[2] for name in decoder if ".experts" not in name)
+    fused = {name.rpartition(".")[2] for name in decoder if ".experts" in name}
+    mlp = leaves & {*_TO_MLP, _FROM_MLP}
+    return _Adapted(
+        attention=leaves - mlp - {"gate", "router"},
+        mlp=mlp,
+        experts=Trained(
+            whole=full,
+            gate_up=full or bool(fused & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
+            down=full or bool(fused & {"down_proj", "w2"}),
+            router=full or bool(leaves & {"gate", "router"}),
+        ),
+    )
+
+
+def _attention_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, adapted: _Adapted, e: int, mask_length: int | None
+) -> int:
+    """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
+    h, n, q, kv = model.hidden_size, model.num_heads, *_widths(model)
     full = isinstance(adapter, FullAdapter)
     attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=full, e=e)
-    mlp = 4 * e * i
     mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, _num_norms(model) - 2) * (4 + (8 if full else 4) * h)
-    if isinstance(adapter, FullAdapter):
-        # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
-        norms = 24 * h if e == 4 else 26 * h
-        return norms + behind + attention + mlp + mask + 8
-    norms = 16 * h if e == 4 else 12 * h
-    lora = 7 * e * adapter.rank
-    # Float32 adapters under autocast read float32 copies of their inputs.
-    casts = 0 if e == 4 else 6 * h + 2 * q
-    return norms + behind + attention + mlp + lora + casts + mask + 8
+    inputs = _input_bytes(adapter, e, h, len(adapted.attention - {_FROM_ATTENTION}))
+    if not isinstance(adapter, FullAdapter):
+        # A float32 adapter under autocast reads a copy of its input.
+        inputs += 2 * q if e == 2 and _FROM_ATTENTION in adapted.attention else 0
+        inputs += e * adapter.rank * len(adapted.attention)
+    return attention + mask + behind + inputs
+
+
+def _mlp_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, adapted: _Adapted, e: int, width: int) -> int:
+    """Bytes per token of a dense MLP of a width and the norm before it."""
+    inputs = _input_bytes(adapter, e, model.hidden_size, len(adapted.mlp - {_FROM_MLP}))
+    if not isinstance(adapter, FullAdapter):
+        inputs += e * adapter.rank * len(adapted.mlp)
+    return inputs + (4 if _FROM_MLP in adapted.mlp else 3) * e * width
+
+
+def _input_bytes(adapter: FullAdapter | LoraAdapter, e: int, h: int, num_readers: int) -> int:
+    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
+
+    Under autocast each reader keeps a cast copy of its own; the stream is float32 where the model is trained whole.
+    """
+    norm = 4 + (8 * h if isinstance(adapter, FullAdapter) else 4 * h)
+    return norm + (2 * h * num_readers if e == 2 else 4 * h * (num_readers > 0))
+
+
+def _widths(model: ModelFacts) -> tuple[int, int]:
+    """Width of all queries, and of all keys."""
+    return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
 
 def _num_norms(model: ModelFacts) -> int:
@@ -106,34 +165,68 @@ def layers_of(
     accumulates: bool,
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
-    h, i, e = model.hidden_size, model.intermediate_size, BYTES[dtype]
+    h, e = model.hidden_size, BYTES[dtype]
     full = isinstance(adapter, FullAdapter)
     stream = (4 if full else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype)
+    adapted = _adapted(model, adapter)
+    mixture = mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, h)
 
-    def kept(length: int | None) -> int:
-        saved = activation_bytes_per_layer(model, adapter, dtype, mask_length=length) * num_tokens
-        return saved + casts // model.num_layers
+    def attention(length: int | None) -> int:
+        return _attention_bytes(model, adapter, adapted, e, length) * num_tokens + casts // model.num_layers
 
-    sliding = model.num_sliding_layers
+    def dense(width: int) -> int:
+        return _mlp_bytes(model, adapter, adapted, e, width) * num_tokens
+
+    if mixture is None:
+        mlp, other_mlps, passing = (
+            dense(model.intermediate_size),
+            (model.num_layers - 1) * dense(model.intermediate_size),
+            0,
+        )
+        working = _working_bytes(model, adapter, e, recomputes=gradient_checkpointing) * num_tokens
+        if full:
+            # The gradient of the MLP's last weight is there; its cast copy is not any more.
+            working += (0 if accumulates else 4 * h * model.intermediate_size) - (
+                0 if e == 4 else 2 * h * model.intermediate_size
+            )
+    else:
+        experts = sparse_mlp(
+            mixture, model.model_type, h, adapted.experts, compute_bytes=e, num_tokens=num_tokens,
+            recomputes=gradient_checkpointing, accumulates=accumulates,
+        )  # fmt: skip
+        beside = _beside_experts_bytes(adapter, adapted, e, h, mixture.shared) * num_tokens
+        mlp = experts.kept + beside
+        other_mlps = (mixture.num_layers - 1) * mlp + (model.num_layers - mixture.num_layers) * dense(mixture.dense)
+        passing, working = experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens)
     # Of the first and the last layer, the one that keeps more is what decides.
-    one = max(kept(mask_length), kept(sliding_mask_length) if sliding else 0)
-    others = sliding * kept(sliding_mask_length) + (model.num_layers - sliding) * kept(mask_length) - one
-    working = stream + _working_bytes(model, adapter, e, recomputes=gradient_checkpointing) * num_tokens
-    if full:
-        # The gradient of the MLP's last weight is there; its cast copy is not any more.
-        working += (0 if accumulates else 4 * h * i) - (0 if e == 4 else 2 * h * i)
+    sliding = model.num_sliding_layers
+    one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
+    one = one_attention + mlp
+    others = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
+    others += other_mlps - one_attention
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
+    working += stream
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
         again = one - (stream if full or e == 4 else 0)
-        return Layers(stream, model.num_layers * stream, casts, stream + again, again, 0, working, shared)
+        return Layers(stream, model.num_layers * stream, casts, stream + again, again, passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
-    passing = 0 if full else _adapter_copy_bytes(model, e) * num_tokens
+    if mixture is None and not full:
+        passing = _adapter_copy_bytes(model, e) * num_tokens
     return Layers(stream, first + others, 0, first, 0, passing, working, shared)
+
+
+def _beside_experts_bytes(adapter: FullAdapter | LoraAdapter, adapted: _Adapted, e: int, h: int, shared: int) -> int:
+    """Bytes per token of the norm before the experts, and of the MLP that every token goes through."""
+    full = isinstance(adapter, FullAdapter)
+    # The router reads the norm, and so do gate and up of the MLP; where adapters are, only they read anything again.
+    readers = 1 + (2 if shared else 0) if full else len(adapted.mlp - {_FROM_MLP}) if shared else 0
+    kept = 3 + (1 if full or _FROM_MLP in adapted.mlp else 0)
+    return _input_bytes(adapter, e, h, readers) + kept * e * shared
 
 
 def _working_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, recomputes: bool) -> int:

@@ -7,7 +7,10 @@ projection together at twice the rank. The linear layers of dense MLPs and share
 then get no adapter. With other types a target matches linear modules alone, and their experts stay as they are.
 """
 
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 Sizes = dict[str, tuple[int, int]]
 """Outputs and inputs by name: what an adapter of rank r adds is r x (outputs + inputs)."""
@@ -44,6 +47,64 @@ FORMER_LINEARS: dict[str, dict[str, str]] = {
     ),
 }
 """Of each type that PEFT treats so: what became of the former linear layers of its experts, by their last names."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a model's routed experts, all those of a layer alike."""
+
+    num_layers: int
+    """Layers that have experts."""
+    num_experts: int
+    """Of such a layer."""
+    per_token: int
+    """Experts that a token goes through."""
+    inner: int
+    """Width of one expert."""
+    shared: int
+    """Width of the MLP beside the experts that every token goes through; 0 where there is none."""
+    dense: int
+    """Width of the MLP in the layers without experts; 0 where there are none."""
+
+    def expert_params(self, hidden: int) -> tuple[int, int]:
+        """Parameters of all gate and up projections of a layer, and of all down projections."""
+        one = self.num_experts * self.inner * hidden
+        return 2 * one, one
+
+
+def mixture_of(
+    tensors: Mapping[str, tuple[int, ...]], num_experts: int, num_experts_per_token: int, hidden: int
+) -> Mixture | None:
+    """The experts among a model's tensors, fused or each for itself; None where there are none.
+
+    Args:
+        tensors: Shapes by name.
+        num_experts: Routed experts of a layer that has them.
+        num_experts_per_token: Those that a token goes through.
+        hidden: Width of the residual stream.
+    """
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    if not layers or not num_experts:
+        return None
+    elements = sum(
+        math.prod(shape)
+        for name, shape in tensors.items()
+        if ".experts." in name and len(shape) >= 2 and not name.endswith("_bias")
+    )
+    mlps = {name: shape[0] for name, shape in tensors.items() if _DENSE_MLP.search(name) and ".experts." not in name}
+    shared = [width for name, width in mlps.items() if "shared_expert" in name]
+    dense = [width for name, width in mlps.items() if "shared_expert" not in name]
+    return Mixture(
+        num_layers=len(layers),
+        num_experts=num_experts,
+        per_token=num_experts_per_token,
+        inner=elements // (3 * hidden * num_experts * len(layers)),
+        shared=max(shared, default=0),
+        dense=max(dense, default=0),
+    )
+
+
+_DENSE_MLP = re.compile(r"\.(up_proj|w3)\.weight$")
 
 
 def adapted_experts(
