@@ -21,6 +21,7 @@ import transformers.masking_utils
 import trl.kernels.chunked_logprob as chunked_logprob
 import trl.trainer.utils as trl_head
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -261,6 +262,33 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> 
     return _GroupedMm.apply(rows.to(weight.dtype), weight)
 
 
+class _Attention(torch.autograd.Function):
+    """Attention whose values are narrower than its keys: on a CPU torch has no fused kernel for it, on CUDA it does."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(batch, heads, length, dtype=torch.float))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, *_ = ctx.saved_tensors
+        return *(gradient.new_empty(t.shape, dtype=t.dtype) for t in (query, key, value)), None
+
+
+def _attention(query, key, value, attn_mask=None, **options):
+    if query.shape[-1] == value.shape[-1]:
+        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attn_mask is not None:
+        attn_mask = attn_mask.new_zeros(attn_mask.shape, dtype=query.dtype)
+    return _Attention.apply(query, key, value, attn_mask)
+
+
 @contextlib.contextmanager
 def _as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
@@ -274,6 +302,7 @@ def _as_on_cuda() -> Iterator[None]:
         # A fake tensor has no values to find documents in; even rows hold one each.
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
         mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
         mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),

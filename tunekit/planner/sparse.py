@@ -79,14 +79,19 @@ def sparse_mlp(
     merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
     merged_down = 0 if trained.whole or not trained.down else x * down
     kept += merged_gate_up + merged_down
-    # Weighted, and put back into the order of the tokens.
+    # What the rows are, and that they are weighted, and put back into the order of the tokens.
     unkept_rows = 0 if trained.gate_up else selected
     passing = 2 * w * h * rows + unkept_rows
+    if recomputes:
+        passing = merged_gate_up + merged_down + selected + max(x * h * rows + 2 * w * h * rows, 4 * product)
+    # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
+    normed = e == 2 or not trained.router if trained.whole else not trained.router
+    named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
     stays = trained.whole and not accumulates
     gone_down = trained.down * product + x * h * rows
     moments = (
         # The gradient of each pair, and put back into the order of the experts.
-        2 * w * h * rows + (unkept_rows if recomputes else 0),
+        2 * w * h * rows + (unkept_rows + named if recomputes else 0),
         # The last product: gradients of its rows and its weight.
         product + (x * down if trained.down else 0),
         # Where gate and up are taken apart: gradients of both and of their product.
