@@ -27,11 +27,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunekit.planner.facts import ModelFacts
+from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.model_config import (
     FULL_ATTENTION_EVERY,
     head_dim_of,
+    layer_types_of,
     mlp_width_of,
     num_experts_of,
     num_experts_per_token_of,
@@ -192,7 +194,9 @@ def _built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it."""
     full = isinstance(step.adapter, FullAdapter)
     weights = torch.float32 if full else getattr(torch, step.dtype)
-    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation="sdpa")
+    # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
+    attention = "eager" if step.family in WITHOUT_SDPA else "sdpa"
+    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation=attention)
     trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
     if not full:
@@ -322,7 +326,7 @@ def facts_of(step: Step) -> ModelFacts:
         path=step.family,
         architecture=type(model).__name__,
         model_type=config.model_type,
-        layer_types=tuple(config.layer_types) if config.model_type.startswith("gemma") else (),
+        layer_types=layer_types_of(entries),
         tensors={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         dtype="bfloat16",
         hidden_size=config.hidden_size,

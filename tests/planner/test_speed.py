@@ -205,7 +205,9 @@ def test_models_that_are_not_counted_have_no_speed():
 def test_torchtitans_measured_speed_lies_in_the_range():
     """8B on an H100, 8192 tokens a row, FSDP over NVLink: 5,762 tokens/s a GPU (December 2024), 989 TFLOP/s dense."""
     h100 = Figures(flops_16bit=989e12, memory_bytes_per_second=2.4e12)
-    flops = flops_per_token(LLAMA_8B, FullAdapter(), attended_tokens=8192, head_share=1, gradient_checkpointing=False)
+    flops = flops_per_token(
+        LLAMA_8B, FullAdapter(), attended_tokens=8192, num_tokens=8192, head_share=1, gradient_checkpointing=False
+    )
     step = replaced(
         flops_per_token=flops,
         num_tokens=16384,

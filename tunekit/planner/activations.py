@@ -36,6 +36,7 @@ def activation_bytes_per_layer(
 
 _FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
 _TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+_ROUTERS = frozenset({"gate", "router"})
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,25 @@ class _Adapted:
 
 
 def _adapted(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> _Adapted:
-    full = isinstance(adapter, FullAdapter)
     names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
-    decoder = [name for name in names if "vision_tower" not in name]
-    leaves = frozenset(name.rpartition(".")[2] for name in decoder if ".experts" not in name)
-    fused = {name.rpartition(".")[2] for name in decoder if ".experts" in name}
+    leaves = frozenset(
+        name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
+    )
     mlp = leaves & {*_TO_MLP, _FROM_MLP}
-    return _Adapted(
-        attention=leaves - mlp - {"gate", "router"},
-        mlp=mlp,
-        experts=Trained(
-            whole=full,
-            gate_up=full or bool(fused & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
-            down=full or bool(fused & {"down_proj", "w2"}),
-            router=full or bool(leaves & {"gate", "router"}),
-        ),
+    return _Adapted(attention=leaves - mlp - _ROUTERS, mlp=mlp, experts=trained_experts(model, adapter))
+
+
+def trained_experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Trained:
+    """What of the routed experts and their routers changes in training."""
+    if isinstance(adapter, FullAdapter):
+        return Trained(whole=True, gate_up=True, down=True, router=True)
+    names = model.adapter_linears(adapter.target_modules) if model.num_experts else {}
+    experts = {name.rpartition(".")[2] for name in names if ".experts." in name}
+    return Trained(
+        whole=False,
+        gate_up=bool(experts & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
+        down=bool(experts & {"down_proj", "w2"}),
+        router=any(name.rpartition(".")[2] in _ROUTERS for name in names),
     )
 
 
@@ -73,6 +78,9 @@ def _attention_bytes(
     h, n, q, kv = model.hidden_size, model.num_heads, *_widths(model)
     full = isinstance(adapter, FullAdapter)
     attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=full, e=e)
+    if any(name.endswith("qkv_proj.weight") for name in model.tensors):
+        # Values are a part of one tensor with queries and keys as they were before they were rotated.
+        attention += e * (q + kv)
     mask = 0 if mask_length is None else e * (2 * (q - kv) + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, _num_norms(model) - 2) * (4 + (8 if full else 4) * h)
@@ -108,7 +116,11 @@ def _widths(model: ModelFacts) -> tuple[int, int]:
 
 def _num_norms(model: ModelFacts) -> int:
     """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
-    sized = [name for name, shape in model.tensors.items() if shape == (model.hidden_size,) and "norm" in name]
+    sized = [
+        name
+        for name, shape in model.tensors.items()
+        if shape == (model.hidden_size,) and "norm" in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+    ]
     return (len(sized) - 1) // model.num_layers
 
 
