@@ -134,6 +134,34 @@ def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
     return heads * (model.head_dim * (4 + normed) + 4)
 
 
+TRACED = frozenset(
+    {
+        "deepseek_v3",
+        "gemma",
+        "gemma3_text",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Types whose peak is within 3 % of a trace of their modules with sdpa or flash attention, which a test compares."""
+
+
+def is_traced(model: ModelFacts) -> bool:
+    """Whether the closed forms are those of this kind of model; for others they are those of a Llama of its sizes.
+
+    Not among them: types that transformers runs with its own attention, which keeps all scores (Gemma 2, GPT-OSS).
+    """
+    return model.model_type in TRACED
+
+
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
     """Bytes of the copies in the compute type that autocast keeps of float32 weights for the backward pass."""
     if dtype == "float32":

@@ -11,6 +11,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunekit.errors import PlanError
+from tunekit.recipe.schema import LoraAdapter
+
+if TYPE_CHECKING:
+    from tunekit.planner.facts import ModelFacts
 
 Sizes = dict[str, tuple[int, int]]
 """Outputs and inputs by name: what an adapter of rank r adds is r x (outputs + inputs)."""
@@ -135,6 +142,37 @@ def adapted_experts(
         else:
             found[module] = (times * outputs, times * inputs)
     return found
+
+
+def check_adapted_experts(model: "ModelFacts", adapter: LoraAdapter) -> None:
+    """Refuse what PEFT refuses to put on fused experts and routers.
+
+    Raises:
+        PlanError: A part of a fused matrix is named without the others, or the adapter has dropout or is DoRA's.
+    """
+    former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
+    if former is None:
+        return
+    asked = set() if adapter.target_modules == "all-linear" else {_leaf(target) for target in adapter.target_modules}
+    for fused in sorted(set(former.values())):
+        parts = [old for old, new in former.items() if new == fused]
+        missing = [part for part in parts if part not in asked]
+        if missing and len(missing) < len(parts):
+            named = ", ".join(part for part in parts if part in asked)
+            raise PlanError(
+                f"adapter.target_modules: {named} without {', '.join(missing)}; the experts of {model.path} have them "
+                f"in one matrix, {fused}",
+                hint=f"name {', '.join(missing)} too, or leave {named} out",
+            )
+    if not adapted_experts(model.tensors, former, adapter.target_modules):
+        return
+    others = sorted({_leaf(name) for name in model.linears} - set(former))
+    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
+        if is_set:
+            raise PlanError(
+                f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
+                hint=f"leave it out, or put adapters on {', '.join(others)} alone by adapter.target_modules",
+            )
 
 
 def is_former_linear(target: str, former: Mapping[str, str]) -> bool:

@@ -56,6 +56,8 @@ def flops_per_token(
     attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
     last = {name: s for name, s in model.linears.items() if _is_last(name, s, model)}
     experts = _experts(model, adapter, num_tokens)
+    forward: float
+    backward: float
     if isinstance(adapter, FullAdapter):
         forward, backward, head_is_trained = 2 * linear, 4 * linear, True
     else:
@@ -111,7 +113,8 @@ def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: 
     down = mixture.per_token * mixture.inner * h
     linear = router + 3 * down
     gradients = router * trained.router + 2 * down * trained.gate_up + down * trained.down
-    forward, backward = 2 * linear, 2 * linear + 2 * gradients
+    forward: float = 2 * linear
+    backward: float = 2 * linear + 2 * gradients
     if not isinstance(adapter, FullAdapter):
         all_gate_up, all_down = mixture.expert_params(h)
         ranks = 2 * adapter.rank * all_gate_up * trained.gate_up + adapter.rank * all_down * trained.down
