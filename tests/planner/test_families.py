@@ -1,4 +1,4 @@
-"""The peak of every type of decoder that is known from config.json alone, against a trace of its modules."""
+"""The peak of types of decoders against a trace of their modules, all those known from config.json alone among them."""
 
 import math
 
@@ -19,10 +19,13 @@ OTHERS = {
     "gemma": {"head_dim": 64},
     "gemma2": {"head_dim": 64, "sliding_window": 512},
     "gemma3_text": {"head_dim": 64, "sliding_window": 512, "num_hidden_layers": 6},
+    "glm4": {"head_dim": 64},
+    "ministral": {"head_dim": 64},
     "mistral": {"head_dim": 64, "sliding_window": None},
     "olmo3": {"sliding_window": 512},
     "qwen3": {"head_dim": 64},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 192},
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64},
     "deepseek_v3": {
@@ -43,8 +46,13 @@ def step(family: str, adapter: FullAdapter | LoraAdapter, *, checkpointing: bool
 @pytest.mark.parametrize("family", sorted(TRACED))
 def test_the_peak_of_a_traced_type_is_what_is_traced(family, adapter, checkpointing):
     how = step(family, adapter, checkpointing=checkpointing)
+    estimated, traced = estimate_of(how), trace(how)
     assert is_traced(facts_of(how))
-    assert estimate_of(how).tensor_bytes == pytest.approx(trace(how).peak_bytes, rel=0.03)
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.03)
+    if family in ("mixtral", "qwen3_moe"):
+        # In so small a model the peak is the head's; a layer's own backward pass is what experts change.
+        of_layer = traced.weights_bytes + traced.optimizer_bytes + traced.step_bytes["last layer"]
+        assert estimated.phases["last layer"] == pytest.approx(of_layer, rel=0.015)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - TRACED))

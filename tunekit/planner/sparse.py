@@ -90,8 +90,10 @@ def sparse_mlp(
     stays = trained.whole and not accumulates
     gone_down = trained.down * product + x * h * rows
     moments = (
-        # The gradient of each pair, and put back into the order of the experts.
-        2 * w * h * rows + (unkept_rows + named if recomputes else 0),
+        # Weighting: the gradient of each pair, and of both that were multiplied.
+        3 * w * h * rows,
+        # The end of computing again, whose results wait beside the gradient that asked for them.
+        2 * w * h * rows + unkept_rows + named if recomputes else 0,
         # The last product: gradients of its rows and its weight.
         product + (x * down if trained.down else 0),
         # Where gate and up are taken apart: gradients of both and of their product.
