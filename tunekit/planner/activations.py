@@ -12,7 +12,7 @@ from typing import Literal
 
 from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.sparse import Trained, sparse_mlp
+from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -36,7 +36,6 @@ def activation_bytes_per_layer(
 
 _FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
 _TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
-_ROUTERS = frozenset({"gate", "router"})
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,13 @@ class _Adapted:
 
 
 def _adapted(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> _Adapted:
+    full = isinstance(adapter, FullAdapter)
     names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
     leaves = frozenset(
         name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
     )
     mlp = leaves & {*_TO_MLP, _FROM_MLP}
-    return _Adapted(attention=leaves - mlp - _ROUTERS, mlp=mlp, experts=trained_experts(model, adapter))
-
-
-def trained_experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Trained:
-    """What of the routed experts and their routers changes in training."""
-    if isinstance(adapter, FullAdapter):
-        return Trained(whole=True, gate_up=True, down=True, router=True)
-    names = model.adapter_linears(adapter.target_modules) if model.num_experts else {}
-    experts = {name.rpartition(".")[2] for name in names if ".experts." in name}
-    return Trained(
-        whole=False,
-        gate_up=bool(experts & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
-        down=bool(experts & {"down_proj", "w2"}),
-        router=any(name.rpartition(".")[2] in _ROUTERS for name in names),
-    )
+    return _Adapted(leaves - mlp - ROUTERS, mlp, trained_experts(None if full else names))
 
 
 def _attention_bytes(
@@ -214,54 +200,71 @@ def layers_of(
     stream = (4 if full else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype)
     adapted = _adapted(model, adapter)
-    mixture = mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, h)
 
     def attention(length: int | None) -> int:
         return _attention_bytes(model, adapter, adapted, e, length) * num_tokens + casts // model.num_layers
 
-    def dense(width: int) -> int:
-        return _mlp_bytes(model, adapter, adapted, e, width) * num_tokens
-
-    if mixture is None:
-        mlp, other_mlps, passing = (
-            dense(model.intermediate_size),
-            (model.num_layers - 1) * dense(model.intermediate_size),
-            0,
-        )
-        working = _working_bytes(model, adapter, e, recomputes=gradient_checkpointing) * num_tokens
-        if full:
-            # The gradient of the MLP's last weight is there; its cast copy is not any more.
-            working += (0 if accumulates else 4 * h * model.intermediate_size) - (
-                0 if e == 4 else 2 * h * model.intermediate_size
-            )
-    else:
-        experts = sparse_mlp(
-            mixture, model.model_type, h, adapted.experts, compute_bytes=e, num_tokens=num_tokens,
-            recomputes=gradient_checkpointing, accumulates=accumulates,
-        )  # fmt: skip
-        beside = _beside_experts_bytes(adapter, adapted, e, h, mixture.shared) * num_tokens
-        mlp = experts.kept + beside
-        other_mlps = (mixture.num_layers - 1) * mlp + (model.num_layers - mixture.num_layers) * dense(mixture.dense)
-        passing, working = experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens)
+    mlps = _mlps(model, adapter, adapted, e, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
     sliding = model.num_sliding_layers
     one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
-    one = one_attention + mlp
+    one = one_attention + mlps.one
     others = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
-    others += other_mlps - one_attention
+    others += mlps.others - one_attention
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
-    working += stream
+    working = stream + mlps.working
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
         again = one - (stream if full or e == 4 else 0)
-        return Layers(stream, model.num_layers * stream, casts, stream + again, again, passing, working, shared)
+        return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
-    if mixture is None and not full:
-        passing = _adapter_copy_bytes(model, e) * num_tokens
-    return Layers(stream, first + others, 0, first, 0, passing, working, shared)
+    return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
+
+
+@dataclass(frozen=True)
+class _Mlps:
+    """Bytes of the MLPs of all layers, or of their experts."""
+
+    one: int
+    """Kept of the one that keeps the most."""
+    others: int
+    """Kept of all others."""
+    passing: int
+    working: int
+
+
+def _mlps(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    adapted: _Adapted,
+    e: int,
+    num_tokens: int,
+    *,
+    recomputes: bool,
+    accumulates: bool,
+) -> _Mlps:
+    h, i = model.hidden_size, model.intermediate_size
+    full = isinstance(adapter, FullAdapter)
+    mixture = mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, h)
+    if mixture is None:
+        one = _mlp_bytes(model, adapter, adapted, e, i) * num_tokens
+        working = _working_bytes(model, adapter, e, recomputes=recomputes) * num_tokens
+        if full:
+            # The gradient of the MLP's last weight is there; its cast copy is not any more.
+            working += (0 if accumulates else 4 * h * i) - (0 if e == 4 else 2 * h * i)
+        passing = 0 if full or recomputes else _adapter_copy_bytes(model, e) * num_tokens
+        return _Mlps(one, (model.num_layers - 1) * one, passing, working)
+    experts = sparse_mlp(
+        mixture, model.model_type, h, adapted.experts, compute_bytes=e, num_tokens=num_tokens,
+        recomputes=recomputes, accumulates=accumulates,
+    )  # fmt: skip
+    one = experts.kept + _beside_experts_bytes(adapter, adapted, e, h, mixture.shared) * num_tokens
+    dense = _mlp_bytes(model, adapter, adapted, e, mixture.dense) * num_tokens
+    others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
+    return _Mlps(one, others, experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens))
 
 
 def _beside_experts_bytes(adapter: FullAdapter | LoraAdapter, adapted: _Adapted, e: int, h: int, shared: int) -> int:

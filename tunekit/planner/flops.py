@@ -11,10 +11,10 @@ q = heads x head size, L layers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tunekit.planner.activations import trained_experts
 from tunekit.planner.experts import Mixture, mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
+from tunekit.planner.sparse import trained_experts
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
 
@@ -108,7 +108,9 @@ def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: 
     if mixture is None:
         return _Passes()
     h, layers = model.hidden_size, mixture.num_layers
-    trained = trained_experts(model, adapter)
+    trained = trained_experts(
+        None if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
+    )
     router = mixture.num_experts * h
     down = mixture.per_token * mixture.inner * h
     linear = router + 3 * down

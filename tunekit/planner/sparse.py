@@ -9,6 +9,7 @@ large as the experts, which is kept for the backward pass, and whose gradient is
 Symbols: h hidden size, m width of an expert, k experts per token, E experts, x bytes of the experts' type.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tunekit.planner.experts import Mixture
@@ -28,6 +29,27 @@ class Trained:
     """Whether gate and up projections change."""
     down: bool
     router: bool
+
+
+ROUTERS = frozenset({"gate", "router"})
+"""Names of modules that choose experts."""
+
+
+def trained_experts(adapted: Collection[str] | None) -> Trained:
+    """What of the routed experts and their routers changes in training.
+
+    Args:
+        adapted: Names of what has an adapter, as `ModelFacts.adapter_linears` has them; None where all is trained.
+    """
+    if adapted is None:
+        return Trained(whole=True, gate_up=True, down=True, router=True)
+    experts = {name.rpartition(".")[2] for name in adapted if ".experts." in name}
+    return Trained(
+        whole=False,
+        gate_up=bool(experts & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
+        down=bool(experts & {"down_proj", "w2"}),
+        router=any(name.rpartition(".")[2] in ROUTERS for name in adapted),
+    )
 
 
 @dataclass(frozen=True)
