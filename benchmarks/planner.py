@@ -2,12 +2,12 @@
 
     python -m benchmarks.planner [--steps one|many|methods|all] [--set development|held-out|all] [--save]
 
-The steps are drawn by chance in `tests/planner/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512)
-and `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others. The traces (`tests/planner/oracle.py`,
-`oracle_shards.py`) run Hugging Face's modules, TRL's head, Accelerate's FSDP2 wrapping and autograd on tensors without
-storage. It is agreement with a trace, not a measurement on a device: the allocator, streams, workspaces of libraries
-and kernels of bitsandbytes are in neither, and are what the parts `context` and `reserve` and the planner's margin are
-for.
+The steps are drawn by chance in `tests/planner/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512) and
+`grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others.
+The traces (`tests/planner/oracle*.py`) run Hugging Face's modules, TRL's head, its trainers' losses, Accelerate's FSDP2
+wrapping and autograd on tensors without storage. It is agreement with a trace, not a measurement on a device: the
+allocator, streams, workspaces of libraries and kernels of bitsandbytes are in neither, and are what the parts `context`
+and `reserve` and the planner's margin are for. Below stands how far the estimate is from published measurements.
 
 `error` is that of the peak. `of the step` is that of what comes and goes: the peak less weights and optimizer states,
 which both sides know exactly.

@@ -8,7 +8,8 @@ import random
 from tests.planner.oracle import Step
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
-NUM_STEPS, SEED = 60, 2026
+NUM_STEPS, NUM_MOE_STEPS, SEED = 60, 30, 2026
+"""Steps of dense models, and then of mixtures of experts."""
 
 
 def shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, tied=False, **more):
@@ -36,7 +37,39 @@ SHAPES = (
     ("mistral", shape(4096, 14336, 32, 32, 8, 128, 32768, sliding_window=None)),  # Mistral-7B-v0.3
 )
 
+_LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+MOE_SHAPES = (
+    (
+        "mixtral",  # Mixtral-8x7B-v0.1
+        shape(4096, 14336, 32, 32, 8, 128, 32000, num_local_experts=8, num_experts_per_tok=2, sliding_window=None),
+    ),
+    (
+        "qwen3_moe",  # Qwen3-30B-A3B
+        shape(
+            2048, 6144, 48, 32, 4, 128, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+    ),
+    (
+        "deepseek_v3",  # Moonlight-16B-A3B
+        shape(
+            2048, 11264, 27, 16, 16, 64, 163840, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2,
+            moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1, **_LATENT,
+        ),
+    ),
+)  # fmt: skip
+
 BATCHES = ((1, 512), (4, 512), (8, 1024), (2, 2048), (1, 4096), (1, 8192))
+
+ATTENTION_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+"""What adapters of mixtures are often put on, since those on experts are large."""
 
 
 def _drawn() -> list[Step]:
@@ -61,6 +94,33 @@ def _drawn() -> list[Step]:
     return steps
 
 
-STEPS = _drawn()
-HELD_OUT = sorted(random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5))
+def _drawn_of_experts() -> list[Step]:
+    draw = random.Random(SEED + 2)
+    steps: list[Step] = []
+    while len(steps) < NUM_MOE_STEPS:
+        family, sizes = MOE_SHAPES[len(steps) % len(MOE_SHAPES)]
+        batch, length = draw.choice(BATCHES)
+        targets = draw.choice(["all-linear", ATTENTION_TARGETS])
+        lora = LoraAdapter(rank=draw.choice([8, 16, 64]), target_modules=targets)
+        step = Step(
+            family,
+            tuple(sizes.items()),
+            draw.choice([FullAdapter(), lora, lora]),
+            batch,
+            length,
+            checkpointing=draw.random() < 0.5,
+            dtype=draw.choice(["bfloat16", "bfloat16", "bfloat16", "float32"]),
+            accumulates=draw.random() < 0.5,
+            rows=draw.choice(["even", "even", "padded"]),
+        )
+        if step not in steps:
+            steps.append(step)
+    return steps
+
+
+STEPS = _drawn() + _drawn_of_experts()
+HELD_OUT = sorted(
+    random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5)
+    + random.Random(SEED + 3).sample(range(NUM_STEPS, NUM_STEPS + NUM_MOE_STEPS), NUM_MOE_STEPS // 5)
+)
 """Places in `STEPS` that were set aside before the formulas were fitted to the others."""

@@ -22,13 +22,23 @@ import trl.kernels.chunked_logprob as chunked_logprob
 import trl.trainer.utils as trl_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunekit.planner.facts import ModelFacts
+from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.model_config import (
+    FULL_ATTENTION_EVERY,
+    head_dim_of,
+    layer_types_of,
+    mlp_width_of,
+    num_experts_of,
+    num_experts_per_token_of,
+)
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -50,6 +60,11 @@ class Step:
     def config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.family, **dict(self.sizes))
 
+    @property
+    def turn(self) -> int:
+        """Layers until their kinds repeat."""
+        return FULL_ATTENTION_EVERY.get(self.family, 1)
+
     def with_layers(self, num_layers: int) -> "Step":
         sizes = {**dict(self.sizes), "num_hidden_layers": num_layers}
         return Step(**{**self.__dict__, "sizes": tuple(sizes.items())})
@@ -58,10 +73,13 @@ class Step:
         sizes = dict(self.sizes)
         tied = " tied" if sizes.get("tie_word_embeddings") else ""
         how = f"{'ckpt' if self.checkpointing else ''}{' accum' if self.accumulates else ''}"
-        trained = "full" if isinstance(self.adapter, FullAdapter) else f"lora{self.adapter.rank}"
+        if isinstance(self.adapter, FullAdapter):
+            trained = "full"
+        else:
+            trained = f"lora{self.adapter.rank}{'' if self.adapter.target_modules == 'all-linear' else ' attn'}"
         shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
         kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[self.dtype]
-        return f"{self.family:9} {shape:18} {trained:6} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
+        return f"{self.family:11} {shape:18} {trained:11} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
 
 
 @dataclass
@@ -112,6 +130,9 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             # It returns what it waited for; its fake returns a new tensor.
             return args[0]
+        if func is torch.ops.aten.index_put.default:
+            # The backward pass of indexing adds to new zeros in place, but not where anything looks on as this does.
+            func = torch.ops.aten.index_put_.default
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
@@ -159,6 +180,9 @@ def trace(step: Step) -> Trace:
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
         ids = torch.zeros(step.batch, step.length, dtype=torch.long)
         options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+        if base.config.to_dict().get("router_aux_loss_coef"):
+            # As TRL asks for the loss that balances experts.
+            options["output_router_logits"] = True
         tracker = LiveBytes(own)
         watch(base, tracker)
         with tracker:
@@ -187,7 +211,8 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
     kinds of layers alternate, the same holds for whole turns.
     """
-    short, long = (6, 12) if step.family.startswith("gemma") else (3, 4)
+    turns = -(-3 // step.turn)
+    short, long = turns * step.turn, (turns + 1) * step.turn
     few, more = traced(short), traced(long)
     times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)
 
@@ -205,7 +230,9 @@ def built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
     """The model and, where it has an adapter, the model below it."""
     full = isinstance(step.adapter, FullAdapter)
     weights = torch.float32 if full else getattr(torch, step.dtype)
-    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation="sdpa")
+    # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
+    attention = "eager" if step.family in WITHOUT_SDPA else "sdpa"
+    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation=attention)
     trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
     if not full:
@@ -242,6 +269,66 @@ def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
     base.model.norm.register_forward_hook(enter_on_gradient("norm"))
 
 
+class _GroupedMm(torch.autograd.Function):
+    """The product of experts as `torch.nn.functional.grouped_mm` has it: what it makes and saves, not what it computes.
+
+    On tensors without storage torch knows it for bfloat16 only, and the one that transformers has for compilers saves
+    and makes the gradient of a frozen weight too.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(
+            *(t if n else None for t, n in zip((rows, weight), ctx.needs_input_grad[::-1], strict=True))
+        )
+        ctx.sizes = rows.shape, weight.shape, weight.transpose(1, 2).is_contiguous()
+        return rows.new_empty(rows.shape[0], weight.shape[2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (num_rows, inputs), (experts, _, outputs), transposed = ctx.sizes
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = gradient.new_empty(num_rows, inputs)
+        if ctx.needs_input_grad[1]:
+            shape = (experts, outputs, inputs) if transposed else (experts, inputs, outputs)
+            of_weight = gradient.new_empty(shape)
+            of_weight = of_weight.transpose(1, 2) if transposed else of_weight
+        return of_rows, of_weight
+
+
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """What transformers calls for the product of experts, which autocast leaves in the type of the weight."""
+    return _GroupedMm.apply(rows.to(weight.dtype), weight)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention whose values are narrower than its keys: on a CPU torch has no fused kernel for it, on CUDA it does."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(batch, heads, length, dtype=torch.float))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, *_ = ctx.saved_tensors
+        return *(gradient.new_empty(t.shape, dtype=t.dtype) for t in (query, key, value)), None
+
+
+def _attention(query, key, value, attn_mask=None, **options):
+    if query.shape[-1] == value.shape[-1]:
+        return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if attn_mask is not None:
+        attn_mask = attn_mask.new_zeros(attn_mask.shape, dtype=query.dtype)
+    return _Attention.apply(query, key, value, attn_mask)
+
+
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Where code looks at the device or at values, make it do what it does on CUDA with real tensors."""
@@ -254,8 +341,8 @@ def as_on_cuda() -> Iterator[None]:
     with (
         # A fake tensor has no values to find documents in; even rows hold one each.
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
-        # The product of experts looks at values on a CPU; the operation made for compilers saves and makes the same.
-        mock.patch.object(transformers.integrations.moe, "_can_use_grouped_mm", lambda *_args: False),
+        mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
         mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),
@@ -268,28 +355,24 @@ def as_on_cuda() -> Iterator[None]:
 def facts_of(step: Step) -> ModelFacts:
     """Facts as a probe reads them from the model's files."""
     config = step.config()
+    entries = config.to_dict()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(step.with_layers(1).config())
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tensors = {
-        name.replace(".layers.0.", f".layers.{place}."): shape
-        for name, shape in shapes.items()
-        for place in range(config.num_hidden_layers if ".layers.0." in name else 1)
-    }
-    heads = config.num_attention_heads
+        model = AutoModelForCausalLM.from_config(config)
     return ModelFacts(
         path=step.family,
         architecture=type(model).__name__,
         model_type=config.model_type,
-        layer_types=tuple(config.layer_types) if config.model_type.startswith("gemma") else (),
-        tensors=tensors,
+        layer_types=layer_types_of(entries),
+        tensors={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         dtype="bfloat16",
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=mlp_width_of(entries),
         num_layers=config.num_hidden_layers,
-        num_heads=heads,
+        num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.to_dict().get("head_dim") or config.hidden_size // heads,
+        head_dim=head_dim_of(entries),
+        num_experts=num_experts_of(entries),
+        num_experts_per_token=num_experts_per_token_of(entries),
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         has_chat_template=True,

@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tunekit.errors import ModelError
+from tunekit.errors import ModelError, PlanError
 from tunekit.planner.architectures import FAMILIES, tensors_of
-from tunekit.planner.experts import FORMER_LINEARS
+from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_experts, mixture_of
 from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.probe.model import sketch_model
@@ -168,6 +168,56 @@ def test_what_peft_adapts_is_counted_so(name, targets):
     assert num_trainable_params(facts, LoraAdapter(rank=4, target_modules=targets)) == trained
 
 
+REFUSED = {
+    "a part of a fused matrix": {"target_modules": ["q_proj", "gate_proj"]},
+    "the other part": {"target_modules": ["up_proj", "down_proj"]},
+    "dropout": {"dropout": 0.1},
+    "dropout on a router": {"dropout": 0.1, "target_modules": ["gate"]},
+    "dora": {"use_dora": True, "target_modules": ["down_proj"]},
+}
+TAKEN = {
+    "attention with dropout": {"dropout": 0.1, "target_modules": ["q_proj"]},
+    "attention with dora": {"use_dora": True, "target_modules": ["q_proj"]},
+    "both parts": {"target_modules": ["gate_proj", "up_proj"]},
+    "all of it": {},
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *TAKEN])
+def test_what_peft_refuses_of_experts_is_refused_before(name):
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraAdapter(rank=4, **(REFUSED | TAKEN)[name])
+    config = LoraConfig(
+        r=4, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora
+    )
+    model, facts = built(tiny("qwen3_moe")), facts_of(tiny("qwen3_moe"))
+    if name in TAKEN:
+        check_adapted_experts(facts, adapter)
+        get_peft_model(model, config)
+        return
+    with pytest.raises(PlanError) as refused:
+        check_adapted_experts(facts, adapter)
+    assert refused.value.hint
+    with pytest.raises(ValueError, match=r"fused|does not work with"):
+        get_peft_model(model, config)
+
+
+def test_a_part_is_named_with_what_is_missing():
+    facts = facts_of(tiny("mixtral"))
+    with pytest.raises(PlanError, match=r"w1 without w3; .* in one matrix, gate_up_proj"):
+        check_adapted_experts(facts, LoraAdapter(target_modules=["w1", "w2"]))
+    check_adapted_experts(facts_of(tiny("llama")), LoraAdapter(target_modules=["gate_proj"], dropout=0.1))
+
+
+def test_the_sizes_of_a_mixture_are_those_of_its_config():
+    facts = facts_of(tiny("deepseek_v3"))
+    found = mixture_of(facts.tensors, facts.num_experts, facts.num_experts_per_token, facts.hidden_size)
+    assert found == Mixture(num_layers=2, num_experts=4, per_token=2, inner=24, shared=48, dense=80)
+    dense = facts_of(tiny("llama"))
+    assert mixture_of(dense.tensors, dense.num_experts, dense.num_experts_per_token, dense.hidden_size) is None
+
+
 def test_the_types_whose_experts_peft_adapts_are_those_it_names():
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -203,6 +253,8 @@ def test_experts_that_files_store_one_by_one_are_no_linear_layers_either():
     adapter = LoraAdapter(rank=4)
     assert num_trainable_params(apart, adapter) == num_trainable_params(fused, adapter)
     assert (apart.num_params, apart.num_active_params) == (fused.num_params, fused.num_active_params)
+    of = [mixture_of(found.tensors, 4, 2, 48) for found in (apart, fused)]
+    assert of[0] == of[1] is not None
 
 
 def test_a_window_that_is_not_used_is_none():

@@ -2,13 +2,20 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests.planner.oracle import Step
+from tests.planner.oracle import facts_of as facts_of_step
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tests.planner.test_memory import build, facts_of, with_adapter
 from tunekit.planner.flops import flops_per_token, is_counted
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
 LAYERS, ROWS, LENGTH = 8, 2, 64
+SMALL_MIXTURE = {
+    "hidden_size": 96, "intermediate_size": 264, "num_hidden_layers": 8, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 160,
+}  # fmt: skip
 
 
 def counted_flops(adapter, *, attn_implementation, checkpointing) -> float:
@@ -16,11 +23,16 @@ def counted_flops(adapter, *, attn_implementation, checkpointing) -> float:
 
     Without attention where that is sdpa: on a CPU it is one fused operation that the counter does not know.
     """
+    model = build(LAYERS)
+    model.set_attn_implementation(attn_implementation)
+    return count(model, adapter, checkpointing=checkpointing)
+
+
+def count(model, adapter, *, checkpointing) -> float:
+    """Operations of a token that FlopCounterMode counts in TRL's forward and backward pass."""
     from torch.utils.flop_counter import FlopCounterMode
     from trl.trainer.utils import add_fused_lm_head
 
-    model = build(LAYERS)
-    model.set_attn_implementation(attn_implementation)
     add_fused_lm_head(model)
     model, base = with_adapter(model, adapter)
     model.train()
@@ -28,9 +40,12 @@ def counted_flops(adapter, *, attn_implementation, checkpointing) -> float:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
     ids = torch.randint(0, 160, (ROWS, LENGTH))
-    # The head adds its gradients up in place, which the counter does not know either.
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, *args, out_shape=None, **kwargs: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    # The head adds its gradients up in place, which the counter does not know either, nor the product of experts.
+    unknown = {
+        torch.ops.aten.addmm_: lambda _, a, b, *args, out_shape=None, **kwargs: 2 * a[0] * a[1] * b[1],
+        torch.ops.aten._grouped_mm: lambda a, b, *args, out_shape=None, **kwargs: 2 * a[0] * a[1] * b[-1],
+    }
+    with FlopCounterMode(display=False, custom_mapping=unknown) as counter:
         output = base(input_ids=ids, labels=ids, fused_lm_head=True)
         output.loss.backward()
     return counter.get_total_flops() / (ROWS * LENGTH)
@@ -53,6 +68,7 @@ def test_operations_are_those_that_torch_counts(name, checkpointing, attn_implem
         facts_of(build(LAYERS)),
         ADAPTERS[name],
         attended_tokens=LENGTH if attn_implementation == "eager" else 0,
+        num_tokens=ROWS * LENGTH,
         head_share=1,
         gradient_checkpointing=checkpointing,
     )
@@ -60,11 +76,54 @@ def test_operations_are_those_that_torch_counts(name, checkpointing, attn_implem
     assert predicted == pytest.approx(counted, rel=0.02)
 
 
+EXPERTS_ADAPTERS = {
+    "full": FullAdapter(),
+    "lora": LoraAdapter(rank=8),
+    "lora on attention": LoraAdapter(rank=8, target_modules=["q_proj", "o_proj"]),
+}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "deepseek_v3": {
+        "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", EXPERTS_ADAPTERS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_operations_of_experts_are_those_that_torch_counts(family, name, checkpointing):
+    step = Step(
+        family,
+        tuple({**SMALL_MIXTURE, **MIXTURES[family]}.items()),
+        EXPERTS_ADAPTERS[name],
+        ROWS,
+        LENGTH,
+        checkpointing=checkpointing,
+    )
+    model = AutoModelForCausalLM.from_config(step.config(), attn_implementation="eager")
+    counted = count(model, step.adapter, checkpointing=checkpointing)
+    predicted = flops_per_token(
+        facts_of_step(step),
+        step.adapter,
+        attended_tokens=LENGTH,
+        num_tokens=ROWS * LENGTH,
+        head_share=1,
+        gradient_checkpointing=checkpointing,
+    )
+    assert predicted == pytest.approx(counted, rel=0.03)
+
+
 def test_known_models_take_six_operations_a_parameter_and_four_with_adapters():
     """The rule of thumb, without attention: 6 x 8.03 billion; embeddings are looked up, the head is computed twice."""
 
     def operations(adapter):
-        return flops_per_token(LLAMA_8B, adapter, attended_tokens=0, head_share=1, gradient_checkpointing=False)
+        return flops_per_token(
+            LLAMA_8B, adapter, attended_tokens=0, num_tokens=1, head_share=1, gradient_checkpointing=False
+        )
 
     assert operations(FullAdapter()) / (6 * 8.03e9) == pytest.approx(1, abs=0.05)
     assert operations(LoraAdapter(rank=1)) / (4 * 8.03e9) == pytest.approx(1, abs=0.05)
@@ -73,7 +132,12 @@ def test_known_models_take_six_operations_a_parameter_and_four_with_adapters():
 def test_logits_that_are_not_needed_cost_nothing():
     def operations(head_share):
         return flops_per_token(
-            LLAMA_1B, LoraAdapter(), attended_tokens=0, head_share=head_share, gradient_checkpointing=False
+            LLAMA_1B,
+            LoraAdapter(),
+            attended_tokens=0,
+            num_tokens=1,
+            head_share=head_share,
+            gradient_checkpointing=False,
         )
 
     assert operations(1) - operations(0.25) == 0.75 * 6 * 128256 * 2048

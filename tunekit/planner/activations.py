@@ -10,7 +10,9 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
+from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
@@ -26,38 +28,112 @@ def activation_bytes_per_layer(
     mask_length: int | None,
     autocast: bool = True,
 ) -> int:
-    """Bytes that autograd keeps per token for one decoder layer without checkpointing.
+    """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
 
     `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
     FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
 
     Norms keep their float32 input and, where their weight is trained, the normalised values; each linear layer its
-    input; SDPA its q, k, v, output and one log-sum per head; the gated MLP four intermediates. Where it has a mask,
-    SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
+    input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
+    intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
-    h, i, n = model.hidden_size, model.intermediate_size, model.num_heads
-    q, kv = n * model.head_dim, model.num_kv_heads * model.head_dim
-    e = BYTES[dtype]
+    products = _products(model, adapter, BYTES[dtype], autocast=autocast)
+    return _attention_bytes(model, products, mask_length) + _mlp_bytes(products, model.intermediate_size)
+
+
+_FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
+_TO_MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of a decoder layer: which are trained, and in which types.
+
+    Attributes:
+        h: Hidden size.
+        e: Bytes of the compute type.
+        rank: Of the adapters; 0 where the model is trained whole.
+        casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
+        wide_norms: Whether trained norms keep their normalised values in float32.
+        attention: Names of the linear layers of attention that have an adapter or are trained.
+        mlp: Those of the MLP.
+        experts: Parts of the experts that are.
+    """
+
+    h: int
+    e: int
+    rank: int
+    casted: bool
+    wide_norms: bool
+    attention: frozenset[str]
+    mlp: frozenset[str]
+    experts: Trained
+
+    @property
+    def full(self) -> bool:
+        """Whether the model is trained whole."""
+        return not self.rank
+
+
+def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, autocast: bool) -> _Products:
     full = isinstance(adapter, FullAdapter)
-    attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=full, e=e)
-    mlp = 4 * e * i
+    names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
+    leaves = frozenset(
+        name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
+    )
+    mlp = leaves & {*_TO_MLP, _FROM_MLP}
+    return _Products(
+        h=model.hidden_size,
+        e=e,
+        rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
+        casted=autocast and e == 2,
+        # Gemma multiplies by a norm's weight in float32; the others cast first.
+        wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
+        attention=leaves - mlp - ROUTERS,
+        mlp=mlp,
+        experts=trained_experts(None if full else names),
+    )
+
+
+def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | None) -> int:
+    """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
+    h, e, n, q, kv = products.h, products.e, model.num_heads, *_widths(model)
+    attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=products.full, e=e)
+    if any(name.endswith("qkv_proj.weight") for name in model.tensors):
+        # Values are a part of one tensor with queries and keys as they were before they were rotated.
+        attention += e * (q + kv)
     # A single key-value head is repeated without a copy.
     repeated = 2 * (q - kv) if model.num_kv_heads > 1 else 0
     mask = 0 if mask_length is None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
-    behind = max(0, model.num_stream_norms - 2) * (4 + (8 if full else 4) * h)
-    if isinstance(adapter, FullAdapter):
-        # Under autocast the residual stream is float32 and each norm keeps a cast copy besides.
-        norms = 24 * h if e == 4 else 26 * h if autocast else 16 * h
-        if e == 2 and not autocast and model.model_type.startswith("gemma"):
-            # Gemma multiplies by a norm's weight in float32; the others cast first.
-            norms += 4 * h
-        return norms + behind + attention + mlp + mask + 8
-    norms = 16 * h if e == 4 else 12 * h
-    lora = 7 * e * adapter.rank
-    # Float32 adapters under autocast read float32 copies of their inputs.
-    casts = 6 * h + 2 * q if e == 2 and autocast else 0
-    return norms + behind + attention + mlp + lora + casts + mask + 8
+    behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
+    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION}))
+    if not products.full:
+        # A float32 adapter under autocast reads a copy of its input.
+        inputs += 2 * q if products.casted and _FROM_ATTENTION in products.attention else 0
+        inputs += e * products.rank * len(products.attention)
+    return attention + mask + behind + inputs
+
+
+def _mlp_bytes(products: _Products, width: int) -> int:
+    """Bytes per token of a dense MLP of a width and the norm before it."""
+    inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
+    return inputs + (4 if _FROM_MLP in products.mlp else 3) * products.e * width
+
+
+def _input_bytes(products: _Products, num_readers: int) -> int:
+    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
+
+    Under autocast each reader keeps a cast copy of its own; the stream is float32 where the model is trained whole.
+    """
+    h, e = products.h, products.e
+    norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
+    return norm + (2 * h * num_readers if products.casted else e * h * (num_readers > 0))
+
+
+def _widths(model: ModelFacts) -> tuple[int, int]:
+    """Width of all queries, and of all keys."""
+    return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
 
 def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
@@ -68,6 +144,38 @@ def _query_norm_bytes(model: ModelFacts, *, full: bool, e: int) -> int:
     # Gemma multiplies by its weight in float32; the others cast first.
     normed = 0 if not full else 4 if model.model_type.startswith("gemma") else e
     return heads * (model.head_dim * (4 + normed) + 4)
+
+
+TRACED = frozenset(
+    {
+        "deepseek_v3",
+        "gemma",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Types whose peak is within 3 % of a trace of their modules with sdpa or flash attention, which a test compares."""
+
+
+def is_traced(model: ModelFacts) -> bool:
+    """Whether the closed forms are those of this kind of model; for others they are those of a Llama of its sizes.
+
+    Not among them: types that transformers runs with its own attention, which keeps all scores (Gemma 2, GPT-OSS).
+    """
+    return model.model_type in TRACED
 
 
 def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype) -> int:
@@ -114,35 +222,78 @@ def layers_of(
     autocast: bool = True,
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
-    h, i, e = model.hidden_size, model.intermediate_size, BYTES[dtype]
+    h, e = model.hidden_size, BYTES[dtype]
     full = isinstance(adapter, FullAdapter)
-    casted = autocast and e == 2
-    stream = (4 if full and casted else e) * h * num_tokens
-    casts = cast_weights_bytes(model, adapter, dtype) if casted else 0
+    products = _products(model, adapter, e, autocast=autocast)
+    stream = (4 if full and products.casted else e) * h * num_tokens
+    casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
 
-    def kept(length: int | None) -> int:
-        saved = activation_bytes_per_layer(model, adapter, dtype, mask_length=length, autocast=autocast) * num_tokens
-        return saved + casts // model.num_layers
+    def attention(length: int | None) -> int:
+        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers
 
-    sliding = model.num_sliding_layers
+    mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
-    one = max(kept(mask_length), kept(sliding_mask_length) if sliding else 0)
-    others = sliding * kept(sliding_mask_length) + (model.num_layers - sliding) * kept(mask_length) - one
-    working = stream + _working_bytes(model, adapter, e, casted=casted, recomputes=gradient_checkpointing) * num_tokens
-    if full:
-        # The gradient of the MLP's last weight is there; its cast copy is not any more.
-        working += (0 if accumulates else (4 if casted else e) * h * i) - (2 * h * i if casted else 0)
+    sliding = model.num_sliding_layers
+    one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
+    one = one_attention + mlps.one
+    others = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
+    others += mlps.others - one_attention
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
+    working = stream + mlps.working
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
-        again = one - (stream if e == 4 or (full and casted) else 0)
-        return Layers(stream, model.num_layers * stream, casts, stream + again, again, 0, working, shared)
+        again = one - (stream if e == 4 or (full and products.casted) else 0)
+        return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
-    passing = 0 if full or not casted else _adapter_copy_bytes(model, e) * num_tokens
-    return Layers(stream, first + others, 0, first, 0, passing, working, shared)
+    return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
+
+
+@dataclass(frozen=True)
+class _Mlps:
+    """Bytes of the MLPs of all layers, or of their experts."""
+
+    one: int
+    """Kept of the one that keeps the most."""
+    others: int
+    """Kept of all others."""
+    passing: int
+    working: int
+
+
+def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
+    h, i, e = model.hidden_size, model.intermediate_size, products.e
+    mixture = mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, h)
+    if mixture is None:
+        one = _mlp_bytes(products, i) * num_tokens
+        working = _working_bytes(model, products, recomputes=recomputes) * num_tokens
+        if products.full:
+            # The gradient of the MLP's last weight is there; its cast copy is not any more.
+            working += 0 if accumulates else (4 if products.casted else e) * h * i
+            working -= 2 * h * i if products.casted else 0
+        passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products) * num_tokens
+        return _Mlps(one, (model.num_layers - 1) * one, passing, working)
+    experts = sparse_mlp(
+        mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
+        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates,
+    )  # fmt: skip
+    one = experts.kept + _beside_experts_bytes(products, mixture.shared) * num_tokens
+    dense = _mlp_bytes(products, mixture.dense) * num_tokens
+    others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
+    return _Mlps(one, others, experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens))
+
+
+def _beside_experts_bytes(products: _Products, shared: int) -> int:
+    """Bytes per token of the norm before the experts, and of the MLP that every token goes through."""
+    # The router reads the norm, and so do gate and up of the MLP; where adapters are, only they read anything again.
+    if products.full:
+        readers = 1 + (2 if shared else 0)
+    else:
+        readers = len(products.mlp - {_FROM_MLP}) if shared else 0
+    kept = 3 + (1 if products.full or _FROM_MLP in products.mlp else 0)
+    return _input_bytes(products, readers) + kept * products.e * shared
 
 
 def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
@@ -154,31 +305,29 @@ def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_toke
     return replace(layers, working=layers.working + gathered)
 
 
-def _working_bytes(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, casted: bool, recomputes: bool
-) -> int:
+def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) -> int:
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
-    h, i = model.hidden_size, model.intermediate_size
-    full = isinstance(adapter, FullAdapter)
+    h, i, full = model.hidden_size, model.intermediate_size, products.full
     sandwich = model.num_stream_norms > 2
     # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
     # So is what the norm behind it kept.
-    moments = [2 * e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
+    moments = [2 * products.e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
     if sandwich:
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
-    if recomputes and not full and casted:
-        moments.append(_adapter_copy_bytes(model, e))
+    if recomputes and not full:
+        moments.append(_adapter_copy_bytes(model, products))
     return max(moments)
 
 
-def _adapter_copy_bytes(model: ModelFacts, e: int) -> int:
+def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
     """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
 
     The MLP's product, a float32 copy of it for the last adapter, and what the layer's code still has names for.
     """
-    if e == 4:
+    if not products.casted:
         return 0
+    e = products.e
     return (e + 4) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
-from tunekit.recipe.schema import FullAdapter, Optim, ParallelSection, QloraAdapter
+from tunekit.recipe.schema import FullAdapter, Optim, ParallelSection, QloraAdapter, SFTMethod
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
@@ -258,6 +258,8 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
+    if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
+        return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
     if layout.cp_size > 1:
         return _ring_refusal(setting)
     in_one_row = recipe.data.packing or recipe.data.padding_free is True

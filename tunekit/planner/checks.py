@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.planner.experts import check_adapted_experts
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
@@ -116,6 +117,7 @@ def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
         return
+    check_adapted_experts(model, adapter)
     matched = model.adapter_linears(adapter.target_modules)
     missing = [
         target

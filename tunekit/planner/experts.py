@@ -7,7 +7,17 @@ projection together at twice the rank. The linear layers of dense MLPs and share
 then get no adapter. With other types a target matches linear modules alone, and their experts stay as they are.
 """
 
+import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tunekit.errors import PlanError
+from tunekit.recipe.schema import LoraAdapter
+
+if TYPE_CHECKING:
+    from tunekit.planner.facts import ModelFacts
 
 Sizes = dict[str, tuple[int, int]]
 """Outputs and inputs by name: what an adapter of rank r adds is r x (outputs + inputs)."""
@@ -61,6 +71,64 @@ def fused_experts(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
     return found
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """The sizes of a model's routed experts, all those of a layer alike."""
+
+    num_layers: int
+    """Layers that have experts."""
+    num_experts: int
+    """Of such a layer."""
+    per_token: int
+    """Experts that a token goes through."""
+    inner: int
+    """Width of one expert."""
+    shared: int
+    """Width of the MLP beside the experts that every token goes through; 0 where there is none."""
+    dense: int
+    """Width of the MLP in the layers without experts; 0 where there are none."""
+
+    def expert_params(self, hidden: int) -> tuple[int, int]:
+        """Parameters of all gate and up projections of a layer, and of all down projections."""
+        one = self.num_experts * self.inner * hidden
+        return 2 * one, one
+
+
+def mixture_of(
+    tensors: Mapping[str, tuple[int, ...]], num_experts: int, num_experts_per_token: int, hidden: int
+) -> Mixture | None:
+    """The experts among a model's tensors, fused or each for itself; None where there are none.
+
+    Args:
+        tensors: Shapes by name.
+        num_experts: Routed experts of a layer that has them.
+        num_experts_per_token: Those that a token goes through.
+        hidden: Width of the residual stream.
+    """
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    if not layers or not num_experts:
+        return None
+    elements = sum(
+        math.prod(shape)
+        for name, shape in tensors.items()
+        if ".experts." in name and len(shape) >= 2 and not name.endswith("_bias")
+    )
+    mlps = {name: shape[0] for name, shape in tensors.items() if _DENSE_MLP.search(name) and ".experts." not in name}
+    shared = [width for name, width in mlps.items() if "shared_expert" in name]
+    dense = [width for name, width in mlps.items() if "shared_expert" not in name]
+    return Mixture(
+        num_layers=len(layers),
+        num_experts=num_experts,
+        per_token=num_experts_per_token,
+        inner=elements // (3 * hidden * num_experts * len(layers)),
+        shared=max(shared, default=0),
+        dense=max(dense, default=0),
+    )
+
+
+_DENSE_MLP = re.compile(r"\.(up_proj|w3)\.weight$")
+
+
 def adapted_experts(
     tensors: Mapping[str, tuple[int, ...]], former: Mapping[str, str], targets: str | list[str]
 ) -> Sizes:
@@ -97,6 +165,37 @@ _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
     "down_proj": "down_proj",
 }
 """Tensors for all experts of a layer, by the last names of those for one expert in files."""
+
+
+def check_adapted_experts(model: "ModelFacts", adapter: LoraAdapter) -> None:
+    """Refuse what PEFT refuses to put on fused experts and routers.
+
+    Raises:
+        PlanError: A part of a fused matrix is named without the others, or the adapter has dropout or is DoRA's.
+    """
+    former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
+    if former is None:
+        return
+    asked = set() if adapter.target_modules == "all-linear" else {_leaf(target) for target in adapter.target_modules}
+    for fused in sorted(set(former.values())):
+        parts = [old for old, new in former.items() if new == fused]
+        missing = [part for part in parts if part not in asked]
+        if missing and len(missing) < len(parts):
+            named = ", ".join(part for part in parts if part in asked)
+            raise PlanError(
+                f"adapter.target_modules: {named} without {', '.join(missing)}; the experts of {model.path} have them "
+                f"in one matrix, {fused}",
+                hint=f"name {', '.join(missing)} too, or leave {named} out",
+            )
+    if not adapted_experts(model.tensors, former, adapter.target_modules):
+        return
+    others = sorted({_leaf(name) for name in model.linears} - set(former))
+    for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
+        if is_set:
+            raise PlanError(
+                f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
+                hint=f"leave it out, or put adapters on {', '.join(others)} alone by adapter.target_modules",
+            )
 
 
 def is_former_linear(target: str, former: Mapping[str, str]) -> bool:

@@ -269,7 +269,11 @@ class ModelFacts(Facts):
     @cached_property
     def num_stream_norms(self) -> int:
         """Norms of the residual stream in a layer: two, or four where they stand before and behind (Gemma)."""
-        norms = [name for name, shape in self.tensors.items() if shape == (self.hidden_size,) and "norm" in name]
+        norms = [
+            name
+            for name, shape in self.tensors.items()
+            if shape == (self.hidden_size,) and "norm" in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+        ]
         return (len(norms) - 1) // self.num_layers
 
     @cached_property

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_gathered_keys
+from tunekit.planner.activations import Head, Layers, head_of, is_traced, layers_of, with_gathered_keys
 from tunekit.planner.facts import Facts, ModelFacts
-from tunekit.planner.flops import is_counted
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
@@ -64,9 +63,6 @@ tensors, libraries or the CUDA context; `reserve`: what the allocator takes and 
 Confidence = Literal["traced", "closed form", "outside the model"]
 """How far an estimate can be trusted: formulas compared with a trace of the real modules, formulas that were not, or
 formulas of another kind of model for want of its own."""
-
-TRACED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Types of models whose steps the tests trace."""
 
 RESERVE_SHARE = {"cpu": 0.0, "cuda": 0.03}
 """What the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower end of
@@ -258,13 +254,13 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
 
 def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
-    if not is_counted(model):
+    if not is_traced(model):
         return "outside the model"
     if isinstance(adapter, QloraAdapter):
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
-    return "traced" if model.model_type in TRACED and alone and engine else "closed form"
+    return "traced" if alone and engine else "closed form"
 
 
 def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:

@@ -212,7 +212,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
 def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
     """How fast that is expected to be."""
     if speed is None:
-        why = "operations are counted for dense decoders with attention in every layer"
+        why = "operations are counted for decoders with attention in every layer"
         return Reason(topic="speed", choice="not predicted", why=why)
     at_most = not data.tokenized and not section.packing
     why = speed.basis

@@ -122,6 +122,7 @@ def step_of(
             model,
             recipe.adapter,
             attended_tokens=attended,
+            num_tokens=micro_batch_size * row,
             head_share=head_share,
             gradient_checkpointing=again,
         )
