@@ -1,9 +1,9 @@
 """How far the planner's memory estimate is from a trace of the real modules, and how long a plan takes.
 
-    python -m benchmarks.planner [--devices one|many|all] [--set development|held-out|all] [--save]
+    python -m benchmarks.planner [--steps one|many|methods|all] [--set development|held-out|all] [--save]
 
-The steps are drawn by chance in `tests/planner/grid.py` (one device) and `grid_shards.py` (FSDP2 on 2 to 512); a fifth
-of each was set aside before the formulas were fitted to the others. The traces (`tests/planner/oracle.py`,
+The steps are drawn by chance in `tests/planner/grid.py` (one device), `grid_shards.py` (FSDP2 on 2 to 512)
+and `grid_methods.py` (DPO and GRPO on one); a fifth of each was set aside before the formulas were fitted to the others. The traces (`tests/planner/oracle.py`,
 `oracle_shards.py`) run Hugging Face's modules, TRL's head, Accelerate's FSDP2 wrapping and autograd on tensors without
 storage. It is agreement with a trace, not a measurement on a device: the allocator, streams, workspaces of libraries
 and kernels of bitsandbytes are in neither, and are what the parts `context` and `reserve` and the planner's margin are
@@ -31,9 +31,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.planner import grid, grid_shards, oracle, oracle_shards
+from tests.planner import grid, grid_methods, grid_shards, oracle, oracle_methods, oracle_shards
 from tests.planner.oracle import Step, estimate_of
+from tests.planner.oracle_methods import MethodStep
 from tests.planner.oracle_shards import ShardedStep
+from tests.planner.published import print_errors
 from tests.planner.shapes import LLAMA_8B, LLAMA_405B
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.layout import Layout
@@ -45,9 +47,18 @@ from tunekit.recipe.schema import FullAdapter, LoraAdapter, Recipe
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
-Devices = Literal["one", "many"]
-STEPS: dict[Devices, Sequence[Step | ShardedStep]] = {"one": grid.STEPS, "many": grid_shards.STEPS}
-HELD_OUT: dict[Devices, list[int]] = {"one": grid.HELD_OUT, "many": grid_shards.HELD_OUT}
+Kind = Literal["one", "many", "methods"]
+STEPS: dict[Kind, Sequence[Step | ShardedStep | MethodStep]] = {
+    "one": grid.STEPS,
+    "many": grid_shards.STEPS,
+    "methods": grid_methods.STEPS,
+}
+HELD_OUT: dict[Kind, list[int]] = {
+    "one": grid.HELD_OUT,
+    "many": grid_shards.HELD_OUT,
+    "methods": grid_methods.HELD_OUT,
+}
+KIND_WORDS: dict[Kind, str] = {"one": "SFT, one device", "many": "SFT, FSDP2", "methods": "DPO and GRPO, one device"}
 NUM_ESTIMATES = 1000
 
 
@@ -55,7 +66,7 @@ NUM_ESTIMATES = 1000
 class Row:
     """One step: what was traced and what was estimated, tensors only."""
 
-    devices: Devices
+    kind: Kind
     step: str
     held_out: bool
     traced_bytes: int
@@ -68,25 +79,30 @@ class Row:
     estimated_phase: str
 
 
-def compare(devices: Devices, place: int) -> Row:
+def compare(kind: Kind, place: int) -> Row:
     """Trace and estimate the step at one place of a grid."""
-    step = STEPS[devices][place]
+    step = STEPS[kind][place]
     if isinstance(step, ShardedStep):
         traced, estimated = oracle_shards.trace_deep(step), estimate_of(step.step, step.layout)
+    elif isinstance(step, MethodStep):
+        traced, estimated = oracle_methods.trace_deep(step), oracle_methods.estimate_of(step)
     else:
         traced, estimated = oracle.trace_deep(step), estimate_of(step)
-    total = estimated.tensor_bytes
+    # What is there while answers are generated is compared with TRL's own generation, in the tests.
+    phases = {phase: size for phase, size in estimated.phases.items() if phase != "generation"}
+    phase = max(phases, key=phases.__getitem__)
+    total = phases[phase]
     constant = traced.weights_bytes + traced.optimizer_bytes
     return Row(
-        devices=devices,
+        kind=kind,
         step=str(step),
-        held_out=place in HELD_OUT[devices],
+        held_out=place in HELD_OUT[kind],
         traced_bytes=traced.peak_bytes,
         estimated_bytes=total,
         error=total / traced.peak_bytes - 1,
         step_error=(total - constant) / (traced.peak_bytes - constant) - 1,
         traced_phase=traced.phase,
-        estimated_phase=estimated.phase,
+        estimated_phase=phase,
     )
 
 
@@ -161,13 +177,11 @@ def show(rows: list[Row]) -> None:
         )
     console = Console(width=190)
     console.print(table)
-    for devices in STEPS:
+    for kind, words in KIND_WORDS.items():
         for name, held_out in (("development", False), ("held out", True)):
-            found = [row for row in rows if row.devices == devices and row.held_out == held_out]
+            found = [row for row in rows if row.kind == kind and row.held_out == held_out]
             if found:
-                console.print(
-                    f"{devices} device{'s' * (devices == 'many')}, {name}: {len(found)} steps; {_errors(found)}"
-                )
+                console.print(f"{words}, {name}: {len(found)} steps; {_errors(found)}")
 
 
 def _errors(rows: list[Row]) -> str:
@@ -181,7 +195,7 @@ def _errors(rows: list[Row]) -> str:
 def main() -> None:
     """Compare, show and, where asked, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", choices=("one", "many", "all"), default="all")
+    parser.add_argument("--steps", choices=(*STEPS, "all"), default="all")
     parser.add_argument("--set", choices=("development", "held-out", "all"), default="all")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
@@ -189,15 +203,16 @@ def main() -> None:
     speeds, plan_seconds = seconds_per_estimate(), seconds_per_plan()
     began = time.monotonic()
     places = [
-        (devices, place)
-        for devices, steps in STEPS.items()
+        (kind, place)
+        for kind, steps in STEPS.items()
         for place in range(len(steps))
-        if arguments.devices in (devices, "all") and (place in HELD_OUT[devices]) in kept
+        if arguments.steps in (kind, "all") and (place in HELD_OUT[kind]) in kept
     ]
     with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_one_thread) as processes:
         rows = list(processes.map(compare, *zip(*places, strict=True)))
     show(rows)
     print(f"traced in {time.monotonic() - began:.0f} s")
+    print_errors()
     for name, seconds in speeds.items():
         print(f"an estimate of 405B, {name}: {1e3 * seconds:.2f} ms")
     for name, seconds in plan_seconds.items():

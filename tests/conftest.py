@@ -20,6 +20,9 @@ if "TUNEKIT_TEST_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TUNEKIT_TEST_CACHE"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["TUNEKIT_TEST_CACHE"]
 
+# GNU readline, which pytest loads, tells child processes of 80 columns wherever they write to.
+os.environ["COLUMNS"] = "140"
+
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 """Accelerators that this machine offers to the tests."""
 

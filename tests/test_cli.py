@@ -114,35 +114,91 @@ def test_plan_as_json_is_complete(workspace):
     found = json.loads(answer.stdout)
     assert found["plan"]["schedule"]["num_steps"] == 6
     assert found["recipe"]["train"]["global_batch_size"] == 4
-    assert found["plan"]["memory"]["weights_bytes"] > 0
+    assert found["plan"]["memory"]["parts"]["weights"] > 0
 
 
-def test_plan_for_a_named_machine(workspace):
-    answer = tunekit(workspace, "plan", "double.yaml", "--on", "8xH100")
+def test_plan_says_what_fits_where_before_all_else(workspace):
+    answer = tunekit(workspace, "plan", "double.yaml", "--on", "8xH100", "train.global_batch_size=16")
     assert answer.returncode == 0, answer.stderr
-    assert re.search(r"^device +H100 SXM 80 GB +79\.6 GiB of 79\.6 GiB free; ", answer.stdout)
-    assert "7 more are left idle" in " ".join(answer.stdout.split())
+    first, second, *_ = answer.stdout.splitlines()
+    assert first.rstrip() == "lora on model fits 8 x H100 SXM 80 GB: DDP"
+    assert re.match(r"[\d.]+ GiB of 73\.3 GiB on each; [\d.,]+ to [\d.,]+ tokens/s, ", second)
+    assert re.search(r"^[a-z]+·+│·+ *$", answer.stdout, re.MULTILINE)
+    assert re.search(r"^layout +DDP +\S", answer.stdout, re.MULTILINE)
     assert re.search(r"^precision +bfloat16 products", answer.stdout, re.MULTILINE)
+
+
+def test_plan_in_a_terminal_draws_memory_in_colours(workspace):
+    output = in_terminal(workspace, "plan", "double.yaml", "--on", "8xh100")
+    assert re.search(r"\x1b\[38;[\d;]+m█+", output)
+    assert re.search(r"\x1b\[38;[\d;]+m■\x1b\[0m context", output)
 
 
 def test_plan_for_a_machine_of_a_file(workspace):
     (workspace / "lab.yaml").write_text("accelerator: rtx4090\nfree_memory_gib: 20\n", encoding="utf-8")
     answer = tunekit(workspace, "plan", "double.yaml", "--on", "lab.yaml")
-    assert re.search(r"^device +RTX 4090 24 GB +20\.0 GiB of 24\.0 GiB free", answer.stdout)
+    assert re.search(r"^device +RTX 4090 24 GB; 20\.0 GiB of 24\.0 GiB free", answer.stdout, re.MULTILINE)
 
 
 def test_plans_for_several_machines_stand_side_by_side(workspace):
-    machines = ("--on", "t4", "--on", "2x8xrtx5090", "--on", "tpu-v5p")
+    machines = ("--on", "t4", "--on", "4xrtx5090", "--on", "tpu-v5p")
     answer = tunekit(workspace, "plan", "double.yaml", *machines)
     assert answer.returncode == 0, answer.stderr
-    assert re.search(r"^machine +fits +memory +micro-batch", answer.stdout)
-    assert re.search(r"^t4 +yes +\S+ GiB of 13\.8 GiB +4 x 1 +float32, sdpa", answer.stdout, re.MULTILINE)
-    assert re.search(r"^2x8xrtx5090 +yes .*15 more", answer.stdout, re.MULTILINE)
-    assert re.search(r"^tpu-v5p +no +tpu-v5p: tunekit trains on CUDA devices only", answer.stdout, re.MULTILINE)
+    assert answer.stdout.splitlines()[0].split()[:4] == ["machine", "layout", "GiB", "batch"]
+    assert re.search(r"^t4 +single device +[\d.]+ of 13\.8 +4 x 1 +unknown", answer.stdout, re.MULTILINE)
+    assert re.search(r"^4xrtx5090 +DDP +[\d.]+ of 29\.3 +1 x 1 x 4 +\S+–\S+ ", answer.stdout, re.MULTILINE)
+    assert re.search(r"^tpu-v5p +none, see below", answer.stdout, re.MULTILINE)
+    assert re.search(r"^tpu-v5p +tpu-v5p: tunekit trains on CUDA devices only", answer.stdout, re.MULTILINE)
     found = json.loads(tunekit(workspace, "plan", "double.yaml", *machines, "--json").stdout)
     assert found["plans"]["t4"]["dtype"] == "float32"
     assert "CUDA devices only" in found["plans"]["tpu-v5p"]["refused"]
     assert found["recipe"]["train"]["global_batch_size"] == 4
+
+
+def test_a_sweep_plans_every_combination(workspace):
+    swept = ("--sweep", "adapter.type=lora,full", "--sweep", "data.max_length=32,64", "--on", "h100")
+    answer = tunekit(workspace, "plan", "double.yaml", *swept)
+    assert answer.returncode == 0, answer.stderr
+    rows = re.findall(r"^(lora|full) +(32|64) +single device +[\d.]+ of 73\.3", answer.stdout, re.MULTILINE)
+    assert rows == [("lora", "32"), ("lora", "64"), ("full", "32"), ("full", "64")]
+    found = json.loads(tunekit(workspace, "plan", "double.yaml", *swept, "--json").stdout)
+    assert [variant["changes"]["data.max_length"] for variant in found["variants"]] == [32, 64, 32, 64]
+    assert found["variants"][3]["plan"]["num_trainable_params"] > found["variants"][1]["plan"]["num_trainable_params"]
+
+
+def test_a_sweep_on_several_machines_names_them(workspace):
+    machines = ("--on", "h100", "--on", "t4")
+    answer = tunekit(workspace, "plan", "double.yaml", "--sweep", "train.global_batch_size=8,16", *machines)
+    rows = re.findall(r"^(h100|t4) +(8|16) +single device", answer.stdout, re.MULTILINE)
+    assert rows == [("h100", "8"), ("h100", "16"), ("t4", "8"), ("t4", "16")]
+
+
+def test_fit_finds_the_largest_and_says_what_stops_it(workspace):
+    length = tunekit(workspace, "plan", "double.yaml", "--fit", "length", "--on", "h100")
+    assert length.returncode == 0, length.stderr
+    assert re.search(r"^as it is +64 +single device", length.stdout, re.MULTILINE)
+    assert re.search(r"^largest +256 +single device", length.stdout, re.MULTILINE)
+    assert "is more than the 256 positions of model" in " ".join(length.stdout.split())
+    batch = tunekit(workspace, "plan", "double.yaml", "--fit", "batch", "--on", "h100")
+    assert re.search(r"^largest +16 +16 +single device", batch.stdout, re.MULTILINE)
+    assert "there are no more than 16 rows" in batch.stdout
+
+
+def test_fit_finds_well_known_models_without_a_network(workspace, tmp_path):
+    answer = subprocess.run(
+        command("plan", "double.yaml", "--fit", "model", "--on", "t4", "--json"),
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+    )
+    assert answer.returncode == 0, answer.stderr
+    beyond, largest, *others = json.loads(answer.stdout)["variants"]
+    assert "does not fit T4 16 GB" in beyond["refused"] and beyond["note"] == "next"
+    assert largest["note"] == "largest"
+    sizes = [variant["plan"]["num_params"] for variant in (largest, *others)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 10**9
 
 
 def test_check_says_ok_and_what_it_found(workspace):
@@ -198,6 +254,9 @@ def test_data_as_json_and_as_a_page(workspace):
         (["data", "double.yaml", "--html", "nowhere/data.html"], "cannot write 'nowhere/data.html'"),
         (["runs", "show", "nothing"], "no run 'nothing' in runs"),
         (["explain", "adapter.rnak"], "did you mean"),
+        (["plan", "double.yaml", "--sweep", "adapter.type=lora,qlorra"], "with adapter.type=qlorra: "),
+        (["plan", "double.yaml", "--sweep", "adapter.rank"], "write key=value,value"),
+        (["plan", "double.yaml", "--sweep", "adapter.rank=4", "--fit", "batch"], "give one of them"),
         (["recipes", "copy", "sft/quikstart"], "sft/quickstart"),
     ],
 )

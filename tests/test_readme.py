@@ -51,6 +51,18 @@ def test_every_link_leads_to_a_file() -> None:
     assert not missing
 
 
+def test_the_plan_that_is_shown_is_the_one_that_is_made(tmp_path: Path) -> None:
+    at = next(number for number, block in enumerate(BLOCKS) if block.language == "text")
+    words = BLOCKS[at - 1].text.split()
+    offline = {"COLUMNS": "100", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | offline)
+    assert done.returncode == 0, done.stderr
+    made = iter([line.rstrip() for line in done.stdout.splitlines()])
+    for shown in BLOCKS[at].text.splitlines():
+        assert shown == "..." or shown in made, f"the README shows a line that is not there or elsewhere: {shown}"
+
+
 @pytest.mark.slow
 def test_every_command_runs_as_written(tmp_path: Path) -> None:
     scripts = str(Path(sys.executable).parent)

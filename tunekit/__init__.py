@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, plan, train
+    from tunekit.api import compare, data_report, fit, plan, sweep, train
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
@@ -34,9 +34,11 @@ __all__ = [
     "compare",
     "data_report",
     "find_run",
+    "fit",
     "list_runs",
     "load_recipe",
     "plan",
+    "sweep",
     "train",
 ]
 
@@ -50,9 +52,11 @@ _HOMES = {
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
     "find_run": "tunekit.run.run",
+    "fit": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "sweep": "tunekit.api",
     "train": "tunekit.api",
 }
 

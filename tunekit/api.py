@@ -1,28 +1,23 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tunekit.data.load import LoadedData, load_data
+from tunekit.data.load import load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
-from tunekit.errors import PlanError
-from tunekit.methods import sft
-from tunekit.planner.facts import Hardware, ModelFacts
-from tunekit.planner.machines import find_machine
+from tunekit.errors import PlanError, TunekitError
+from tunekit.lookup import LEARNERS, Lookup
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
-from tunekit.planner.speed import RunRecord
-from tunekit.probe.hardware import probe_hardware
-from tunekit.probe.model import probe_model, sketch_model
+from tunekit.planner.variants import Largest, Variant, Variants, combinations
+from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import ModelSection, Recipe
+from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
-from tunekit.run.history import recorded_runs
-from tunekit.run.prepare import counted_facts, prepare, record
+from tunekit.run.prepare import prepare, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
@@ -45,8 +40,7 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
         TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
     """
     recipe = load_recipe(source, overrides)
-    hardware = None if on is None else find_machine(on).hardware()
-    return _look(recipe, hardware, sketch_model).plan(recipe)
+    return Lookup([on]).plan(recipe, on)
 
 
 def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
@@ -61,15 +55,70 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
     recipe = load_recipe(source, overrides)
-    machines = {name: find_machine(name) for name in on}
-    model, data, records = sketch_model(recipe.model), load_data(recipe.data, sft.LEARNER), recorded_runs()
-    plans: dict[str, Plan | PlanError] = {}
-    for name, machine in machines.items():
-        try:
-            plans[name] = _Found(machine.hardware(), model, data, records).plan(recipe)
-        except PlanError as error:
-            plans[name] = error
-    return plans
+    lookup = Lookup(on)
+    return {name: lookup.plan_or_error(recipe, name) for name in on}
+
+
+def sweep(
+    source: Source,
+    values: Mapping[str, Sequence[Any]],
+    overrides: Sequence[str] = (),
+    *,
+    on: str | Sequence[str] | None = None,
+) -> Variants:
+    """How a recipe would run with every combination of some values, on one machine or on each of several.
+
+        tunekit.sweep("mine.yaml", {"adapter.type": ["lora", "qlora"], "data.max_length": [2048, 8192]}, on="h100")
+
+    Args:
+        source: The recipe.
+        values: The values to try, by the dotted keys of the recipe.
+        overrides: Changes to it that hold for all.
+        on: Other machines than this one, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, a value to try, the model or the data has a fault, or there is no such machine.
+    """
+    recipe = load_recipe(source, overrides)
+    machines = [on] if isinstance(on, str) or on is None else list(on)
+    combined = combinations(recipe, values, num_machines=len(machines))
+    lookup = Lookup(machines)
+    return Variants(
+        recipe,
+        tuple(
+            Variant(machine, changes, lookup.plan_or_error(changed, machine))
+            for machine in machines
+            for changes, changed in combined
+        ),
+    )
+
+
+def fit(
+    source: Source, largest: Largest, overrides: Sequence[str] = (), *, on: str | Sequence[str] | None = None
+) -> Variants:
+    """The largest batch, length or model with which a recipe fits a machine.
+
+    What fits is held on the devices: main memory and disk do not count, unless the recipe's own plan needs them.
+
+    Args:
+        source: The recipe.
+        largest: `length`: the longest `data.max_length` at the recipe's batch. `batch`: the largest
+            `train.micro_batch_size`, with one micro-batch a step on each device. Both come with the recipe as it is,
+            and with the next value, which does not fit. `model`: the largest well-known models, one of each maker,
+            and the next larger one, which does not fit.
+        overrides: Changes to it.
+        on: Other machines than this one, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe = load_recipe(source, overrides)
+    machines = [on] if isinstance(on, str) or on is None else list(on)
+    lookup = Lookup(machines)
+    return Variants(
+        recipe,
+        tuple(variant for machine in machines for variant in lookup.largest(recipe, machine, largest)),
+    )
 
 
 def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
@@ -79,9 +128,10 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
         TunekitError: There is a fault.
     """
     recipe = load_recipe(source, overrides)
-    found = _look(recipe)
-    found.plan(recipe)
-    return found.data.notes
+    _refuse_untrained(recipe)
+    lookup = Lookup([None], probe_model)
+    lookup.plan(recipe)
+    return lookup.data(recipe).notes
 
 
 def train(
@@ -100,12 +150,14 @@ def train(
     from tunekit.run.worker import work
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
-    found = _look(recipe)
-    _check_runs(found.plan(recipe))
+    _refuse_untrained(recipe)
+    lookup = Lookup([None], probe_model)
+    _check_runs(lookup.plan(recipe))
+    data, model = lookup.data(recipe), lookup.model(recipe.model)
     words = StringIO()
     with library_words_to(words):
-        prepared = prepare(recipe, found.data, _progress_to(on_event))
-        final = resolve(record(recipe, found.data), found.hardware, found.model, prepared.facts, found.records)
+        prepared = prepare(recipe, data, _progress_to(on_event))
+        final = resolve(record(recipe, data), lookup.hardware(None), model, prepared.facts, lookup.records)
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -143,9 +195,24 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    data = load_data(recipe.data, sft.LEARNER)
+    _refuse_untrained(recipe)
+    data = load_data(recipe.data, LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
         return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
+
+
+def _refuse_untrained(recipe: Recipe) -> None:
+    """Refuse what needs a method that can be planned only.
+
+    Raises:
+        TunekitError: The method is not trained by this version.
+    """
+    method = recipe.method.type
+    if method != "sft":
+        raise TunekitError(
+            f"method.type: {method} can be planned but not trained yet",
+            hint="`tunekit plan` says what it would need; method sft can be trained",
+        )
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
@@ -153,29 +220,3 @@ def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
     if on_event is None:
         return None
     return lambda source, done, total: on_event({"event": "rows", "source": source, "done": done, "total": total})
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a plan is made from, looked up once."""
-
-    hardware: Hardware
-    model: ModelFacts
-    data: LoadedData
-    records: list[RunRecord]
-
-    def plan(self, recipe: Recipe) -> Plan:
-        """A plan from rows that are counted but not yet tokenised."""
-        return resolve(recipe, self.hardware, self.model, counted_facts(recipe, self.data), self.records)
-
-
-def _look(
-    recipe: Recipe, hardware: Hardware | None = None, probe: Callable[[ModelSection], ModelFacts] = probe_model
-) -> _Found:
-    """What there is to plan from, on this machine where no other is given."""
-    return _Found(
-        model=probe(recipe.model),
-        data=load_data(recipe.data, sft.LEARNER),
-        hardware=hardware or probe_hardware(),
-        records=recorded_runs(),
-    )

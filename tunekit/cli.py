@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +14,9 @@ from typer.core import TyperGroup
 from tunekit.errors import PlanError, TunekitError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
 
 
@@ -100,36 +103,49 @@ def plan(
             help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
         ),
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUE,VALUE",
+            help="Plan with each of these values, such as adapter.type=lora,qlora. Given again: every combination.",
+        ),
+    ] = None,
+    fit: Annotated[
+        Literal["length", "batch", "model"] | None,
+        typer.Option(
+            "--fit", help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
 ) -> None:
     """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
-    from tunekit import api
-    from tunekit.display import comparison_table, make_console, plan_table
+    from tunekit import api, display_plan
+    from tunekit.display import make_console
+    from tunekit.planner.variants import read_values
 
+    if sweep and fit:
+        raise TunekitError("--sweep and --fit are both given", hint="give one of them")
     source, notes = _load(recipe, overrides)
-    if on is not None and len(on) > 1:
+    shown: dict[str, Any]
+    drawn: RenderableType
+    if sweep or fit:
+        variants = api.fit(source, fit, on=on) if fit else api.sweep(source, read_values(sweep or ()), on=on)
+        shown, drawn = variants.to_dict(), display_plan.variants_table(variants)
+    elif on and len(on) > 1:
         plans = api.compare(source, on=on)
-        if as_json:
-            shown = {
-                name: {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
-                for name, plan in plans.items()
-            }
-            found = {"recipe": source.model_dump(mode="json"), "plans": shown}
-            print(json.dumps(found, indent=2, ensure_ascii=False))
-            return
-        console = make_console()
-        for note in notes:
-            console.print(f"note: {note}")
-        console.print(comparison_table(plans))
-        return
-    resolved = api.plan(source, on=on[0] if on else None)
+        shown = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
+        drawn = display_plan.comparison_table(plans)
+    else:
+        resolved = api.plan(source, on=on[0] if on else None)
+        shown, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
-        print(json.dumps(resolved.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
         return
     console = make_console()
     for note in notes:
         console.print(f"note: {note}")
-    console.print(plan_table(resolved))
+    console.print(drawn)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -293,6 +309,11 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
+
+
+def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
+    """A plan as plain data, or why there is none."""
+    return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
 
 
 def _write(path: Path, text: str) -> None:

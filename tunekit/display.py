@@ -4,8 +4,9 @@ Nothing here prints on its own: the command line and the notebook's user hand a 
 print what these functions return.
 """
 
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
@@ -22,15 +23,15 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
-from tunekit.errors import PlanError
 from tunekit.planner.facts import Hardware
-from tunekit.planner.plan import Plan, gib
+from tunekit.planner.plan import gib
 from tunekit.run.events import Event
 from tunekit.run.run import Run
 
 PIPE_WIDTH = 140
-"""Columns of what is written to a pipe or a file, where no terminal tells its width."""
+"""Columns of what is written to a pipe or a file, where neither a terminal nor COLUMNS tells its width."""
 
 PLAIN_LINES = 20
 """Progress lines of a run whose output is not a terminal."""
@@ -41,7 +42,8 @@ def make_console() -> Console:
     if sys.stdout.isatty():
         return Console(file=sys.stdout, highlight=False)
     console = Console(highlight=False)
-    return console if console.is_jupyter else Console(file=sys.stdout, highlight=False, width=PIPE_WIDTH)
+    width = None if "COLUMNS" in os.environ else PIPE_WIDTH
+    return console if console.is_jupyter else Console(file=sys.stdout, highlight=False, width=width)
 
 
 class Progress:
@@ -68,7 +70,7 @@ class Progress:
             self._num_steps = event["plan"].schedule.num_steps
             for note in event["notes"]:
                 self.console.print(Text(f"note: {note}", style="dim"))
-            self.console.print("", plan_table(event["plan"]))
+            self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
         elif kind == "phase":
             self._on_phase(event["phase"])
@@ -148,37 +150,6 @@ class Progress:
         accuracy = event.get("eval_mean_token_accuracy")
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
         self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
-
-
-def plan_table(plan: Plan) -> RenderableType:
-    """A plan: each choice with its reason, and memory by part."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(style="cyan", ratio=2)
-    table.add_column(style="dim", ratio=3)
-    for reason in plan.reasons:
-        table.add_row(reason.topic, reason.choice, reason.why)
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in plan.memory_parts().items())
-    total = f"{gib(plan.memory.total_bytes)} of {gib(plan.memory_limit_bytes)}"
-    table.add_row("memory", f"{total} (estimate)", parts)
-    return Group(table, "")
-
-
-def comparison_table(plans: Mapping[str, Plan | PlanError]) -> RenderableType:
-    """Plans for several machines side by side; where there is none, why, and what would fit."""
-    table = Table("machine", "fits", "memory", "micro-batch", "with", "", box=None, padding=(0, 2, 0, 0))
-    for name, plan in plans.items():
-        machine = Text(name, style="bold")
-        if isinstance(plan, PlanError):
-            table.add_row(machine, Text("no", style="red"), "", "", "", Text(str(plan)))
-            continue
-        memory = f"{gib(plan.memory.total_bytes)} of {gib(plan.memory_limit_bytes)}"
-        batch = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps}"
-        checkpointing = ", checkpointing" if plan.gradient_checkpointing else ""
-        choice = f"{plan.dtype}, {plan.attn_implementation}{checkpointing}"
-        why = next((reason.why for reason in plan.reasons if reason.topic == "device"), "")
-        table.add_row(machine, Text("yes", style="green"), memory, batch, choice, Text(why, style="dim"))
-    return Group(table, "")
 
 
 def summary(result: Event, run: Run) -> RenderableType:

@@ -24,7 +24,26 @@ class RecipeError(TunekitError):
 
 
 class PlanError(TunekitError):
-    """What the recipe asks for does not fit the machine, or cannot be run correctly."""
+    """What the recipe asks for does not fit the machine, or cannot be run correctly.
+
+    Args:
+        problem: What is wrong.
+        hint: What would fit or run.
+        needed_bytes: What each device would need at least, where that is too much.
+        limit_bytes: What may be used of each.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        hint: str | None = None,
+        needed_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
+        super().__init__(problem, hint=hint)
 
 
 class ModelError(TunekitError):

@@ -195,7 +195,10 @@ def test_what_a_library_cannot_run_stays_in_the_plan_with_its_reason():
 def test_main_memory_that_is_known_is_counted():
     hardware = find_machine("h100").hardware()
     asked = recipe(adapter="full", data={"max_length": 512})
-    assert "which this machine has to have" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
+    assert (
+        "whether this machine has that much main memory is not known"
+        in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
+    )
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
     with pytest.raises(PlanError, match=r"of main memory in each node, 28.8 GiB may be used"):
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)

@@ -141,7 +141,7 @@ def test_the_row_of_a_guide_gets_its_layout(row):
 
 
 def test_seventy_billion_with_all_states_do_not_fit_eight_cards_of_80_gb():
-    """The guides' own numbers: 35 GB a GPU for weights and gradients in 16 bits, half of it each, 140 GB with states."""
+    """The guides' own numbers: 35 GB a GPU for weights and gradients in 16 bits, half each, 140 GB with states."""
     plan = BACKEND["does not fit one GPU, fits one node, 70B: FSDP2 full shard"].plan()
     full_shard = next(one for one in plan.rejected if one.layout.name == "FSDP2, full shard")
     assert full_shard.needed_bytes > 140e9

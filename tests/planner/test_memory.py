@@ -8,7 +8,7 @@ from tunekit.planner.activations import activation_bytes_per_layer, cast_weights
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import estimate
-from tunekit.planner.states import BYTES, OPTIMIZER_BYTES, num_trainable_params, weights_bytes
+from tunekit.planner.states import BYTES
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
@@ -104,89 +104,6 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        FullAdapter(),
-        LoraAdapter(rank=4),
-        LoraAdapter(rank=4, target_modules=["q_proj", "v_proj"]),
-        LoraAdapter(rank=4, use_dora=True),
-        LoraAdapter(rank=4, modules_to_save=["embed_tokens"]),
-    ],
-    ids=["full", "lora", "targets", "dora", "modules_to_save"],
-)
-def test_trainable_parameters_are_those_of_peft(adapter):
-    model = build(3)
-    facts = facts_of(model)
-    wrapped, _ = with_adapter(model, adapter)
-    assert num_trainable_params(facts, adapter) == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize("double_quant", [True, False])
-def test_four_bit_weights_take_what_bitsandbytes_stores(double_quant, tmp_path):
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    # Large enough for the constants of constants, which come in blocks of 256, to be filled.
-    model = build(2, hidden=512, intermediate=1024, heads=8, kv_heads=8, head_dim=64)
-    facts = facts_of(model)
-    model.save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
-    stored = 0
-    for parameter in loaded.parameters():
-        stored += parameter.nbytes
-        if parameter.dtype == torch.uint8:
-            state = parameter.quant_state
-            stored += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
-    adapter = QloraAdapter(double_quant=double_quant)
-    largest = 4 * max(a * b for a, b in facts.linears.values())
-    predicted = weights_bytes(facts, adapter, "float32") - largest - 4 * num_trainable_params(facts, adapter)
-    assert predicted == pytest.approx(stored, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "optim", [name for name in sorted(OPTIMIZER_BYTES) if name != "adafactor" and not name.startswith("paged")]
-)
-def test_optimizer_states_are_what_the_optimizer_keeps(optim, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    model = torch.nn.Linear(4096, 64, bias=False)
-    args = TrainingArguments(output_dir=str(tmp_path), optim=optim, use_cpu=True, report_to="none")
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    optimizer = kind(model.parameters(), **options)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    kept = sum(
-        value.nbytes
-        for value in optimizer.state[model.weight].values()
-        if isinstance(value, torch.Tensor) and value.numel() > 256 and not _is_table(value)
-    )
-    assert OPTIMIZER_BYTES[optim] == pytest.approx(kept / model.weight.numel(), abs=0.03)
-
-
-def _is_table(tensor) -> bool:
-    """Whether a tensor is a quantisation table, which all parameters share."""
-    return tensor.numel() == 256
-
-
-@pytest.mark.parametrize("optim", [name for name in sorted(OPTIMIZER_BYTES) if name.startswith("paged")])
-def test_paged_states_are_as_large_as_those_that_stay(optim):
-    twin = optim.removeprefix("paged_")
-    twin = {"adamw_32bit": "adamw_torch", "ademamix_32bit": "ademamix"}.get(twin, twin)
-    assert OPTIMIZER_BYTES[optim] == OPTIMIZER_BYTES[twin]
-
-
-def test_adafactor_keeps_less_than_stated(tmp_path):
-    from transformers.optimization import Adafactor
-
-    model = torch.nn.Linear(4096, 64, bias=False)
-    optimizer = Adafactor(model.parameters(), relative_step=False, lr=1e-3)
-    model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    kept = sum(v.nbytes for v in optimizer.state[model.weight].values() if isinstance(v, torch.Tensor))
-    assert kept <= OPTIMIZER_BYTES["adafactor"] * model.weight.numel()
 
 
 def test_known_models_have_their_published_sizes():

@@ -8,8 +8,9 @@ from tunekit.planner.facts import DataFacts, Device, Figures
 from tunekit.planner.layout import Layout
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
+from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.planner.speed import RunRecord, Speed, duration, optimizer_bytes, speed_of
+from tunekit.planner.speed import Speed, duration, optimizer_bytes, speed_of
 from tunekit.planner.step import Step
 from tunekit.recipe.schema import Recipe
 

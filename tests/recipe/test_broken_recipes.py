@@ -198,7 +198,7 @@ BROKEN = {
     "an_unknown_key_like_no_other": (
         GOOD + ("xyzzy: 1\ndata2: {}\n"),
         (
-            "recipe.yaml:3:1: xyzzy: unknown key; a recipe has model, data, method, adapter, train, output\n"
+            "recipe.yaml:3:1: xyzzy: unknown key; a recipe has model, data, method, adapter, train, parallel, output\n"
             "recipe.yaml:4:1: data2: unknown key; did you mean 'data'?"
         ),
     ),
@@ -297,7 +297,7 @@ BROKEN = {
     ),
     "an_unknown_method": (
         GOOD + "method: sftt\n",
-        "recipe.yaml:3:9: method.type: must be sft, got 'sftt'; did you mean 'sft'?",
+        "recipe.yaml:3:9: method.type: must be one of sft, dpo, grpo, got 'sftt'; did you mean 'sft'?",
     ),
     "an_unknown_choice": (
         ("model: {path: pico, dtype: bf16}\ndata: {train: x.jsonl, loss_on: answers}\n"),
@@ -476,6 +476,7 @@ BROKEN = {
             "    label_names: loss\n"
             "    warmup_ratio: 0.1\n"
             "    zzz: 1\n"
+            "  type: sft\n"
         ),
         (
             "recipe.yaml:5:5: method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean "
@@ -500,8 +501,8 @@ BROKEN = {
         ),
     ),
     "trainer_args_that_are_a_list": (
-        GOOD + "method: {trainer_args: [adam_beta1]}\n",
-        "recipe.yaml:3:24: method.trainer_args: must be a mapping, got a list",
+        GOOD + "method: {type: sft, trainer_args: [adam_beta1]}\n",
+        "recipe.yaml:3:35: method.trainer_args: must be a mapping, got a list",
     ),
     "mistakes_in_a_list_of_sources": (
         (
@@ -847,7 +848,7 @@ BROKEN_OVERRIDES = {
     ),
     "several_at_once": (
         ["adapter.rank=0", "foo=1"],
-        "command line: foo: unknown key; a recipe has model, data, method, adapter, train, output\n"
+        "command line: foo: unknown key; a recipe has model, data, method, adapter, train, parallel, output\n"
         "command line: adapter.rank: must be greater than 0, got 0",
     ),
 }

@@ -106,7 +106,7 @@ def test_trls_own_arguments_are_known_by_name() -> None:
             "method.trainer_args.adam_bta1: SFTConfig has no such field; did you mean 'adam_beta1'?",
         ),
         ("method.trainer_args.bf16", "method.trainer_args.bf16: tunekit sets this itself; use model.dtype"),
-        ("", ": unknown key; a recipe has model, data, method, adapter, train, output"),
+        ("", ": unknown key; a recipe has model, data, method, adapter, train, parallel, output"),
     ],
 )
 def test_an_unknown_key_is_told_with_what_was_meant(key: str, message: str) -> None:
@@ -179,3 +179,14 @@ def test_what_is_wrong_does_not_fit_the_json_schema(change: dict[str, Any]) -> N
     good = {"model": "pico", "data": {"train": "x.jsonl"}}
     assert is_valid(good)
     assert not is_valid({**good, **change})
+
+
+def test_a_key_that_variants_mean_otherwise_is_told_for_each() -> None:
+    dpo, grpo = explain("method.beta").split("\n\n")
+    assert dpo.startswith("method.beta: a number greater than 0; default 0.1; with method.type dpo\n")
+    assert grpo.startswith("method.beta: a number of at least 0; default 0.0; with method.type grpo\n")
+
+
+def test_a_key_that_variants_share_is_told_once() -> None:
+    assert explain("adapter").count("adapter.rank: ") == 1
+    assert "with adapter.type lora or qlora" in explain("adapter.rank")

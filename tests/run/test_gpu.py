@@ -15,6 +15,7 @@ def test_quickstart_learns_on_an_accelerator(adapter, tmp_path):
     assert plan.autocast == (plan.dtype != "float32")
     assert result["eval_loss"] < 0.2 * result["first_eval_loss"]
     assert 0 < result["peak_memory_bytes"] < plan.device.memory_total_bytes
+    assert sum(result["held_bytes"].values()) < result["peak_allocated_bytes"] <= result["peak_reserved_bytes"]
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])

@@ -51,6 +51,9 @@ def test_a_record_is_what_the_run_wrote_down(here):
     assert record.tokens_per_second == result["tokens_per_second"]
     assert record.flops_per_token == run.plan.speed.flops_per_token
     assert record.memory_share == result["peak_memory_bytes"] / result["planned_memory_bytes"]
+    assert record.planned_tensor_bytes == run.plan.memory.tensor_bytes
+    # torch counts what is allocated on accelerators alone, so nothing is told of the reserve.
+    assert record.peak_allocated_bytes is record.peak_reserved_bytes is record.reserve_share is None
     # The device did what it measurably did: tokens trained on, in the time of the steps.
     assert record.flops_per_second == pytest.approx(
         result["num_tokens"] * record.flops_per_token / result["step_seconds"]

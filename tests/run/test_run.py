@@ -230,26 +230,6 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_the_status_says_so(here, t
     assert run.events()[-1] | {"time": 0} == {"event": "phase", "phase": "failed", "time": 0}
 
 
-def test_running_out_of_memory_says_what_was_planned_and_what_to_change(here, monkeypatch):
-    """No accelerator can be filled here, so torch's own error is raised at the second step in its stead."""
-    import torch
-    from transformers import Trainer
-
-    step = Trainer.training_step
-
-    def fill(trainer, *args, **kwargs):
-        if trainer.state.global_step == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return step(trainer, *args, **kwargs)
-
-    monkeypatch.setattr(Trainer, "training_step", fill)
-    with pytest.raises(
-        RunError, match=r"^step 2: CPU .* is out of memory; planned was .* weights .*set train\.micro_batch"
-    ):
-        tunekit.train(recipe(), ["output.name=full"])
-    assert find_run("full").state == "failed"
-
-
 def test_rows_without_a_trained_token_end_before_a_run_begins(here):
     runs = len(list_runs())
     with pytest.raises(DataError, match="trainable"):

@@ -202,27 +202,30 @@ def head_of(
     num_tokens: int,
     *,
     autocast: bool = True,
+    scored_share: float = 1.0,
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 
     On CUDA the tile's buffer has all its columns also where the vocabulary is smaller; on a CPU what is not touched is
-    not resident, but the statistics are torch operations on float32 copies of the tile.
+    not resident, but the statistics are torch operations on float32 copies of the tile. Only there the head also goes
+    through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all.
     """
     h, e = model.hidden_size, BYTES[dtype]
-    rows, columns = min(num_tokens, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
+    scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
+    rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
     if not isinstance(adapter, FullAdapter):
         # A float32 input of the norm; what the head reads, in the compute type; the gradient in float32 and cast.
-        out = e * h * num_tokens
-        return Head(4 * h * num_tokens + out, tile + out, tile + 4 * h * num_tokens + (out if e == 2 else 0))
-    stream = 4 * h * num_tokens
+        kept = 4 * h * num_tokens + e * h * scored
+        return Head(kept, tile + e * h * num_tokens, tile + (4 + (e if e == 2 else 0)) * h * scored)
+    stream, read = 4 * h * num_tokens, 4 * h * scored
     if e == 4:
-        return Head(3 * stream, tile + stream, tile + stream)
+        return Head(2 * stream + read, tile + stream, tile + read)
     if not autocast:
         # The float32 input, the normalised values and what the head reads; then the gradient in float32 and cast.
-        return Head(2 * stream, tile + stream // 2, tile + stream + stream // 2)
+        return Head(stream + stream // 2 + read // 2, tile + stream // 2, tile + read + read // 2)
     # The backward pass casts a tile of the weight, and of what the head reads, while it still holds the last ones.
-    more_rows = num_tokens > HEAD_TOKENS
+    more_rows = scored > HEAD_TOKENS
     held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
     casts = e * h * (rows * (1 + more_rows) + columns)
-    return Head(3 * stream, tile + casts + stream, tile + casts + e * h * held + stream)
+    return Head(2 * stream + read, tile + casts + stream, tile + casts + e * h * held + read)

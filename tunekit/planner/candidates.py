@@ -99,7 +99,8 @@ def _is_asked_for(asked: ParallelSection, layout: Layout) -> bool:
 def _single(setting: Setting) -> Iterator[Candidate]:
     alone = setting.hardware.num_accelerators <= 1 or setting.recipe.parallel.strategy == "single"
     if alone:
-        yield Candidate(Layout(), 1, "one device")
+        one = setting.hardware.num_accelerators <= 1
+        yield Candidate(Layout(), 1, "there is one device" if one else "one device, and no exchange")
 
 
 def _ddp(setting: Setting) -> Iterator[Candidate]:

@@ -278,7 +278,9 @@ def _of_offloading(
     parts = layout.num_shards * layout.tp_size
     trained = num_trainable_params(model, adapter) / parts
     stored = layout.strategy == "fsdp2"
-    weights = (weights_bytes(model, adapter, dtype) if stored else gathered_bytes(model, adapter, dtype)) / parts
+    adapters = 0 if isinstance(adapter, FullAdapter) else 4 * num_trainable_params(model, adapter)
+    as_stored = weights_bytes(model, adapter, dtype) + adapters
+    weights = (as_stored if stored else gathered_bytes(model, adapter, dtype)) / parts
     gathers = 1 if stored and not layout.reshard_after_forward else 2
     e = 4 if stored else BYTES[dtype]
     often = layout.sync_each_batch if stored else layout.strategy != "zero1"

@@ -46,6 +46,21 @@ FORMER_LINEARS: dict[str, dict[str, str]] = {
 """Of each type that PEFT treats so: what became of the former linear layers of its experts, by their last names."""
 
 
+def fused_experts(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, with the experts that files store one by one as the two tensors for all of them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in tensors.items():
+        layer, experts, rest = name.partition(".experts.")
+        number, _, leaf = rest.removesuffix(".weight").partition(".")
+        if not number.isdigit() or leaf not in _FUSED:
+            found[name] = shape
+            continue
+        part = f"{layer}{experts}{_FUSED[leaf]}"
+        num, outputs, _ = found.get(part, (0, 0, 0))
+        found[part] = (max(num, int(number) + 1), outputs + (shape[0] if number == "0" else 0), shape[1])
+    return found
+
+
 def adapted_experts(
     tensors: Mapping[str, tuple[int, ...]], former: Mapping[str, str], targets: str | list[str]
 ) -> Sizes:
@@ -74,6 +89,14 @@ def adapted_experts(
         else:
             found[module] = (times * outputs, times * inputs)
     return found
+
+
+_FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "down_proj": "down_proj",
+}
+"""Tensors for all experts of a layer, by the last names of those for one expert in files."""
 
 
 def is_former_linear(target: str, former: Mapping[str, str]) -> bool:

@@ -212,8 +212,7 @@ class ModelFacts(Facts):
     @property
     def num_vision_params(self) -> int:
         """Number of parameters of the vision tower and its way into the decoder."""
-        parts = ("vision_tower", "multi_modal_projector")
-        return sum(_size(shape) for name, shape in self.tensors.items() if any(part in name for part in parts))
+        return sum(_size(shape) for name, shape in self.tensors.items() if is_vision(name))
 
     @cached_property
     def has_tied_head(self) -> bool:
@@ -257,6 +256,11 @@ class ModelFacts(Facts):
     def _is_no_linear(self, name: str) -> bool:
         return _is_vocabulary(name) or ".experts." in name or (self.num_experts > 0 and _is_router(name))
 
+    def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
+        endings = tuple(modules)
+        return {name: shape for name, shape in self.tensors.items() if name.rpartition(".")[0].endswith(endings)}
+
     @cached_property
     def num_linear_params(self) -> int:
         """Number of parameters of the linear layers but the head."""
@@ -275,11 +279,7 @@ class ModelFacts(Facts):
 
     def num_params_in(self, modules: list[str]) -> int:
         """Number of parameters of the modules whose names end in one of `modules`."""
-        return sum(
-            _size(shape)
-            for name, shape in self.tensors.items()
-            if any(_ends_in(name.rpartition(".")[0], module) for module in modules)
-        )
+        return sum(_size(shape) for shape in self.tensors_in(modules).values())
 
     def adapter_linears(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
         """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
@@ -360,6 +360,16 @@ class DataFacts(Facts):
     def truncated_share(self) -> float:
         """Share of the rows that were cut."""
         return (self.num_truncated or 0) / max(1, self.num_rows or 0)
+
+
+def is_vision(name: str) -> bool:
+    """Whether a tensor belongs to a vision tower or its way into the decoder."""
+    return "vision_tower" in name or "multi_modal_projector" in name
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a weight is that of an embedding table."""
+    return _is_vocabulary(name) and not _is_head(name)
 
 
 def _size(shape: tuple[int, ...]) -> int:

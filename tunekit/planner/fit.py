@@ -9,6 +9,7 @@ from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.padding import needs_mask, padding_of
+from tunekit.planner.passes import Passes, passes_of
 from tunekit.planner.plan import Reason, gib
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import Recipe
@@ -31,6 +32,7 @@ class Setting:
         found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
         host_limit_bytes: What may be used of each node's main memory; None where that is not known.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        why_reserve: Which runs that was learned from, None where it was not.
     """
 
     recipe: Recipe
@@ -41,6 +43,7 @@ class Setting:
     found_limit_bytes: int | None
     host_limit_bytes: int | None
     reserve_share: float
+    why_reserve: str | None
 
     @property
     def device(self) -> Device:
@@ -54,10 +57,17 @@ class Setting:
         used = self.hardware.freest(devices_per_node) or (self.device,)
         return int(MEMORY_SHARE[self.device.kind] * min(device.memory_free_bytes for device in used))
 
+    @property
+    def passes(self) -> Passes:
+        """What the method does in a step."""
+        recipe = self.recipe
+        batch = recipe.train.global_batch_size
+        return passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """What each device needs with `size` sequences in a micro-batch."""
         length = self.recipe.data.max_length
-        mask_length = padding_of(self.recipe.data, self.model, self.attention, size).mask_length
+        mask_length = padding_of(self.recipe.data, self.model, self.attention, size, self.passes).mask_length
         # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
         window = self.model.sliding_window
         slides = needs_mask(self.attention) and window is not None and length >= window
@@ -67,7 +77,7 @@ class Setting:
             device=self.device.kind,
             dtype=self.dtype,
             optim=self.recipe.train.optim,
-            num_tokens=size * length,
+            num_tokens=size * self.passes.sequences_per_row * length,
             mask_length=mask_length,
             sliding_mask_length=mask_length or (length if slides else None),
             gradient_checkpointing=checkpointing,
@@ -75,6 +85,7 @@ class Setting:
             layout=layout,
             devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
+            passes=self.passes,
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:

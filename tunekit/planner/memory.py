@@ -18,9 +18,20 @@ from tunekit.planner.activations import Head, Layers, head_of, layers_of, with_g
 from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.flops import is_counted
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import SFT, Passes, method_needs, with_reference
 from tunekit.planner.phases import PHASE_WORDS, Kept, Need, Phase
 from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
-from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, quantised_bytes, weights_bytes
+from tunekit.planner.states import (
+    OPTIMIZER_BYTES,
+    Dtype,
+    adapters_bytes,
+    dequantised_bytes,
+    num_trainable_params,
+    quantised_bytes,
+    states_bytes,
+    trained_tensors,
+    weights_bytes,
+)
 from tunekit.planner.zero import zero_kept, zero_needs
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
@@ -108,6 +119,7 @@ def estimate(
     layout: Layout,
     devices_per_node: int,
     reserve_share: float,
+    passes: Passes = SFT,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -126,6 +138,7 @@ def estimate(
         layout: How the run is spread over devices.
         devices_per_node: How many of them share the main memory and the disk of a node.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
+        passes: What the method does in a step.
     """
     one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.strategy in ("single", "ddp")
@@ -143,25 +156,32 @@ def estimate(
     )
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
-    head = head_of(one, adapter, device, dtype, mine, autocast=autocast)
+    head = head_of(one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share)
     kept, needs, trained = _engine(
         one,
         adapter,
         layers,
         head,
         dtype,
-        optimizer_bytes=OPTIMIZER_BYTES[optim],
+        optim,
         layout=layout,
         devices_per_node=devices_per_node,
         accumulates=accumulates,
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
     copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
+    dequantised = dequantised_bytes(one, adapter, dtype)
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
-        more = replace(need, gradients=need.gradients + copied) if phase == "optimizer" else need
+        more = need
+        if phase == "optimizer":
+            more = replace(need, gradients=need.gradients + copied)
+        elif phase != "load":
+            more = replace(need, gathered=need.gathered + dequantised)
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
+    kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
+    highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
     phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
     return MemoryEstimate(
@@ -170,7 +190,7 @@ def estimate(
         phases=phases,
         host_bytes=kept.host_bytes,
         nvme_bytes=kept.nvme_bytes,
-        confidence=_confidence(model, adapter, layout),
+        confidence=_confidence(model, adapter, layout, passes),
     )
 
 
@@ -180,23 +200,23 @@ def _engine(
     layers: Layers,
     head: Head,
     dtype: Dtype,
+    optim: Optim,
     *,
-    optimizer_bytes: float,
     layout: Layout,
     devices_per_node: int,
     accumulates: bool,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
     """What is kept and what the phases need by the layout's strategy, and the trained parameters of a device."""
-    trained = num_trainable_params(model, adapter)
+    trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
-        kept = _kept(model, adapter, dtype, int(optimizer_bytes * trained))
+        kept = _kept(model, adapter, dtype, optim)
         return kept, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
         units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
         kept = fsdp2_kept(
             units,
             dtype,
-            undivided=quantised_bytes(model, adapter, dtype),
+            undivided=quantised_bytes(model, adapter),
             optimizer_bytes=optimizer_bytes,
             full=full,
             layout=layout,
@@ -228,27 +248,30 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
         "activations": need.activations,
         "logits": need.logits,
         "gathered": need.gathered,
+        "reference": kept.reference,
+        "kv cache": need.kv_cache,
         "context": context,
         "reserve": reserve,
     }
     return {part: size for part, size in parts.items() if size}
 
 
-def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout) -> Confidence:
+def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
     """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
     if not is_counted(model):
         return "outside the model"
     if isinstance(adapter, QloraAdapter):
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
-    engine = layout.strategy in ("single", "ddp", "fsdp2")
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
     return "traced" if model.model_type in TRACED and alone and engine else "closed form"
 
 
-def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optimizer: int) -> Kept:
+def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
     """What a device without others keeps from step to step."""
-    adapters = 0 if isinstance(adapter, FullAdapter) else 4 * num_trainable_params(model, adapter)
-    return Kept(weights_bytes(model, adapter, dtype) - adapters, adapters, optimizer=optimizer)
+    tensors = trained_tensors(model, adapter)
+    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(tensors, adapter)
+    return Kept(weights, adapters, optimizer=states_bytes(tensors, optim))
 
 
 def _needs(

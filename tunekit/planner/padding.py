@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tunekit.errors import PlanError
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.isolation import ISOLATE_WITH_FLASH_ONLY, why_not_isolated
+from tunekit.planner.passes import SFT, Passes
 from tunekit.planner.plan import Reason
 from tunekit.recipe.schema import DataSection
 
@@ -34,10 +35,15 @@ class Padding:
         return Reason(topic="padding", choice=choice, why=self.why)
 
 
-def padding_of(data: DataSection, model: ModelFacts, attn_implementation: str, micro_batch_size: int) -> Padding:
+def padding_of(
+    data: DataSection, model: ModelFacts, attn_implementation: str, micro_batch_size: int, passes: Passes = SFT
+) -> Padding:
     """How the rows of a micro-batch come together, and why."""
     masks = needs_mask(attn_implementation)
-    one = micro_batch_size == 1
+    one = micro_batch_size * passes.sequences_per_row == 1
+    if passes.always_pads:
+        mask_length = data.max_length if masks and not one else None
+        return Padding(False, mask_length, f"TRL pads the batches of {passes.method}")
     whole = micro_batch_size * data.max_length
     apart = f"{attn_implementation} keeps them apart by a mask over the whole micro-batch" if masks else ""
     if data.packing:

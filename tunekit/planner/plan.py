@@ -1,6 +1,7 @@
 """The plan: every decision about a run, with its reasons. Written once, read by every process, never decided again."""
 
-import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -8,10 +9,33 @@ from pydantic import Field
 
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate
+from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import Recipe
+
+GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
+"""Topics of what was found and not decided."""
+
+COLOURS: Mapping[Part, str] = {
+    "weights": "#4e79a7",
+    "masters": "#86b1d9",
+    "adapters": "#76b7b2",
+    "optimizer": "#59a14f",
+    "gradients": "#edc948",
+    "gathered": "#f28e2b",
+    "activations": "#e15759",
+    "logits": "#b07aa1",
+    "reference": "#9c755f",
+    "kv cache": "#ff9da7",
+    "context": "#8c8c8c",
+    "reserve": "#5f5f5f",
+}
+"""Colours of the parts of memory, in the order in which they are drawn: what lasts, what a step adds, and what is no
+tensor."""
+
+NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
+"""Parts that torch does not count among its tensors."""
 
 
 class Reason(Facts):
@@ -88,12 +112,71 @@ class Plan(Facts):
         """The plan that `to_yaml` wrote, with its recipe."""
         return cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
 
+    @property
+    def devices_words(self) -> str:
+        """What it runs on: `16 x H100 SXM 80 GB in 2 nodes`."""
+        number = self.layout.num_processes
+        words = self.device.name if number == 1 else f"{number} x {self.device.name}"
+        return words if self.num_nodes == 1 else f"{words} in {self.num_nodes} nodes"
+
+    @property
+    def layout_words(self) -> str:
+        """How the work is spread, and whether activations are computed again: `FSDP2, full shard, checkpointing`."""
+        return f"{self.layout.name}, checkpointing" if self.gradient_checkpointing else self.layout.name
+
+    @property
+    def batch_words(self) -> str:
+        """The batch of a step: sequences of a micro-batch, micro-batches one after another, and side by side."""
+        batches = self.layout.num_batches
+        accumulated = f"{self.micro_batch_size} x {self.gradient_accumulation_steps}"
+        return accumulated if batches == 1 else f"{accumulated} x {batches}"
+
+    @property
+    def headline(self) -> str:
+        """The choice in one sentence: what fits where, and how the work is spread."""
+        return f"{self.recipe.adapter.type} on {self.recipe.model.path} fits {self.devices_words}: {self.layout_words}"
+
+    @property
+    def figures(self) -> str:
+        """What the choice needs, how fast it is, how long it takes and what that costs, in one line."""
+        each = "" if self.layout.num_processes == 1 else " on each"
+        memory = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)}{each}"
+        speed = self._speed_reason
+        return f"{memory}; {speed.choice if speed and self._speed_is_known else 'speed not predicted'}"
+
+    @property
+    def speed_basis(self) -> str:
+        """Where the figures of speed come from, or why there are none."""
+        return self._speed_reason.why if self._speed_reason else ""
+
+    @property
+    def _speed_is_known(self) -> bool:
+        return self.speed is not None and self.speed.tokens_per_second is not None
+
+    @property
+    def _speed_reason(self) -> Reason | None:
+        return next((reason for reason in self.reasons if reason.topic == "speed"), None)
+
+    @property
+    def given(self) -> tuple[Reason, ...]:
+        """The reasons that tell what was found."""
+        return tuple(reason for reason in self.reasons if reason.topic in GIVEN)
+
+    @property
+    def decisions(self) -> tuple[Reason, ...]:
+        """The reasons that tell what was decided."""
+        return tuple(reason for reason in self.reasons if reason.topic not in {*GIVEN, "speed"})
+
     def explain(self) -> str:
-        """The plan in words: each choice with its reason, then memory by part."""
-        width = max(len(reason.topic) for reason in self.reasons)
-        choice = max(len(reason.choice) for reason in self.reasons)
-        lines = [f"{r.topic:<{width}}  {r.choice:<{choice}}  {r.why}".rstrip() for r in self.reasons]
-        lines += ["", f"{'memory':<{width}}  {self.memory_line()}"]
+        """The plan in words: the choice, memory by part, each decision with its reason, and what was ruled out."""
+        lines = [self.headline, self.figures, self.speed_basis]
+        lines += ["", f"memory: {self.memory_line()}", *self.elsewhere_lines()]
+        rows = [(reason.topic, reason.choice, reason.why) for reason in (*self.decisions, *self.given)]
+        lines += ["", *_aligned(rows)]
+        if self.rejected:
+            lines += ["", "ruled out:", *_aligned([(one.layout.name, one.why) for one in self.rejected])]
+        if self.change_first:
+            lines += ["", f"if memory runs out: {self.change_first}"]
         return "\n".join(lines)
 
     def memory_line(self) -> str:
@@ -102,24 +185,27 @@ class Plan(Facts):
         total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} (estimate)"
         return f"{total}, {self.memory.peak_words}: {parts}"
 
-    def memory_parts(self) -> dict[str, int]:
+    def memory_parts(self) -> dict[Part, int]:
         """Predicted bytes by part, the largest first."""
         return dict(sorted(self.memory.parts.items(), key=lambda part: -part[1]))
+
+    def elsewhere_lines(self) -> list[str]:
+        """What is needed of each node besides its devices, a line each."""
+        sizes = (("main memory", self.memory.host_bytes), ("disk", self.memory.nvme_bytes))
+        return [f"{name}: {gib(size)} on each node" for name, size in sizes if size]
 
     def __str__(self) -> str:
         return self.explain()
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(r.topic)}</th><td style='text-align:left'>"
-            f"{html.escape(r.choice)}</td><td style='text-align:left'>{html.escape(r.why)}</td></tr>"
-            for r in self.reasons
+        import jinja2
+
+        environment = jinja2.Environment(
+            autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
         )
-        memory = (
-            "<tr><th style='text-align:left'>memory</th><td colspan='2' style='text-align:left'>"
-            f"{html.escape(self.memory_line())}</td></tr>"
-        )
-        return f"<table>{rows}{memory}</table>"
+        environment.filters["gib"] = gib
+        template = Path(__file__).with_name("plan.html.jinja").read_text(encoding="utf-8")
+        return environment.from_string(template).render(plan=self, colours=COLOURS)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan and its recipe as plain data, for JSON."""
@@ -139,3 +225,9 @@ def count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of words as lines with columns, the last of which is as long as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

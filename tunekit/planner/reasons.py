@@ -5,10 +5,19 @@ from collections.abc import Iterator
 
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import method_words, steps_per_epoch
 from tunekit.planner.plan import Reason, Schedule, count, gib
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype, num_trainable_params
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, FullAdapter, QloraAdapter, Recipe
+from tunekit.recipe.schema import (
+    DEFAULT_LEARNING_RATE,
+    DataSection,
+    FullAdapter,
+    GRPOMethod,
+    QloraAdapter,
+    Recipe,
+    SFTMethod,
+)
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -42,6 +51,12 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     if hardware.note:
         why += f"; {hardware.note}"
     return Reason(topic="device", choice=choice, why=why)
+
+
+def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
+    """What is left for the allocator, where runs have told."""
+    if why is not None:
+        yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
 
 
 def precision_reason(recipe: Recipe, dtype: Dtype, why: str) -> Reason:
@@ -81,13 +96,21 @@ def model_reason(model: ModelFacts) -> Reason:
     return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
 
 
+def method_reasons(recipe: Recipe) -> Iterator[Reason]:
+    """How it is trained, if by other means than imitation."""
+    if not isinstance(recipe.method, SFTMethod):
+        choice, why = method_words(recipe.method, recipe.adapter)
+        yield Reason(topic="method", choice=choice, why=why)
+
+
 def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     """When things happen; not known before packing unless the recipe gives `max_steps`."""
     train = recipe.train
     unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
     if unknown and train.max_steps is None:
         return None
-    per_epoch = None if unknown or recipe.data.streaming else math.ceil(data.num_train / train.global_batch_size)
+    known = not unknown and not recipe.data.streaming
+    per_epoch = steps_per_epoch(recipe.method, data.num_train, train.global_batch_size) if known else None
     steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
@@ -179,7 +202,8 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     else:
         batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1
-        why = f"{epochs:g} x {data.num_train:,} / {batch} a step"
+        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, GRPOMethod) else ""
+        why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

@@ -17,14 +17,17 @@ from tunekit.planner.reasons import (
     communication_reasons,
     data_reasons,
     device_reason,
+    method_reasons,
     model_reason,
     optimizer_reason,
     precision_reason,
+    reserve_reasons,
     schedule_of,
     speed_reason,
     steps_reason,
 )
-from tunekit.planner.speed import RunRecord, Speed, speed_of, step_of
+from tunekit.planner.records import RunRecord, reserve_share
+from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
@@ -47,10 +50,10 @@ def resolve(
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice)
-    setting = setting_of(recipe, hardware, model)
+    setting = setting_of(recipe, hardware, model, records)
     chosen = _choose(setting)
     found, layout = chosen.fit, chosen.fit.layout
-    padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size)
+    padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -66,13 +69,10 @@ def resolve(
         num_nodes=chosen.candidate.num_nodes,
     )
     num_steps = None if schedule is None else schedule.num_steps
-    speed = (
-        None
-        if step is None
-        else speed_of(
-            step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=recipe.train.save_steps
-        )
-    )
+    speed = None
+    if step is not None:
+        saves = recipe.train.save_steps
+        speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -96,9 +96,11 @@ def resolve(
         reasons=(
             device_reason(hardware, layout, chosen.candidate.num_nodes),
             chosen.reason(setting),
+            *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
             precision_reason(recipe, dtype, why_dtype),
             attention,
+            *method_reasons(recipe),
             adapter_reason(recipe, model),
             *found.reasons(),
             padding.reason(),
@@ -114,17 +116,26 @@ def resolve(
     )
 
 
-def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_bytes: int | None = None) -> Setting:
+def setting_of(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    records: Sequence[RunRecord] = (),
+    *,
+    limit_bytes: int | None = None,
+) -> Setting:
     """What every layout of a recipe has in common.
 
     Args:
         recipe: What is asked for.
         hardware: The machine.
         model: The model.
+        records: Finished runs, from which the reserve is told.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
     """
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
+    learned = reserve_share(records, device)
     host = hardware.cpu.memory_free_bytes if hardware.cpu is not None else None
     return Setting(
         recipe=recipe,
@@ -134,7 +145,8 @@ def setting_of(recipe: Recipe, hardware: Hardware, model: ModelFacts, *, limit_b
         attention=choose_attention(recipe, hardware, model, dtype).choice,
         found_limit_bytes=limit_bytes,
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
-        reserve_share=RESERVE_SHARE[device.kind],
+        reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
+        why_reserve=None if learned is None else learned[1],
     )
 
 
@@ -151,10 +163,8 @@ class _Chosen:
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
             why = f"as in the recipe; {why}"
-        host = self.fit.memory.host_bytes
-        if host:
-            unknown = ", which this machine has to have" if setting.host_limit_bytes is None else ""
-            why += f"; needs {gib(host)} of main memory in each node{unknown}"
+        if self.fit.layout.offload_optimizer_device != "none" and setting.host_limit_bytes is None:
+            why += "; whether this machine has that much main memory is not known"
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
@@ -171,7 +181,11 @@ def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None)
         return
     ours = None if speed is None else speed.tokens_per_second
     if ours is None or other.tokens_per_second.high > ours.high:
-        yield Reason(topic="faster elsewhere", choice=other.layout, why="; ".join(other.words()))
+        yield Reason(
+            topic="faster elsewhere",
+            choice=other.layout,
+            why="; ".join(line.removesuffix(":") for line in other.words()),
+        )
 
 
 def _choose(setting: Setting) -> _Chosen:
@@ -210,6 +224,8 @@ def _choose(setting: Setting) -> _Chosen:
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
         f"{gib(limit)} may be used{much}",
         hint="\n".join([_what_would_fit(setting), *_elsewhere(setting)]) + tried,
+        needed_bytes=smallest.total_bytes if over > 0 else None,
+        limit_bytes=limit,
     )
 
 
@@ -262,7 +278,8 @@ def _what_would_fit(setting: Setting) -> str:
                 continue
             memory = least(other, candidate.layout, candidate.num_nodes)
             if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
-                return f"{change} would fit with {gib(memory.total_bytes)}"
+                how = "" if candidate.layout.num_processes == 1 else f" ({candidate.layout.name})"
+                return f"{change} would fit with {gib(memory.total_bytes)}{how}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"
 
 

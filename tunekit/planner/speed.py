@@ -11,6 +11,7 @@ from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
 from tunekit.planner.flops import flops_per_token, is_counted
 from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
+from tunekit.planner.records import RunRecord
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import Step, communication_words, peak_of, rate_of, seconds_of, unknown_link
 from tunekit.recipe.schema import Optim, Recipe
@@ -18,35 +19,6 @@ from tunekit.recipe.schema import Optim, Recipe
 SIMILAR_SIZE = 2
 """How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes
 the share of the peak that they reach. A choice, not a measurement."""
-
-
-class RunRecord(Facts):
-    """What a finished run tells about the next one."""
-
-    device: str
-    """Name of the device."""
-    model_type: str
-    adapter: str
-    dtype: Dtype
-    num_params: int
-    flops_per_token: float
-    """As its plan counted them."""
-    tokens_per_second: float
-    """Of all devices together."""
-    peak_memory_bytes: int
-    planned_memory_bytes: int
-    num_devices: int = 1
-    """That it was spread over."""
-
-    @property
-    def flops_per_second(self) -> float:
-        """What each device achieved; padding and data movement are in it as lost time."""
-        return self.tokens_per_second * self.flops_per_token / self.num_devices
-
-    @property
-    def memory_share(self) -> float:
-        """Measured over planned memory."""
-        return self.peak_memory_bytes / self.planned_memory_bytes
 
 
 class Speed(Facts):
@@ -318,7 +290,7 @@ def _rounded(number: float) -> str:
 
 
 def _price(usd: float) -> str:
-    return f"{usd:,.2f}"
+    return "less than 0.01" if usd < 0.01 else f"{usd:,.2f}" if usd < 10 else _rounded(usd)
 
 
 def _between(span: Range, words: Callable[[float], str]) -> str:

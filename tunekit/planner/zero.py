@@ -37,7 +37,6 @@ def zero_kept(
     e, trained = BYTES[dtype], num_trainable_params(model, adapter)
     base = e * model.num_params if isinstance(adapter, FullAdapter) else weights_bytes(model, adapter, dtype)
     adapters = 0 if isinstance(adapter, FullAdapter) else e * trained
-    base -= 0 if isinstance(adapter, FullAdapter) else 4 * trained
     if layout.strategy == "zero3":
         base, adapters = base // layout.num_shards, adapters // layout.num_shards
     part = trained // layout.num_shards

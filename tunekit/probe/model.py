@@ -82,11 +82,16 @@ def sketch_model(model: ModelSection) -> ModelFacts:
         fetched = _snapshot(model)
         if fetched is not None and _has_config_only(fetched):
             return _from_config(_read_config(fetched, model.path), model.path, _has_chat_template(fetched))
-        known = known_models().get(model.path)
-        if known is None:
+        if model.path not in known_models():
             raise
-        facts = _from_config(known.config, model.path, known.has_chat_template)
-        return facts.model_copy(update={"known_from": "table"})
+        return known_model(model.path)
+
+
+def known_model(name: str) -> ModelFacts:
+    """Facts of a well-known model from tunekit's own table."""
+    known = known_models()[name]
+    facts = _from_config(known.config, name, known.has_chat_template)
+    return facts.model_copy(update={"known_from": "table"})
 
 
 def _has_config_only(folder: Path) -> bool:

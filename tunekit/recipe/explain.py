@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, members, sections_of, tag_of, takes_list
-from tunekit.recipe.phrases import expected
+from tunekit.recipe.phrases import any_of, expected
 from tunekit.recipe.places import dotted, undotted
 from tunekit.recipe.schema import Recipe, Section
 from tunekit.recipe.suggest import unknown_key
@@ -37,7 +37,8 @@ def explain(key: str | None) -> str:
     parts = tuple(part for part in undotted(key) or (key.strip(),) if isinstance(part, str))
     path = holders_along(parts)
     if len(path) == len(parts):
-        return "\n\n".join([*_entries(parts, path[-1]), *_in_list(parts, path)])
+        entries = [entry for alike in _alike(parts[-1], path[-1]) for entry in _entries(parts, alike)]
+        return "\n\n".join([*entries, *_in_list(parts, path)])
     if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
     found = dotted(parts[: len(path)])
@@ -78,12 +79,28 @@ def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
 
 
 def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
-    """The entries of all fields that a section has, in any of its variants; each field once."""
+    """The entries of all fields that a section has, in any of its variants; one for all that agree on a field."""
     names = dict.fromkeys(name for section in sections for name in section.model_fields)
     for name in names:
         holders = [Holder(section, section.model_fields[name]) for section in sections if name in section.model_fields]
-        all_have_it = len(holders) == len(sections)
-        yield from _entries((*key, name), holders if not all_have_it or name == TAG else holders[:1])
+        for alike in _alike(name, holders):
+            yield from _entries((*key, name), alike)
+
+
+def _alike(name: str, holders: list[Holder]) -> Iterator[list[Holder]]:
+    """The variants that have a key, those together in which it takes and means the same. A tag chooses among all."""
+    groups: list[list[Holder]] = []
+    for holder in holders:
+        group = next((group for group in groups if name == TAG or _is_same(group[0].field, holder.field)), None)
+        if group is None:
+            groups.append([holder])
+        else:
+            group.append(holder)
+    yield from groups
+
+
+def _is_same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.annotation, one.description, one.default) == (other.annotation, other.description, other.default)
 
 
 def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
@@ -148,11 +165,13 @@ def _bound(item: Any) -> str:
 
 def _trainer_arg(name: str) -> str:
     """The documentation of one of TRL's own arguments, as far as tunekit knows it."""
-    method = next((method for method in CONFIGS if name in config_fields(method)), next(iter(CONFIGS)))
-    if name not in config_fields(method) or owner_hint(name) is not None:
-        _, what, hint, _ = check_trainer_args(method, {name: None})[0]
+    methods = [method for method in CONFIGS if name in config_fields(method)]
+    free = [method for method in methods if owner_hint(method, name) is None]
+    if not free:
+        _, what, hint, _ = check_trainer_args((methods or [*CONFIGS])[0], {name: None})[0]
         raise RecipeError(f"method.trainer_args.{name}: {what}", hint=hint)
-    lines = _paragraph(f"A field of TRL's {CONFIGS[method][2]}, passed on to it as it is; TRL's documentation has it.")
+    configs = any_of([CONFIGS[method][2] for method in free])
+    lines = _paragraph(f"A field of TRL's {configs}, passed on to it as it is; TRL's documentation has it.")
     return "\n".join([f"method.trainer_args.{name}: optional", *lines])
 
 

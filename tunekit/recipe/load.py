@@ -100,7 +100,8 @@ def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
     if isinstance(source, Recipe):
         # What equals its default is left out, so that overrides only meet what was asked for.
         values = source.model_dump(exclude_defaults=True)
-        values["adapter"] = {"type": source.adapter.type, **values.get("adapter", {})}
+        for name, section in (("method", source.method), ("adapter", source.adapter)):
+            values[name] = {TAG: section.type, **values.get(name, {})}
         return _Draft(escape_environment(values), Places(start=MAPPING), [], None)
     if isinstance(source, Mapping):
         problems: list[Problem] = []

@@ -392,6 +392,51 @@ class SFTMethod(Section):
     tunekit sets itself is refused."""
 
 
+class DPOMethod(Section):
+    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer). Planned only, so far."""
+
+    shorthand = "type"
+
+    type: Literal["dpo"] = "dpo"
+    """Direct preference optimisation, on preference pairs (arXiv 2305.18290). It can be planned, not trained yet."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the log-probabilities of the reference model once, before training. Full fine-tuning then keeps no
+    second copy of the weights, and no step runs a second forward pass."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's DPOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+
+class GRPOMethod(Section):
+    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer). Planned only."""
+
+    shorthand = "type"
+
+    type: Literal["grpo"] = "grpo"
+    """Group relative policy optimisation, on prompts (arXiv 2402.03300). It can be planned, not trained yet."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
+
+    max_completion_length: Annotated[int, Field(gt=0)] = 512
+    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+
+    num_iterations: Annotated[int, Field(gt=0)] = 1
+    """Optimizer steps on the same answers before new ones are generated."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's GRPOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+
 class FullAdapter(Section):
     """Train every weight of the model."""
 
@@ -463,10 +508,11 @@ class TrainSection(Section):
     """Optimizer steps, instead of `num_epochs`."""
 
     global_batch_size: Annotated[int, Field(gt=0)] = 16
-    """Sequences per optimizer step, over all devices and micro-batches."""
+    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for dpo, answers for
+    grpo."""
 
     micro_batch_size: Annotated[int, Field(gt=0)] | None = None
-    """Sequences per forward pass on one device. Left out, the plan takes the most that fits."""
+    """The same per forward pass on one device. Left out, the plan takes the most that fits."""
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate. Left out: 2e-5 for full fine-tuning, 2e-4 for lora and qlora."""
@@ -562,11 +608,43 @@ def _type_alone(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-Method = Annotated[SFTMethod, BeforeValidator(_type_alone)]
-"""The methods, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
+Method = Annotated[SFTMethod | DPOMethod | GRPOMethod, Field(discriminator="type"), BeforeValidator(_type_alone)]
+"""How it is trained, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
 
 Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)]
 """What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
+
+
+def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
+    """What a method cannot do with rows: only sft lays them out and masks them as the data section says."""
+    if isinstance(method, SFTMethod):
+        return
+    with_it = f"with method {method.type}"
+    if data.packing:
+        yield Conflict(("data", "packing"), f"cannot be true {with_it}", "leave it out")
+    if data.padding_free is True:
+        yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
+    sources = [*_each("train", data.train), *(_each("eval", data.eval) if data.eval is not None else ())]
+    asked = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
+    for key, loss_on in asked:
+        if loss_on not in (None, "assistant"):
+            what = f"cannot be {loss_on} {with_it}, which learns from whole answers and from nothing else"
+            yield Conflict(("data", *key), what, "leave it out")
+
+
+def _conflicts_of_numbers(method: Method, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
+    """What a method asks of other numbers in the recipe."""
+    if isinstance(method, DPOMethod) and method.precompute_ref_log_probs and data.streaming:
+        what = "cannot be true with data.streaming: the rows of a stream are not known before training"
+        yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
+    if not isinstance(method, GRPOMethod):
+        return
+    if method.max_completion_length >= data.max_length:
+        what = f"{method.max_completion_length} leaves no place for a prompt in data.max_length {data.max_length}"
+        yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
+    if train.global_batch_size % method.num_generations:
+        what = f"{method.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
+        yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
 
 
 class Recipe(Section):
@@ -592,6 +670,16 @@ class Recipe(Section):
 
     output: OutputSection = OutputSection()
     """What is written, and where."""
+
+    @model_validator(mode="after")
+    def _method_and_data_agree(self) -> "Recipe":
+        conflicts = [
+            *_conflicts_of_rows(self.method, self.data),
+            *_conflicts_of_numbers(self.method, self.data, self.train),
+        ]
+        if conflicts:
+            raise Conflicts(conflicts)
+        return self
 
     @model_validator(mode="after")
     def _a_stream_has_an_end(self) -> "Recipe":

@@ -156,7 +156,7 @@ def unknown_key(
     likely = near(name, anywhere, cutoff=0.8)
     if likely is not None:
         return "unknown key", f"did you mean '{anywhere[likely]}'?"
-    if owner_hint(name) is None and any(name in config_fields(method) for method in CONFIGS):
+    if any(name in config_fields(method) and owner_hint(method, name) is None for method in CONFIGS):
         return "unknown key", f"it belongs in method.trainer_args: method.trainer_args.{name}"
     return "unknown key", f"{dotted(above) or 'a recipe'} has {', '.join(dict.fromkeys(here))}"
 

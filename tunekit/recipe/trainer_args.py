@@ -15,7 +15,11 @@ from typing import Any
 from tunekit.errors import DependencyError
 from tunekit.recipe.phrases import any_of, near, show, spelling_hint
 
-CONFIGS = {"sft": ("trl", "trainer/sft_config.py", "SFTConfig")}
+CONFIGS = {
+    "sft": ("trl", "trainer/sft_config.py", "SFTConfig"),
+    "dpo": ("trl", "trainer/dpo_config.py", "DPOConfig"),
+    "grpo": ("trl", "trainer/grpo_config.py", "GRPOConfig"),
+}
 """TRL's config of each method: package, file in it, class."""
 
 _MOVED = {("transformers", "TrainingArguments"): "training_args.py"}
@@ -33,6 +37,8 @@ _LOG = "use train.logging_steps"
 _RUN = "the run folder records this: use the output section"
 _RESUME = "every run begins afresh"
 _HUB = "tunekit does not upload while it trains"
+_GENERATION = "answers are generated for one optimizer step at a time"
+_ENGINE = "transformers generates the answers"
 
 OWNED = {
     "accelerator_config": _DEVICES,
@@ -104,7 +110,29 @@ OWNED = {
 }
 """Arguments that tunekit sets itself, whatever the method, and what to use in a recipe."""
 
-OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES}
+OWNED_BY_METHOD = {
+    "sft": {},
+    "dpo": {
+        "beta": "use method.beta",
+        "precompute_ref_batch_size": _BATCHES,
+        "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
+    },
+    "grpo": {
+        "beta": "use method.beta",
+        "generation_batch_size": _GENERATION,
+        "max_completion_length": "use method.max_completion_length",
+        "num_generations": "use method.num_generations",
+        "num_iterations": "use method.num_iterations",
+        "steps_per_generation": _GENERATION,
+        "transformers_continuous_batching_config": _ENGINE,
+        "use_transformers_continuous_batching": _ENGINE,
+        "use_transformers_paged": _ENGINE,
+        "use_vllm": _ENGINE,
+    },
+}
+"""The same for single methods."""
+
+OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES, "vllm_": _ENGINE}
 """The same for families of arguments."""
 
 
@@ -120,10 +148,10 @@ class ConfigField:
     """The words that it takes, where the source lists them."""
 
 
-def owner_hint(name: str) -> str | None:
+def owner_hint(method: str, name: str) -> str | None:
     """What to use instead of an argument that tunekit sets itself; None for one that is free to set."""
     by_family = [hint for prefix, hint in OWNED_PREFIXES.items() if name.startswith(prefix)]
-    return OWNED.get(name, by_family[0] if by_family else None)
+    return OWNED_BY_METHOD[method].get(name) or OWNED.get(name, by_family[0] if by_family else None)
 
 
 def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:
@@ -139,10 +167,10 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
     """
     config = CONFIGS[method][2]
     known = config_fields(method)
-    free = [name for name in known if owner_hint(name) is None]
+    free = [name for name in known if owner_hint(method, name) is None]
     faults: list[tuple[str, str, str | None, bool]] = []
     for name, value in args.items():
-        hint = owner_hint(name)
+        hint = owner_hint(method, name)
         if hint is not None:
             faults.append((name, "tunekit sets this itself", hint, False))
         elif name not in known:

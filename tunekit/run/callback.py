@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from tunekit.errors import RunError
+from tunekit.planner.memory import Part
 from tunekit.run.events import EventLog
+from tunekit.run.memory import held_bytes, resident_bytes
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
@@ -22,12 +26,20 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         run: The run whose status follows the steps.
         log: Where events go.
         asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
+        full: Whether the weights themselves are trained, and no adapter.
     """
 
-    def __init__(self, run: Run, log: EventLog, asked_to_stop: Event) -> None:
+    def __init__(self, run: Run, log: EventLog, asked_to_stop: Event, *, full: bool) -> None:
         self.run = run
         self.log = log
         self.asked_to_stop = asked_to_stop
+        self.full = full
+        self.held: dict[Part, int] = {}
+        """Bytes held by part: those of the model when training begins, all of them after the first step."""
+        self.context_bytes: int | None = None
+        """What was resident when training began, besides the model."""
+        self.is_in_step = False
+        """Whether a step is being computed, rather than an evaluation."""
         self.seconds = 0.0
         """Time spent in optimizer steps, without evaluations and checkpoints."""
         self.num_tokens = 0.0
@@ -37,16 +49,43 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._logged_seconds = 0.0
         self._step_began = 0.0
 
+    def on_train_begin(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        model: "Module",
+        **kwargs: Any,
+    ) -> None:
+        """Measure the model."""
+        self.held = held_bytes(model, None, full=self.full)
+        self.context_bytes = resident_bytes() - sum(self.held.values())
+
+    def on_optimizer_step(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        model: "Module",
+        optimizer: "Optimizer",
+        **kwargs: Any,
+    ) -> None:
+        """Measure all that stays, once: the gradients of the first step are still there."""
+        if "gradients" not in self.held:
+            self.held = held_bytes(model, optimizer, full=self.full)
+
     def on_step_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
+        self.is_in_step = True
         self._step_began = time.perf_counter()
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Stop the clock of a step and tell the status."""
+        self.is_in_step = False
         self.seconds += time.perf_counter() - self._step_began
         self.run.update_status(step=state.global_step)
         if self.asked_to_stop.is_set():

@@ -8,7 +8,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
 - `warning`: `message`
-- `result`: the summary of a finished run
+- `result`: the summary of a finished run; memory as planned and as used at the peak, in all and of tensors alone, and
+  `held_bytes`, what weights, adapters, gradients and optimizer states took in the first step
 - `error`: `message`
 """
 

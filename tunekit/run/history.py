@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from tunekit.errors import TunekitError
-from tunekit.planner.speed import RunRecord
+from tunekit.planner.records import RunRecord
 from tunekit.run.run import RUNS, Run, list_runs
 
 NUM_RUNS = 10
@@ -34,6 +34,9 @@ def _record(run: Run) -> RunRecord | None:
             tokens_per_second=result["tokens_per_second"],
             peak_memory_bytes=result["peak_memory_bytes"],
             planned_memory_bytes=result["planned_memory_bytes"],
+            planned_tensor_bytes=plan.memory.tensor_bytes,
+            peak_allocated_bytes=result["peak_allocated_bytes"],
+            peak_reserved_bytes=result["peak_reserved_bytes"],
             num_devices=plan.layout.num_processes,
         )
     except (TunekitError, ValueError, KeyError, OSError, yaml.YAMLError):

@@ -4,7 +4,6 @@ The libraries' own words go to the run's log; what matters goes to the events.
 """
 
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -15,7 +14,8 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import FullAdapter, QloraAdapter, Recipe
+from tunekit.probe.model import probe_model
+from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.interrupt import remembered_interrupts
@@ -70,43 +70,59 @@ def _end(run: Run, log: EventLog, phase: str, reason: str) -> None:
 
 def _train(run: Run, log: EventLog, asked_to_stop: Event) -> None:
     recipe, plan = run.recipe, run.plan
+    _use_planned_device(plan)
+    from tunekit.run.callback import Watch
+    from tunekit.run.memory import is_out_of_memory
+
+    watch = Watch(run, log, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    try:
+        _load_train_save(run, log, watch, recipe, plan)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _memory_error(run, plan, watch, error) from error
+
+
+def _load_train_save(run: Run, log: EventLog, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     began = time.time()
     _enter(run, log, "loading")
-    trainer, watch, tokenizer = _build(run, log, asked_to_stop, recipe, plan, schedule)
+    trainer, tokenizer = _build(run, log, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = plan.data.format == "messages"
     _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
     _enter(run, log, "training")
-    _fit(trainer, plan)
+    trainer.train()
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     _enter(run, log, "saving")
     trainer.model.save_pretrained(run.model_path, **_saving(recipe))
     tokenizer.save_pretrained(run.model_path)
     _sample(log, "after", trainer, tokenizer, prompts, chat=chat)
-    result = _summary(run, plan, watch.num_tokens, watch.seconds, time.time() - began)
+    result = _summary(run, plan, watch, time.time() - began)
     log.write("result", **result)
     write_card(run, result)
     run.update_status(phase="finished", exit_reason="trained to the end")
     log.write("phase", phase="finished")
 
 
-def _fit(trainer: "SFTTrainer", plan: Plan) -> None:
-    """Train; where memory runs out after all, say what was planned and what to change."""
-    import torch
+def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
+    """What to say where memory ran out after all: what was planned, what there was, and what to change."""
+    from tunekit.planner.shortage import change_that_fits
+    from tunekit.run.memory import shortage
 
-    try:
-        trainer.train()
-    except torch.OutOfMemoryError as error:
-        size, step = plan.micro_batch_size, trainer.state.global_step + 1
-        change = "train.gradient_checkpointing=true" if size == 1 else f"train.micro_batch_size={size // 2}"
-        raise RunError(
-            f"step {step}: {plan.device.name} is out of memory; planned was {plan.memory_line()}",
-            hint=f"set {change}; the global batch and the result stay the same",
-        ) from error
+    found, status = shortage(plan, watch.held, watch.context_bytes, error), run.status()
+    where = status["phase"]
+    if where == "training":
+        step = status["step"]
+        where = f"step {step + 1}" if watch.is_in_step else f"evaluation after step {step}"
+    words = found.words()
+    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes)
+    return RunError(
+        f"{where}: {plan.device.name} is out of memory{': ' * bool(words)}{words}", hint=f"{change}\n{found.table()}"
+    )
 
 
 def _enter(run: Run, log: EventLog, phase: str) -> None:
@@ -115,26 +131,24 @@ def _enter(run: Run, log: EventLog, phase: str) -> None:
 
 
 def _build(
-    run: Run, log: EventLog, asked_to_stop: Event, recipe: Recipe, plan: Plan, schedule: Schedule
-) -> "tuple[SFTTrainer, Watch, PreTrainedTokenizerBase]":
+    run: Run, log: EventLog, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
+) -> "tuple[SFTTrainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
-    _use_planned_device(plan)
+    forget_overrides(recipe.train.optim)
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.callback import Watch
 
     tokenizer = load_tokenizer(recipe.model)
-    full = isinstance(recipe.adapter, FullAdapter)
     model = load_model(
         recipe.model,
-        dtype="float32" if full else plan.dtype,
+        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
         device=plan.device.kind,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    watch = Watch(run, log, asked_to_stop)
+    assert isinstance(recipe.method, SFTMethod), "other methods are refused before a run begins"
     trainer = sft.build(
         recipe.method,
         recipe.train,
@@ -159,7 +173,7 @@ def _build(
             message=f"{num_trained(trainer.model):,} parameters are trained, "
             f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
         )
-    return trainer, watch, tokenizer
+    return trainer, tokenizer
 
 
 def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "Dataset | IterableDataset":
@@ -176,6 +190,18 @@ def _use_planned_device(plan: Plan) -> None:
         os.environ["CUDA_VISIBLE_DEVICES" if plan.device.gfx is None else "HIP_VISIBLE_DEVICES"] = (
             plan.device.visible_as
         )
+
+
+def forget_overrides(optim: Optim) -> None:
+    """Make bitsandbytes forget what it was told of the tensors of an earlier run in this process.
+
+    It keeps states of embeddings in 32 bits because transformers asks for it, and remembers them by their place in the
+    optimizer, where another run has another tensor (bitsandbytes 0.50, `GlobalOptimManager.index2config`).
+    """
+    if optim.endswith("8bit"):
+        from bitsandbytes.optim import GlobalOptimManager
+
+        GlobalOptimManager.get_instance().initialize()
 
 
 def _check_device(trainer: "SFTTrainer", plan: Plan) -> None:
@@ -227,8 +253,10 @@ def _sample(
     model.train(was_training)
 
 
-def _summary(run: Run, plan: Plan, num_tokens: float, step_seconds: float, seconds: float) -> dict[str, Any]:
-    """What a user wants to know at the end."""
+def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
+    """What a user wants to know at the end, and what later plans learn from."""
+    from tunekit.run.memory import peaks
+
     events = run.events()
     losses = [event["loss"] for event in events if event["event"] == "log"]
     evals = [event["eval_loss"] for event in events if event["event"] == "eval"]
@@ -237,23 +265,12 @@ def _summary(run: Run, plan: Plan, num_tokens: float, step_seconds: float, secon
         "last_loss": losses[-1] if losses else None,
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
-        "num_tokens": int(num_tokens),
-        "tokens_per_second": num_tokens / step_seconds if step_seconds else None,
-        "step_seconds": step_seconds,
+        "num_tokens": int(watch.num_tokens),
+        "tokens_per_second": watch.num_tokens / watch.seconds if watch.seconds else None,
+        "step_seconds": watch.seconds,
         "seconds": seconds,
-        "peak_memory_bytes": _peak_memory(plan),
+        **peaks(plan),
+        "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
     }
-
-
-def _peak_memory(plan: Plan) -> int:
-    """Most memory used so far: resident memory of this process on a CPU, reserved by torch on an accelerator."""
-    if plan.device.kind == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_reserved()
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

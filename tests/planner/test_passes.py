@@ -1,0 +1,288 @@
+"""What DPO and GRPO add to a step: memory against a trace of TRL's losses and its generation, and what is computed."""
+
+import pytest
+import torch
+
+from tests.planner.oracle import Step, facts_of
+from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace, trace_reference
+from tests.planner.shapes import LLAMA_8B
+from tunekit.errors import PlanError
+from tunekit.planner.activations import head_of
+from tunekit.planner.layout import Layout
+from tunekit.planner.padding import padding_of
+from tunekit.planner.passes import (
+    Passes,
+    flops_without_gradients,
+    generation_bytes,
+    kv_cache_bytes,
+    method_words,
+    passes_of,
+    reference_pass,
+    steps_per_epoch,
+    with_reference,
+)
+from tunekit.planner.phases import Kept
+from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, SFTMethod
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 40000,
+    "tie_word_embeddings": False,
+}
+ADAPTERS = {"full": FullAdapter(), "lora": LoraAdapter(rank=16)}
+METHODS = {
+    "dpo": DPOMethod(),
+    "dpo, precomputed": DPOMethod(precompute_ref_log_probs=True),
+    "grpo": GRPOMethod(max_completion_length=256),
+    "grpo with a reference": GRPOMethod(max_completion_length=768, beta=0.04),
+}
+ROWS = DataSection(train="rows.jsonl", max_length=1024)
+
+
+def step(family, adapter, method, *, dtype="bfloat16", checkpointing=False) -> MethodStep:
+    batch = 2 if isinstance(method, DPOMethod) else 4
+    how = {"checkpointing": checkpointing, "dtype": dtype, "accumulates": checkpointing, "rows": "padded"}
+    return MethodStep(Step(family, tuple(SIZES.items()), adapter, batch, length=1024, **how), method)
+
+
+def passes(method, adapter, batch=16) -> Passes:
+    return passes_of(method, adapter, ROWS, global_batch_size=batch)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_every_phase_is_what_trls_loss_allocates(adapter, method, checkpointing):
+    one = step("llama", ADAPTERS[adapter], METHODS[method], checkpointing=checkpointing)
+    traced, estimated = trace(one), estimate_of(one)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
+    assert set(estimated.phases) - set(known) <= {"load", "generation"}
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.02) for phase, size in known.items()
+    }
+    assert max(estimated.phases[phase] for phase in known) == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("method", ["dpo", "grpo with a reference"])
+def test_the_peak_of_qwen_in_float32_is_what_trls_loss_allocates(method, adapter):
+    one = step("qwen3", ADAPTERS[adapter], METHODS[method], dtype="float32")
+    traced, estimated = trace(one), estimate_of(one)
+    highest = max(size for phase, size in estimated.phases.items() if phase != "generation")
+    assert highest == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 2, "vocab_size": 4000}
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(128, 16), (32, 128)], ids=["long prompts", "long answers"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_generation_needs_what_transformers_allocates_for_it(family, adapter, dtype, prompt, completion):
+    sizes = {**SMALL, "head_dim": 32, **({"sliding_window": 64} if family == "gemma3_text" else {})}
+    one = Step(family, tuple(sizes.items()), ADAPTERS[adapter], 8, prompt, checkpointing=False, dtype=dtype)
+    generated = generate(one, completion)
+    method = GRPOMethod(max_completion_length=completion)
+    length = prompt + completion
+    long = MethodStep(
+        Step(family, one.sizes, one.adapter, 1, length, checkpointing=True, dtype=dtype), method, num_accumulated=8
+    )
+    estimated = estimate_of(long)
+    needed = estimated.phases["generation"] - estimated.phases["load"] - estimated.parts.get("optimizer", 0)
+    assert needed == pytest.approx(generated.peak_bytes, rel=0.03)
+    # The last token is not looked back at.
+    cache = kv_cache_bytes(facts_of(one), one.adapter, dtype, Layout(), num_sequences=8, num_tokens=length - 1)
+    assert cache == generated.cache_bytes
+
+
+def test_a_token_of_an_8b_model_takes_128_kib_of_cache_and_twice_as_much_under_autocast():
+    def cache(adapter):
+        return kv_cache_bytes(LLAMA_8B, adapter, "bfloat16", Layout(), num_sequences=1, num_tokens=1)
+
+    # Keys and values of 32 layers with 8 heads of 128 each, in 2 bytes, and in 4.
+    assert cache(LoraAdapter()) == 2 * 32 * 8 * 128 * 2 == 128 * 2**10
+    assert cache(FullAdapter()) == 2 * cache(LoraAdapter())
+
+
+WITH_REFERENCE = passes(DPOMethod(), FullAdapter())
+
+
+@pytest.mark.parametrize(
+    ("layout", "bytes_per_param"),
+    [
+        (Layout(), 4),
+        (Layout(strategy="ddp", dp_replicate_size=8), 4),
+        (Layout(strategy="fsdp2", dp_shard_size=8), 4 / 8),
+        (Layout(strategy="fsdp2", dp_shard_size=8, reshard_after_forward=False), 4 / 8 + 2),
+        (Layout(strategy="zero2", dp_shard_size=8), 2),
+        (Layout(strategy="zero3", dp_shard_size=8), 2 / 8),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_a_reference_model_is_divided_as_trl_divides_it(layout, bytes_per_param):
+    found = with_reference(Kept(0), LLAMA_8B, WITH_REFERENCE, "bfloat16", layout, devices_per_node=8)
+    assert found.reference == pytest.approx(bytes_per_param * LLAMA_8B.num_params, rel=1e-6)
+    assert (found.host_bytes, found.nvme_bytes) == (0, 0)
+
+
+def test_a_reference_model_lies_where_the_weights_lie():
+    fsdp2 = Layout(strategy="fsdp2", dp_shard_size=16, offload_param_device="cpu", offload_optimizer_device="cpu")
+    zero3 = Layout(strategy="zero3", dp_shard_size=16, offload_param_device="nvme", offload_optimizer_device="nvme")
+    num_params = LLAMA_8B.num_params
+
+    def kept(layout):
+        return with_reference(Kept(0), LLAMA_8B, WITH_REFERENCE, "bfloat16", layout, devices_per_node=8)
+
+    # Each of two nodes has half of it.
+    assert kept(fsdp2) == Kept(0, host_bytes=pytest.approx(4 * num_params / 2, rel=1e-6))
+    assert kept(zero3) == Kept(0, nvme_bytes=pytest.approx(2 * num_params / 2, rel=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter"),
+    [
+        (SFTMethod(), FullAdapter()),
+        (DPOMethod(), LoraAdapter()),
+        (DPOMethod(precompute_ref_log_probs=True), FullAdapter()),
+        (GRPOMethod(), FullAdapter()),
+        (GRPOMethod(beta=0.1), LoraAdapter()),
+    ],
+)
+def test_no_reference_model_is_kept_where_the_model_itself_gives_it_or_none_is_needed(method, adapter):
+    kept = with_reference(Kept(7), LLAMA_8B, passes(method, adapter), "bfloat16", Layout(), devices_per_node=1)
+    assert kept == Kept(7)
+
+
+def test_fsdp2_gathers_the_whole_reference_model_at_once():
+    """Its weights and the buffer in which they arrive: as traced with TRL's own wrapping on eight fake processes."""
+    layout, dtype = Layout(strategy="fsdp2", dp_shard_size=8), "bfloat16"
+    sizes = {**SIZES, "num_hidden_layers": 12}
+    one = Step("llama", tuple(sizes.items()), FullAdapter(), 2, 256, checkpointing=False)
+    facts = facts_of(one)
+    head = head_of(facts, FullAdapter(), "cuda", dtype, 512, autocast=False)
+    found = reference_pass(facts, FullAdapter(), WITH_REFERENCE, dtype, layout, head, num_tokens=512)
+    assert found.gathered == 2 * 2 * facts.num_params
+    assert found.total == pytest.approx(trace_reference(one, layout), rel=0.01)
+
+
+def test_a_pair_is_two_sequences_as_trls_collator_makes_them():
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]}
+    batch = DataCollatorForPreference(pad_token_id=0)([pair, pair, pair])
+    assert len(batch["input_ids"]) == 3 * passes(DPOMethod(), LoraAdapter()).sequences_per_row
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+@pytest.mark.parametrize("num_rows", [4, 16, 103])
+def test_an_epoch_has_as_many_steps_as_trls_sampler_gives(num_rows, num_iterations):
+    from trl.trainer.utils import RepeatSampler
+
+    batch, accumulated, method = 32, 4, GRPOMethod(num_generations=8, num_iterations=num_iterations)
+    sampler = RepeatSampler(
+        range(num_rows),
+        mini_repeat_count=method.num_generations,
+        batch_size=batch // method.num_generations,
+        repeat_count=num_iterations * accumulated,
+    )
+    # The trainer's batches hold the answers of a whole step, for each of its micro-batches again.
+    assert steps_per_epoch(method, num_rows, batch) == len(sampler) // batch // accumulated
+    assert steps_per_epoch(DPOMethod(), num_rows, batch) == -(-num_rows // batch)
+
+
+def test_too_few_prompts_for_a_step_are_refused():
+    with pytest.raises(PlanError, match=r"need 4 prompts, and data\.train has 3"):
+        steps_per_epoch(GRPOMethod(num_generations=8), 3, 32)
+
+
+def test_forward_passes_of_a_step_are_those_that_trl_makes():
+    """The reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Its old self too."""
+    lora = LoraAdapter()
+    found = [
+        passes(method, lora).num_forwards
+        for method in (
+            SFTMethod(),
+            DPOMethod(),
+            DPOMethod(precompute_ref_log_probs=True),
+            GRPOMethod(),
+            GRPOMethod(beta=0.1),
+            GRPOMethod(num_iterations=4),
+            GRPOMethod(beta=0.1, num_iterations=4),
+        )
+    ]
+    assert found == [0, 1, 0, 0, 1, 1 / 4, 2 / 4]
+    assert passes(DPOMethod(precompute_ref_log_probs=True), lora).num_forwards_before == 1
+
+
+def test_operations_of_a_reference_pass_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.utils import add_fused_lm_head
+
+    one = Step("llama", tuple(SMALL.items()), LoraAdapter(), 2, 64, checkpointing=False)
+    model = AutoModelForCausalLM.from_config(one.config(), attn_implementation="eager")
+    add_fused_lm_head(model)
+    ids = torch.zeros(one.batch, one.length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
+    found = flops_without_gradients(
+        facts_of(one), passes(DPOMethod(), LoraAdapter()), attended_tokens=one.length, head_share=63 / 64
+    )
+    assert found == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.01)
+
+
+def test_generation_reads_all_weights_for_each_token():
+    """One of 8B weights in 16 bit and 0.5 GiB of cache on average, 512 times, for 8 sequences of 512 and 512 tokens."""
+    found = generation_bytes(
+        LLAMA_8B, LoraAdapter(rank=1), passes(GRPOMethod(), LoraAdapter(rank=1), 8), "bfloat16", Layout()
+    )
+    assert found == pytest.approx(512 * (2 * 8.03e9 + 8 * 768 * 128 * 2**10), rel=0.01)
+    shared = passes(GRPOMethod(num_iterations=2), LoraAdapter(rank=1), 8)
+    assert generation_bytes(LLAMA_8B, LoraAdapter(rank=1), shared, "bfloat16", Layout()) == found / 2
+    assert generation_bytes(LLAMA_8B, LoraAdapter(), passes(DPOMethod(), LoraAdapter()), "bfloat16", Layout()) == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("method", [DPOMethod(), GRPOMethod()])
+def test_trl_pads_the_batches_of_other_methods(method, attention):
+    padding = padding_of(ROWS, LLAMA_8B, attention, 1, passes(method, LoraAdapter()))
+    # Two sequences are padded to the longer, one is not.
+    masked = attention == "sdpa" and method.type == "dpo"
+    assert (padding.is_free, padding.mask_length) == (False, 1024 if masked else None)
+    assert padding.why == f"TRL pads the batches of {method.type}"
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter", "words"),
+    [
+        (DPOMethod(), FullAdapter(), ("dpo, beta 0.1", "each row is two sequences; the reference is a second model")),
+        (
+            DPOMethod(precompute_ref_log_probs=True),
+            FullAdapter(),
+            (
+                "dpo, beta 0.1",
+                "each row is two sequences; log-probabilities of the reference are computed before training",
+            ),
+        ),
+        (
+            GRPOMethod(num_iterations=2, beta=0.04),
+            LoraAdapter(),
+            (
+                "grpo, 8 answers of up to 512 tokens",
+                "generated by transformers for a whole step at once, used for 2 steps; beta 0.04: the reference is the "
+                "model without its adapters",
+            ),
+        ),
+    ],
+)
+def test_a_method_is_told_in_words(method, adapter, words):
+    assert method_words(method, adapter) == words

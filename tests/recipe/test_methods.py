@@ -1,0 +1,66 @@
+"""Methods in recipes: short forms, there and back, and what they cannot do with rows."""
+
+from typing import Any
+
+import pytest
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.recipe.schema import DPOMethod, GRPOMethod, SFTMethod
+
+SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
+
+
+@pytest.mark.parametrize(("name", "method"), [("sft", SFTMethod()), ("dpo", DPOMethod()), ("grpo", GRPOMethod())])
+def test_a_method_can_be_given_by_its_name(name: str, method: object) -> None:
+    assert load_recipe({**SOURCE, "method": name}).method == method
+    assert load_recipe(SOURCE, [f"method={name}"]).method == method
+    assert load_recipe({**SOURCE, "method": {"type": "dpo", "beta": 0.5}}, [f"method.type={name}"]).method.type == name
+
+
+@pytest.mark.parametrize("method", [DPOMethod(beta=0.3), GRPOMethod(num_generations=4, trainer_args={"top_p": 0.9})])
+def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any) -> None:
+    recipe = load_recipe({**SOURCE, "method": method.model_dump()})
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
+    assert load_recipe(recipe, ["train.seed=3"]).method == method
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "problem"),
+    [
+        ("dpo", ["data.packing=true"], "data.packing: cannot be true with method dpo; leave it out"),
+        ("grpo", ["data.padding_free=true"], "data.padding_free: cannot be true with method grpo: TRL pads"),
+        ("dpo", ["data.loss_on=all"], "data.loss_on: cannot be all with method dpo"),
+        (
+            "dpo",
+            ["data.streaming=true", "train.max_steps=5", "method.precompute_ref_log_probs=true"],
+            "method.precompute_ref_log_probs: cannot be true with data.streaming",
+        ),
+        (
+            "grpo",
+            ["data.max_length=512"],
+            "method.max_completion_length: 512 leaves no place for a prompt in data.max_length 512",
+        ),
+        (
+            "grpo",
+            ["train.global_batch_size=12"],
+            "method.num_generations: 8 does not divide train.global_batch_size 12",
+        ),
+        ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; it goes with method.type=dpo or grpo"),
+        ("grpo", ["method.num_generations=1"], "method.num_generations: must be at least 2, got 1"),
+        ("dpo", ["method.trainer_args.beta=1"], "tunekit sets this itself; use method.beta"),
+        ("dpo", ["method.trainer_args.lable_smoothing=0.1"], "no such field; did you mean 'label_smoothing'?"),
+        ("grpo", ["method.trainer_args.use_vllm=true"], "tunekit sets this itself; transformers generates the answers"),
+    ],
+)  # fmt: skip
+def test_what_a_method_cannot_do_is_told_with_its_place(method: str, changes: list[str], problem: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        load_recipe({**SOURCE, "method": method}, changes)
+    assert problem in str(error.value)
+
+
+def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
+    data = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "loss_on": "last"}]}
+    with pytest.raises(RecipeError, match=r"data.train\[1\].loss_on: cannot be last with method dpo"):
+        load_recipe({**SOURCE, "data": data, "method": "dpo"})

@@ -1,0 +1,49 @@
+"""Methods that are planned and not trained yet: their rows are read and counted, and all else is refused at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunekit import api
+from tunekit.errors import DataError, TunekitError
+
+PAIRS = [{"prompt": f"question {n}", "chosen": "good", "rejected": "bad"} for n in range(20)]
+PROMPTS = [{"prompt": f"question {n}", "answer": "4"} for n in range(20)]
+
+
+def recipe(folder: Path, method: str, rows: list[dict[str, str]]) -> dict[str, object]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"model": "pico", "data": {"train": str(folder / "rows.jsonl")}, "method": method}
+
+
+@pytest.mark.parametrize(("method", "rows"), [("dpo", PAIRS), ("grpo", PROMPTS)])
+def test_a_plan_counts_the_rows(tmp_path, method, rows):
+    plan = api.plan(recipe(tmp_path, method, rows))
+    assert (plan.data.num_train, plan.data.format) == (20, {"dpo": "preference", "grpo": "prompts"}[method])
+    compared = api.compare(recipe(tmp_path, method, rows), on=["h100"])
+    assert compared["h100"].data == plan.data
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "why"),
+    [
+        ("dpo", PROMPTS, r"holds prompts without completions \(prompt\), and method dpo learns from preference pairs"),
+        ("grpo", PAIRS, r"holds preference pairs \(chosen, rejected\), and method grpo learns from prompts"),
+        ("sft", PAIRS, "and method sft learns from conversations"),
+    ],
+)
+def test_rows_of_another_shape_are_refused(tmp_path, method, rows, why):
+    with pytest.raises(DataError, match=why):
+        api.plan(recipe(tmp_path, method, rows))
+
+
+@pytest.mark.parametrize("verb", [api.train, api.check, api.data_report])
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_what_cannot_be_trained_is_refused_before_anything_is_read_or_written(tmp_path, monkeypatch, method, verb):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TunekitError) as error:
+        verb({"model": "no/such-model", "data": {"train": "nowhere.jsonl"}, "method": method})
+    assert error.value.problem == f"method.type: {method} can be planned but not trained yet"
+    assert error.value.hint
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,119 @@
+"""What plans are made from, looked up: machines, models, rows and finished runs, each once for however many plans."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tunekit.data.learner import Learner
+from tunekit.data.load import LoadedData, load_data
+from tunekit.errors import PlanError
+from tunekit.methods import dpo, grpo, sft
+from tunekit.planner.facts import Hardware, ModelFacts
+from tunekit.planner.known_models import KnownModel, known_models
+from tunekit.planner.machines import find_machine
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import known_model, sketch_model
+from tunekit.recipe.schema import ModelSection, Recipe
+from tunekit.run.history import recorded_runs
+from tunekit.run.prepare import counted_facts
+
+AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
+"""Fields of the data section that say what becomes of rows once they are read."""
+
+
+LEARNERS: dict[str, Learner] = {"sft": sft.LEARNER, "dpo": dpo.LEARNER, "grpo": grpo.LEARNER}
+"""What rows each method learns from, by `method.type`."""
+
+
+class Lookup:
+    """What plans are made from: each model and set of rows is looked at once, when it is first needed."""
+
+    def __init__(
+        self, machines: Sequence[str | None], look: Callable[[ModelSection], ModelFacts] = sketch_model
+    ) -> None:
+        """Find the machines.
+
+        Args:
+            machines: Their names, None for this one.
+            look: How facts of a model are found.
+
+        Raises:
+            PlanError: There is no such machine.
+        """
+        self._machines = {name: find_machine(name) for name in machines if name is not None}
+        self._here: Hardware | None = None
+        self._look = look
+        self._models: dict[str, ModelFacts] = {}
+        self._data: dict[str, LoadedData] = {}
+        self.records = recorded_runs()
+
+    def hardware(self, machine: str | None) -> Hardware:
+        """What a machine has.
+
+        Raises:
+            PlanError: There is no plan for its platform.
+        """
+        if machine is not None:
+            return self._machines[machine].hardware()
+        if self._here is None:
+            self._here = probe_hardware()
+        return self._here
+
+    def model(self, section: ModelSection) -> ModelFacts:
+        """Facts of a model."""
+        key = section.model_dump_json()
+        if key not in self._models:
+            self._models[key] = self._look(section)
+        return self._models[key]
+
+    def data(self, recipe: Recipe) -> LoadedData:
+        """Rows. Recipes that differ only in how rows become tokens share them."""
+        key = recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
+        if key not in self._data:
+            self._data[key] = load_data(recipe.data, LEARNERS[recipe.method.type])
+        return self._data[key]
+
+    def plan(self, recipe: Recipe, machine: str | None = None, model: ModelFacts | None = None) -> Plan:
+        """A plan from rows that are counted but not yet tokenised.
+
+        Args:
+            recipe: The recipe.
+            machine: Where.
+            model: The model where it is known already.
+        """
+        model = model or self.model(recipe.model)
+        data = counted_facts(recipe, self.data(recipe))
+        return resolve(recipe, self.hardware(machine), model, data, self.records)
+
+    def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
+        """A plan, or why there is none."""
+        try:
+            return self.plan(recipe, machine, model)
+        except PlanError as error:
+            return error
+
+    def largest(self, recipe: Recipe, machine: str | None, what: Largest) -> Iterator[Variant]:
+        """Variants of a recipe that show what is the largest that fits a machine."""
+
+        def plan_of(recipe: Recipe) -> Planned:
+            return self.plan_or_error(recipe, machine)
+
+        if what == "length":
+            return largest_length(recipe, plan_of, machine, self.model(recipe.model).max_position_embeddings)
+        if what == "batch":
+            num_rows = counted_facts(recipe, self.data(recipe)).num_train
+            num_devices = max(1, self.hardware(machine).num_accelerators)
+            return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
+        return largest_models(
+            recipe,
+            lambda other: self.plan_or_error(other, machine, known_model(other.model.path)),
+            machine,
+            _by_size(known_models()),
+        )
+
+
+def _by_size(models: Mapping[str, KnownModel]) -> list[str]:
+    """Names of models, the largest first; of one size the newer and the trained to chat first."""
+    newest_first = list(models)[::-1]
+    return sorted(newest_first, key=lambda name: (-models[name].num_params, not models[name].has_chat_template))

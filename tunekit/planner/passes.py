@@ -1,0 +1,380 @@
+"""What a training method does with a row besides one forward and one backward pass, and what that needs.
+
+Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/trainer/dpo_trainer.py) takes both answers
+of a pair through it in one batch, then both through the reference model without gradients, while everything that the
+backward pass needs is kept. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
+with a cache of keys and values, and then trains on them in micro-batches. Both score tokens with the same head in tiles
+as supervised fine-tuning, so logits are never there whole.
+
+With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
+type, float32. DPO can compute its log-probabilities before training instead.
+
+Generation is transformers' own; engines of their own, such as vLLM in the same process, are not counted.
+
+Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
+compute type.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
+
+from tunekit.errors import PlanError
+from tunekit.planner.activations import Head, Layers, cast_weights_bytes
+from tunekit.planner.facts import ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.phases import Kept, Need, Phase
+from tunekit.planner.states import BYTES, Dtype, weights_bytes
+from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, Method, SFTMethod
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answers that are generated for an optimizer step."""
+
+    num_sequences: int
+    """On all devices together."""
+    prompt_tokens: int
+    """Length to which prompts are padded, at most."""
+    completion_tokens: int
+    """Length of the answers, at most."""
+    num_steps: int
+    """Optimizer steps on the same answers."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a method does in an optimizer step."""
+
+    method: Literal["sft", "dpo", "grpo"] = "sft"
+    sequences_per_row: int = 1
+    """Sequences that a row of a micro-batch is: both answers of a pair."""
+    max_scored_share: float = 1.0
+    """Share of the tokens that count in the loss, at most."""
+    keeps_reference: bool = False
+    """Whether a reference model is there besides the trained one."""
+    refers_in_micro_batch: bool = False
+    """Whether the reference is computed between the forward and the backward pass."""
+    num_forwards: float = 0.0
+    """Forward passes without gradients of each sequence, in each optimizer step."""
+    num_forwards_before: int = 0
+    """The same once, before the training."""
+    generation: Generation | None = None
+
+    @property
+    def always_pads(self) -> bool:
+        """Whether TRL pads batches whatever is asked for."""
+        return self.method != "sft"
+
+
+SFT = Passes()
+
+
+def passes_of(
+    method: Method, adapter: FullAdapter | LoraAdapter, data: DataSection, *, global_batch_size: int
+) -> Passes:
+    """What a method does in a step.
+
+    Args:
+        method: The method.
+        adapter: What is trained.
+        data: How long sequences are.
+        global_batch_size: Rows, pairs or answers of an optimizer step.
+    """
+    full = isinstance(adapter, FullAdapter)
+    match method:
+        case DPOMethod():
+            refers = not method.precompute_ref_log_probs
+            return Passes(
+                "dpo",
+                sequences_per_row=2,
+                keeps_reference=full and refers,
+                refers_in_micro_batch=refers,
+                num_forwards=float(refers),
+                num_forwards_before=int(not refers),
+            )
+        case GRPOMethod():
+            prompt_tokens = data.max_length - method.max_completion_length
+            # Once for all steps on the same answers: the reference, and the model that gave them where it has changed.
+            once = (method.beta > 0) + (method.num_iterations > 1)
+            return Passes(
+                "grpo",
+                max_scored_share=method.max_completion_length / data.max_length,
+                keeps_reference=full and method.beta > 0,
+                num_forwards=once / method.num_iterations,
+                generation=Generation(
+                    global_batch_size, prompt_tokens, method.max_completion_length, method.num_iterations
+                ),
+            )
+        case SFTMethod():
+            return SFT
+
+
+def method_words(method: DPOMethod | GRPOMethod, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
+    """A method and what it does in a step, in words: the choice and the reason of a plan."""
+    full = isinstance(adapter, FullAdapter)
+    reference = "the reference is a second model" if full else "the reference is the model without its adapters"
+    if isinstance(method, DPOMethod):
+        if method.precompute_ref_log_probs:
+            reference = "log-probabilities of the reference are computed before training"
+        return f"dpo, beta {method.beta:g}", f"each row is two sequences; {reference}"
+    choice = f"grpo, {method.num_generations} answers of up to {method.max_completion_length} tokens"
+    used = "" if method.num_iterations == 1 else f", used for {method.num_iterations} steps"
+    reference = f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference"
+    return choice, f"generated by transformers for a whole step at once{used}; {reference}"
+
+
+def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:
+    """Optimizer steps in which every row is used once. GRPO leaves out prompts that fill no step (`RepeatSampler`).
+
+    Raises:
+        PlanError: There are too few prompts for a single step.
+    """
+    if not isinstance(method, GRPOMethod):
+        return -(-num_rows // global_batch_size)
+    prompts = global_batch_size // method.num_generations
+    if num_rows < prompts:
+        raise PlanError(
+            f"train.global_batch_size: {global_batch_size} answers, {method.num_generations} to each prompt, need "
+            f"{prompts} prompts, and data.train has {num_rows}",
+            hint=f"set it to {num_rows * method.num_generations} or less",
+        )
+    return num_rows // prompts * method.num_iterations
+
+
+def with_reference(
+    kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
+) -> Kept:
+    """What a run keeps from step to step, and a reference model beside it.
+
+    Its weights are in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides them;
+    DeepSpeed casts them. They lie where the model's do. TRL's `prepare_fsdp` makes one unit of the whole model, so
+    where units are not freed after the forward pass it stays gathered whole.
+    """
+    if not passes.keeps_reference:
+        return kept
+    whole = (BYTES[dtype] if layout.strategy.startswith("zero") else 4) * model.num_params
+    share = -(-whole // (layout.num_shards if layout.strategy in ("fsdp2", "zero3") else 1))
+    stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    gathered = BYTES[dtype] * model.num_params if stays else 0
+    match layout.offload_param_device:
+        case "none":
+            return replace(kept, reference=share + gathered)
+        case "cpu":
+            return replace(kept, reference=gathered, host_bytes=kept.host_bytes + devices_per_node * share)
+        case "nvme":
+            return replace(kept, reference=gathered, nvme_bytes=kept.nvme_bytes + devices_per_node * share)
+
+
+def method_needs(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    layers: Layers,
+    head: Head,
+    num_tokens: int,
+    needs: Mapping[Phase, Need],
+) -> Iterator[tuple[Phase, Need]]:
+    """What the phases need that supervised fine-tuning does not have.
+
+    GRPO's passes without gradients need no phase: they are those of a micro-batch, at a time when nothing is kept for a
+    backward pass.
+
+    Args:
+        model: The model.
+        adapter: What is trained.
+        passes: What the method does.
+        dtype: Type of the products.
+        layout: How the run is spread.
+        layers: What the decoder layers hold.
+        head: What the final norm and the head hold.
+        num_tokens: Tokens of a micro-batch on a device, with its padding.
+        needs: What the other phases need.
+    """
+    if passes.refers_in_micro_batch:
+        held = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        yield (
+            "reference",
+            replace(
+                held,
+                gradients=needs["forward"].gradients,
+                activations=layers.kept + layers.shared + head.kept + held.activations,
+                gathered=needs["forward"].gathered + held.gathered,
+            ),
+        )
+    if passes.generation is not None:
+        held = _generation(model, adapter, passes.generation, dtype, layout)
+        # Gradients are gone after the optimizer's step; the buckets of DDP are not.
+        yield "generation", replace(held, gathered=needs["optimizer"].gathered + held.gathered)
+
+
+def reference_pass(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    passes: Passes,
+    dtype: Dtype,
+    layout: Layout,
+    head: Head,
+    num_tokens: int,
+) -> Need:
+    """What the reference's forward pass needs: at its end, in the head, or in a layer.
+
+    Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model, and
+    keeps the buffer in which it arrived beside the weights until it gathers again.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    stream = 4 if casts else e
+    layer = (3 * e * model.intermediate_size + (3 * stream + e) * h) * num_tokens
+    gathered = 0
+    if passes.keeps_reference and layout.strategy == "fsdp2":
+        gathered = e * model.num_params * (2 if layout.reshard_after_forward else 1)
+    copies = stream * h * int(passes.max_scored_share * num_tokens)
+    if layer > copies + head.forward:
+        return Need(activations=casts + layer, gathered=gathered)
+    return Need(activations=casts + copies, logits=head.forward, gathered=gathered)
+
+
+def kv_cache_bytes(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    layout: Layout,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    windows: bool = True,
+) -> int:
+    """Bytes of the keys and values of sequences, as transformers' DynamicCache keeps them.
+
+    Layers of sliding attention keep those of their window alone, but for the first token behind the prompt, when
+    `windows` are views of all. Where weights are float32 under autocast, so are keys, since rotating them is no
+    product; the cache has one type for both.
+    """
+    e = 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
+    sliding = model.num_sliding_layers if windows else 0
+    tokens = (model.num_layers - sliding) * num_tokens + sliding * min(num_tokens, model.sliding_window or num_tokens)
+    return 2 * e * model.num_kv_heads * model.head_dim * tokens * num_sequences
+
+
+def _generation(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, generation: Generation, dtype: Dtype, layout: Layout
+) -> Need:
+    """What generating the answers of a step needs, which TRL does for all of them at once.
+
+    The most is there either while the prompts are read, in one layer, or at the last token: the cache, the copies that
+    autocast makes of all weights, and logits of one token of each sequence with their copy and their probabilities.
+    """
+    num_sequences = -(-generation.num_sequences // layout.num_batches)
+    prompt_tokens, length = generation.prompt_tokens, generation.prompt_tokens + generation.completion_tokens
+    casts = _casts_bytes(model, adapter, dtype, layout)
+    how: _Sequences = {"layout": layout, "num_sequences": num_sequences}
+    cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
+    logits = 12 * model.vocab_size * num_sequences
+    # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
+    last = Need(
+        activations=casts
+        + max(2 * model.vocab_size * model.hidden_size if casts else 0, cache // model.num_layers // 2),
+        logits=logits,
+        gathered=_gathered_for_generation(model, dtype, layout),
+        kv_cache=cache,
+    )
+    reading = _reading_bytes(model, adapter, dtype, prompt_tokens, casts=casts > 0) * num_sequences * prompt_tokens
+    first = Need(
+        activations=casts + reading,
+        gathered=last.gathered,
+        kv_cache=kv_cache_bytes(model, adapter, dtype, **how, num_tokens=prompt_tokens, windows=False),
+    )
+    return max(first, last, key=lambda need: need.total)
+
+
+class _Sequences(TypedDict):
+    """What is the same for the cache of prompts and of whole sequences."""
+
+    layout: Layout
+    num_sequences: int
+
+
+def _casts_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+    """Bytes of the copies that autocast makes of all layers' weights; FSDP2 and DeepSpeed hand them over cast."""
+    if dtype == "float32" or not isinstance(adapter, FullAdapter) or layout.strategy not in ("single", "ddp"):
+        return 0
+    return cast_weights_bytes(model, adapter, dtype)
+
+
+def _reading_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, prompt_tokens: int, *, casts: bool
+) -> int:
+    """Bytes per token of a prompt that a layer holds without gradients, in its MLP or in its attention.
+
+    Where prompts are padded, SDPA has a mask and repeats keys and values for all heads.
+    """
+    h, i, q = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    e = BYTES[dtype]
+    if not isinstance(adapter, FullAdapter):
+        # An adapter of float32 beside what it is added to.
+        mlp, attention = (12 * i + 12 * h, 4 * e * q + 12 * h) if e == 2 else (16 * i + 16 * h, 16 * q + 12 * h)
+    elif casts:
+        mlp, attention = 3 * e * i + 14 * h, 20 * q + 12 * h
+    else:
+        mlp, attention = 3 * e * i + 4 * e * h, 4 * e * q + 3 * e * h
+    return max(mlp, attention) + prompt_tokens
+
+
+def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) -> int:
+    """Bytes of weights that are there whole while tokens are generated.
+
+    TRL gathers all of them at once from ZeRO-3 (`ds3_gather_for_generation`); FSDP2 gathers layer after layer, with
+    the next one on its way, and keeps the head.
+    """
+    e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
+    match layout.strategy:
+        case "zero3":
+            return e * model.num_params
+        case "fsdp2":
+            return e * (2 * (model.num_params // model.num_layers) + vocabulary)
+    return 0
+
+
+def flops_without_gradients(model: ModelFacts, passes: Passes, *, attended_tokens: float, head_share: float) -> float:
+    """Floating-point operations of a token in an optimizer step, in all passes without gradients.
+
+    Those are a product of 2 operations for each weight, and attention; the adapters' own, which a reference pass does
+    not have, are left out. Generation takes each token through the model once, with the keys of those before it.
+
+    Args:
+        model: The model.
+        passes: What the method does.
+        attended_tokens: Length of a row of attention scores.
+        head_share: Share of the tokens for which logits are computed.
+    """
+    linear = sum(outputs * inputs for outputs, inputs in model.linears.values())
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_tokens
+    forward = 2 * linear + attention + 2 * model.vocab_size * model.hidden_size * head_share
+    generations = 0.0 if passes.generation is None else 1 / passes.generation.num_steps
+    return (passes.num_forwards + generations) * forward
+
+
+def generation_bytes(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, passes: Passes, dtype: Dtype, layout: Layout
+) -> float:
+    """Bytes of memory that a device reads and writes to generate the answers of an optimizer step.
+
+    Each new token reads all weights, for all sequences together, and the keys and values of all tokens before it.
+    Autocast reads float32 weights, writes their copies and reads those.
+    """
+    generation = passes.generation
+    if generation is None:
+        return 0.0
+    weights = weights_bytes(model, adapter, dtype) + 2 * _casts_bytes(model, adapter, dtype, layout)
+    cache = kv_cache_bytes(
+        model,
+        adapter,
+        dtype,
+        layout,
+        num_sequences=-(-generation.num_sequences // layout.num_batches),
+        num_tokens=generation.prompt_tokens + generation.completion_tokens // 2,
+    )
+    return generation.completion_tokens * (weights + cache) / generation.num_steps
