@@ -151,7 +151,7 @@ def test_words_say_how_many_tokens_hide_the_gathering():
 
 def test_words_say_what_tensor_parallel_waits_for_and_what_is_not_known():
     layout = Layout(strategy="fsdp2", dp_shard_size=2, tp_size=4)
-    assert "of a micro-batch is waiting in layers" in words(layout)
+    assert "of a micro-batch is waiting for other devices" in words(layout)
     assert words(Layout()) is None
     made, hardware = planned(layout)
     nothing = hardware.figures.model_copy(update={"link_bytes_per_second": None})

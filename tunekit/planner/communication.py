@@ -15,6 +15,7 @@ from typing import Literal
 
 from tunekit.planner.facts import Facts, Figures, ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import SFT, Passes
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, weights_bytes
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
@@ -28,6 +29,10 @@ class Range(Facts):
     def times(self, factor: float) -> "Range":
         """Both ends multiplied."""
         return Range(low=self.low * factor, high=self.high * factor)
+
+    def plus(self, other: "Range") -> "Range":
+        """Both ends added."""
+        return Range(low=self.low + other.low, high=self.high + other.high)
 
 
 NVLINK_SHARE = Range(low=0.33, high=0.85)
@@ -75,7 +80,7 @@ LINKS = {
 
 Link = Literal["devices", "host", "disk"]
 
-Hides = Literal["compute", "attention", "nothing"]
+Hides = Literal["compute", "attention", "nothing", "generation"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class Transfer:
         what: What it is, in words.
         sent_bytes: Bytes that a device sends each time.
         link: `devices` for what goes to other devices, by whatever link there is.
-        hides_behind: What the device computes meanwhile; what attention hides depends on how it is done.
+        hides_behind: What the device computes meanwhile; what attention hides depends on how it is done. What
+            generating answers sends is no part of a micro-batch.
         per_step: Whether it happens once an optimizer step, at the end of the last micro-batch, not in every one.
         num_in_node: Devices that take part and are in one node; of a disk those that share it.
         num_devices: All that take part.
@@ -150,6 +156,7 @@ def transfers_of(
     num_nodes: int,
     num_tokens: float,
     gradient_checkpointing: bool,
+    passes: Passes = SFT,
 ) -> tuple[Transfer, ...]:
     """All that a device sends in a step.
 
@@ -161,14 +168,15 @@ def transfers_of(
         num_nodes: Machines that its processes are on, as many on each.
         num_tokens: Tokens of a micro-batch.
         gradient_checkpointing: Whether layers, and what they send, are computed again.
+        passes: What the method does in a step.
     """
     per_node = layout.num_processes // num_nodes
     shards, tensor = layout.num_shards, layout.tp_size
     everything = [
-        *_of_states(model, adapter, dtype, layout, _Group(shards, tensor, per_node)),
+        *_of_states(model, adapter, dtype, layout, _Group(shards, tensor, per_node), passes),
         *_between_replicas(model, adapter, dtype, layout, _Group(layout.dp_replicate_size, shards * tensor, per_node)),
-        *_of_activations(model, dtype, layout, num_tokens, per_node, again=gradient_checkpointing),
-        *_of_offloading(model, adapter, dtype, layout, per_node),
+        *_of_activations(model, dtype, layout, num_tokens, per_node, passes, again=gradient_checkpointing),
+        *_of_offloading(model, adapter, dtype, layout, per_node, passes),
     ]
     return tuple(transfer for transfer in everything if transfer.sent_bytes > 0)
 
@@ -205,25 +213,54 @@ def gathered_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype:
 
 
 def _of_states(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout, group: _Group
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    dtype: Dtype,
+    layout: Layout,
+    group: _Group,
+    passes: Passes,
 ) -> Iterator[Transfer]:
     """Weights and gradients among the devices that divide them.
 
     FSDP2 gathers a layer before its forward pass and, resharded, again before its backward pass; a frozen base is
     gathered too, but has no gradients. Without `sync_each_batch` Accelerate reduces in the last micro-batch alone. ZeRO
     gathers what is divided at its stage: ZeRO-3 weights, the others what the optimizer updated.
+
+    Passes without gradients gather as well, but for one that follows a forward pass whose weights stayed. FSDP2 has a
+    reference model of its own in one unit: gathered before it computes, once for all where it stays.
     """
     weights = gathered_bytes(model, adapter, dtype) / layout.tp_size
     gradients = BYTES[dtype] * num_trainable_params(model, adapter) / layout.tp_size
     match layout.strategy:
         case "fsdp2" | "zero3":
             twice = layout.strategy == "zero3" or layout.reshard_after_forward
-            yield group.sends("gathering weights", (2 if twice else 1) * weights, "compute")
+            again, alone = passes.num_forwards, 0.0
+            if passes.keeps_reference and layout.strategy == "fsdp2":
+                again, alone = again - passes.num_reference_forwards, twice * passes.num_reference_forwards
+            elif passes.refers_in_micro_batch and not twice:
+                again = 0
+            yield group.sends("gathering weights", ((2 if twice else 1) + again) * weights, "compute")
+            yield group.sends("gathering the reference", alone * weights, "nothing")
+            often = _times_generating(passes, layout)
+            yield group.sends("gathering weights to generate", often * weights, "generation", per_step=True)
             once = layout.strategy == "fsdp2" and not layout.sync_each_batch
             yield group.sends("reducing gradients", gradients, "compute", per_step=once)
         case "zero1" | "zero2":
             yield group.sends("reducing gradients", gradients, "compute", per_step=layout.strategy == "zero1")
             yield group.sends("gathering updated weights", gradients, "nothing", per_step=True)
+
+
+def _times_generating(passes: Passes, layout: Layout) -> float:
+    """How often in an optimizer step all weights come together to generate.
+
+    FSDP2 frees each layer again, unless its weights stay, and so gathers for every token; TRL has ZeRO-3 gather all of
+    them at once.
+    """
+    generation = passes.generation
+    if generation is None:
+        return 0.0
+    every_token = layout.strategy == "fsdp2" and layout.reshard_after_forward
+    return (generation.completion_tokens if every_token else 1) / generation.num_steps
 
 
 def _between_replicas(
@@ -237,7 +274,7 @@ def _between_replicas(
 
 
 def _of_activations(
-    model: ModelFacts, dtype: Dtype, layout: Layout, num_tokens: float, per_node: int, *, again: bool
+    model: ModelFacts, dtype: Dtype, layout: Layout, num_tokens: float, per_node: int, passes: Passes, *, again: bool
 ) -> Iterator[Transfer]:
     """What the devices that compute one micro-batch together tell each other, in every layer.
 
@@ -251,14 +288,14 @@ def _of_activations(
     tensor, context, ulysses = layout.tp_size, layout.cp_size, layout.sp_size
     tokens = num_tokens / (context * ulysses)
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    passes = 3 if again else 2
+    times = 3 if again else 2
     # Computed again is a layer up to the input of its last product.
-    sums = (3 if again else 2) + _num_column_products(model)
+    sums = (3 if again else 2) + _num_column_products(model) + 2 * passes.num_forwards
     summed = layers * sums * tokens * model.hidden_size * e
     yield _Group(tensor, 1, per_node).sends("summing activations", 2 * summed, "nothing")
-    rings = layers * (passes + 1) * num_tokens / ulysses * 2 * kv / tensor * e
+    rings = layers * (times + 1) * num_tokens / ulysses * 2 * kv / tensor * e
     yield _Group(context, tensor, per_node).sends("passing keys and values", rings, "attention")
-    exchanged = layers * passes * tokens * 2 * (q + kv) / tensor * e
+    exchanged = layers * times * tokens * 2 * (q + kv) / tensor * e
     yield _Group(ulysses, tensor, per_node).sends("exchanging heads", exchanged, "nothing")
 
 
@@ -268,7 +305,7 @@ def _num_column_products(model: ModelFacts) -> int:
 
 
 def _of_offloading(
-    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout, per_node: int
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout, per_node: int, passes: Passes
 ) -> Iterator[Transfer]:
     """Weights, gradients and states between a device and where they lie.
 
@@ -281,15 +318,19 @@ def _of_offloading(
     adapters = 0 if isinstance(adapter, FullAdapter) else 4 * num_trainable_params(model, adapter)
     as_stored = weights_bytes(model, adapter, dtype) + adapters
     weights = (as_stored if stored else gathered_bytes(model, adapter, dtype)) / parts
-    gathers = 1 if stored and not layout.reshard_after_forward else 2
+    gathers = (1 if stored and not layout.reshard_after_forward else 2) + passes.num_forwards
     e = 4 if stored else BYTES[dtype]
-    often = layout.sync_each_batch if stored else layout.strategy != "zero1"
+    reduces_often = layout.sync_each_batch if stored else layout.strategy != "zero1"
     if layout.offload_param_device == "cpu":
         yield Transfer("fetching weights", gathers * weights, "host", "compute")
     elif layout.offload_param_device == "nvme":
         yield Transfer("fetching weights", gathers * weights, "disk", "compute", num_in_node=per_node)
+    if layout.offload_param_device != "none":
+        link: Link = "host" if layout.offload_param_device == "cpu" else "disk"
+        size = _times_generating(passes, layout) * weights
+        yield Transfer("fetching weights to generate", size, link, "generation", per_step=True, num_in_node=per_node)
     if layout.offload_optimizer_device != "none" or (stored and layout.offload_param_device == "cpu"):
-        yield Transfer("sending gradients down", e * trained, "host", "compute", per_step=not often)
+        yield Transfer("sending gradients down", e * trained, "host", "compute", per_step=not reduces_often)
         if layout.offload_param_device == "none":
             yield Transfer("fetching updated weights", e * trained, "host", "nothing", per_step=True)
     if layout.offload_optimizer_device == "nvme":

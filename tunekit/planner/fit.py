@@ -140,7 +140,8 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
     sizes = _sizes(recipe, batch)
-    enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / recipe.data.max_length))
+    row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
+    enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
     widens_mask = asked is None and in_one_row and needs_mask(setting.attention)
     if widens_mask:

@@ -75,6 +75,19 @@ def flops_per_token(
     return forward + backward + 3 * attention + head + again
 
 
+def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_share: float) -> float:
+    """Floating-point operations of one token in a forward pass without gradients and without adapters.
+
+    Args:
+        model: A model that `is_counted`.
+        attended_tokens: Length of a row of attention scores.
+        head_share: Share of the tokens for which logits are computed.
+    """
+    attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
+    experts = _experts(model, FullAdapter(), 1).forward
+    return 2 * _sizes(model.linears) + experts + attention + 2 * model.vocab_size * model.hidden_size * head_share
+
+
 def _is_last(name: str, sizes: tuple[int, int], model: ModelFacts) -> bool:
     """Whether a linear layer is the last product of its decoder layer; what experts give is weighted after it."""
     if model.num_experts:

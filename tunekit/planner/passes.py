@@ -62,6 +62,13 @@ class Passes:
     generation: Generation | None = None
 
     @property
+    def num_reference_forwards(self) -> float:
+        """Of `num_forwards` those of a reference model that is there besides the trained one."""
+        if not self.keeps_reference:
+            return 0.0
+        return 1.0 if self.generation is None else 1 / self.generation.num_steps
+
+    @property
     def always_pads(self) -> bool:
         """Whether TRL pads batches whatever is asked for."""
         return self.method != "sft"
@@ -336,25 +343,6 @@ def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) ->
         case "fsdp2":
             return e * (2 * (model.num_params // model.num_layers) + vocabulary)
     return 0
-
-
-def flops_without_gradients(model: ModelFacts, passes: Passes, *, attended_tokens: float, head_share: float) -> float:
-    """Floating-point operations of a token in an optimizer step, in all passes without gradients.
-
-    Those are a product of 2 operations for each weight, and attention; the adapters' own, which a reference pass does
-    not have, are left out. Generation takes each token through the model once, with the keys of those before it.
-
-    Args:
-        model: The model.
-        passes: What the method does.
-        attended_tokens: Length of a row of attention scores.
-        head_share: Share of the tokens for which logits are computed.
-    """
-    linear = sum(outputs * inputs for outputs, inputs in model.linears.values())
-    attention = 4 * model.num_layers * model.num_heads * model.head_dim * attended_tokens
-    forward = 2 * linear + attention + 2 * model.vocab_size * model.hidden_size * head_share
-    generations = 0.0 if passes.generation is None else 1 / passes.generation.num_steps
-    return (passes.num_forwards + generations) * forward
 
 
 def generation_bytes(

@@ -5,15 +5,28 @@ range (`tunekit.planner.step`); where there is neither, nothing is predicted.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.flops import flops_per_token, is_counted
+from tunekit.planner.flops import flops_per_token, forward_flops_per_token, is_counted
 from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
+from tunekit.planner.passes import Passes, generation_bytes, passes_of
 from tunekit.planner.records import RunRecord
 from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
-from tunekit.planner.step import Step, communication_words, peak_of, rate_of, seconds_of, unknown_link
+from tunekit.planner.step import (
+    Before,
+    Generating,
+    Step,
+    communication_words,
+    generating,
+    peak_of,
+    rate_of,
+    seconds_before,
+    seconds_of,
+    unknown_link,
+)
 from tunekit.recipe.schema import Optim, Recipe
 
 SIMILAR_SIZE = 2
@@ -27,7 +40,8 @@ class Speed(Facts):
     model_type: str
     """With `flops_per_token` what later plans need of this one, once its run is recorded."""
     flops_per_token: float
-    """Floating-point operations of one token's training step, recomputation included."""
+    """Floating-point operations of one token's training step: recomputation and passes of a reference included,
+    generating it not."""
     tokens_per_second: Range | None = None
     """Tokens without padding, in the training steps alone, on all devices together."""
     num_devices: int = 1
@@ -35,7 +49,8 @@ class Speed(Facts):
     mfu: Range | None = None
     """Share of the devices' peak that goes into the model's own operations, recomputation left out."""
     seconds: Range | None = None
-    """Time of all training steps, with what failures cost; an upper bound while the rows are not tokenised."""
+    """Time of all training steps, with what is computed before them and what failures cost; an upper bound while the
+    rows are not tokenised."""
     cost_usd: Range | None = None
     """Price of that time, for all devices."""
     usd_per_million_tokens: Range | None = None
@@ -104,29 +119,35 @@ def step_of(
     if not is_counted(model):
         return None
     row = document = longest = float(recipe.data.max_length)
-    head_share = 1.0
-    if data.tokenized and data.num_train_tokens:
+    batch = recipe.train.global_batch_size
+    passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+    # Elsewhere TRL's head computes every position.
+    head_share = passes.max_scored_share if device.kind == "cuda" else 1.0
+    if data.tokenized and data.num_train_tokens and passes.method == "sft":
         row = document = longest = data.num_train_tokens / data.num_train
         if recipe.data.packing and data.num_rows:
             document = min(row, data.num_train_tokens / data.num_rows)
         if micro_batch_size > 1 and not padding_free and data.longest_tokens:
             longest = float(data.longest_tokens)
         if device.kind == "cuda":
-            # Elsewhere TRL's head computes every position.
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
-    batch = recipe.train.global_batch_size
+    sequences = passes.sequences_per_row
 
     def operations(*, again: bool) -> float:
         return flops_per_token(
             model,
             recipe.adapter,
             attended_tokens=attended,
-            num_tokens=micro_batch_size * row,
+            num_tokens=micro_batch_size * sequences * row,
             head_share=head_share,
             gradient_checkpointing=again,
         )
 
+    forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
+    generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
+    without_gradients = passes.num_forwards * forward
+    generated = 0.0 if generation is None else generation.flops / (batch * row)
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
     # The head's tiles are computed twice.
@@ -139,10 +160,10 @@ def step_of(
         dtype=dtype,
         layout=layout,
         num_nodes=num_nodes,
-        flops_per_token=operations(again=gradient_checkpointing),
-        model_flops_per_token=operations(again=False) - head_again,
-        num_tokens=batch * row,
-        max_computed_tokens=batch * longest,
+        flops_per_token=operations(again=gradient_checkpointing) + without_gradients,
+        model_flops_per_token=operations(again=False) - head_again + without_gradients + generated,
+        num_tokens=batch * sequences * row,
+        max_computed_tokens=batch * sequences * longest,
         num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
         num_trained=trained,
         optimizer_bytes=optimizer_bytes(trained, recipe.train.optim) / (layout.num_shards * layout.tp_size),
@@ -153,9 +174,32 @@ def step_of(
             dtype,
             layout,
             num_nodes=num_nodes,
-            num_tokens=micro_batch_size * longest,
+            num_tokens=micro_batch_size * sequences * longest,
             gradient_checkpointing=gradient_checkpointing,
+            passes=passes,
         ),
+        num_forwards=passes.num_forwards,
+        generating=generation,
+        before=Before(
+            flops=data.num_train * sequences * row * forward,
+            num_micro_batches=data.num_train / (micro_batch_size * layout.num_batches),
+        )
+        if passes.num_forwards_before
+        else None,
+    )
+
+
+def _generating(
+    recipe: Recipe, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, forward_flops: float
+) -> Generating | None:
+    """The work of generating the answers of a step; each token goes through the model once."""
+    generation = passes.generation
+    if generation is None:
+        return None
+    return Generating(
+        num_tokens=generation.completion_tokens / generation.num_steps,
+        read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
+        flops=forward_flops / generation.num_steps,
     )
 
 
@@ -184,7 +228,7 @@ def speed_of(
     timed = _timed(step, device, figures or Figures(), records)
     if isinstance(timed, str):
         return known.model_copy(update={"basis": timed})
-    seconds, basis, communication = timed
+    seconds = timed.seconds
     tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
     peak = peak_of(step, device, figures)
     goodput = None
@@ -198,7 +242,7 @@ def speed_of(
             save_steps=save_steps,
         )
     lost = 1.0 if goodput is None else 1 / goodput.share
-    total = None if num_steps is None else seconds.times(num_steps * lost)
+    total = None if num_steps is None else seconds.times(num_steps * lost).plus(timed.before)
     price = None if figures is None else figures.usd_per_hour
     a_second = None if price is None else step.num_devices * price / 3600
     return known.model_copy(
@@ -208,40 +252,63 @@ def speed_of(
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
             "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
-            "communication": communication,
+            "communication": timed.communication,
             "goodput": goodput,
-            "basis": f"{basis}; steps alone, without evaluations"
+            "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
             + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
         }
     )
 
 
-def _timed(
-    step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]
-) -> tuple[Range, str, str | None] | str:
-    """Seconds of a step, what they come from, and words on what devices send; or words on what is not known."""
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of a step, and what they come from in words."""
+
+    seconds: Range
+    generating: Range
+    """Of these, in which answers are generated."""
+    before: Range
+    """Before the first step."""
+    basis: str
+    communication: str | None
+
+
+def _parts_words(step: Step, timed: _Timed) -> str:
+    """What of the time is no training, in words."""
+    said = ""
+    if step.generating is not None:
+        said += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
+    if step.before is not None:
+        said += f"; {_between(timed.before, duration)} for the reference before the first step"
+    return said
+
+
+def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]) -> _Timed | str:
+    """How long a step takes, or words on what is not known."""
     similar = [record for record in records if _is_similar(record, step, device)]
     as_spread = [record for record in similar if record.num_devices == step.num_devices]
-    if as_spread:
-        # What devices waited is in it.
-        work = step.num_tokens * step.flops_per_token / step.num_devices
-        rate = _rate_of(as_spread)
-        said = communication_words(step, rate, figures)
-        return Range(low=work / rate.high, high=work / rate.low), _words_of(as_spread, device), said
     alone = [record for record in similar if record.num_devices == 1]
-    if alone:
+    if as_spread:
+        rate, basis = _rate_of(as_spread), _words_of(as_spread, device)
+    elif alone:
         rate, basis = _rate_of(alone), _words_of(alone, device)
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
             return f"how much {device.name} computes in a second is not known; a finished run on it will tell"
         rate, basis = by_peak
+    generation = generating(step, rate, figures)
     seconds = seconds_of(step, rate, figures)
-    if seconds is None:
+    if as_spread and generation is not None:
+        # What devices waited is in it.
+        work = step.num_tokens * step.flops_per_token / step.num_devices
+        seconds = Range(low=work / rate.high, high=work / rate.low).plus(generation)
+    if seconds is None or generation is None:
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
         return f"how fast {what} is, is not known; a finished run on as many devices will tell"
-    return seconds, basis, communication_words(step, rate, figures)
+    said = communication_words(step, rate, figures)
+    return _Timed(seconds, generation, seconds_before(step, rate), basis, said)
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:

@@ -56,10 +56,47 @@ COLLATED_TOKENS_PER_SECOND = 2.0e6
 one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
 without them it comes on top. Tokenising a stream is not in it."""
 
+FORWARD_SECONDS = Range(low=0.00025, high=0.0008)
+"""The same of a forward pass alone. High: generating takes 0.76 to 0.78 ms a layer and token with models of 1.8B to
+14B, of 24 to 40 layers (github.com/QwenLM/Qwen, README, "Inference Performance": 54.09, 40.93 and 32.22 tokens/s on an
+A100, transformers). Low: faster processors, a choice and not a measurement."""
+
+BANDWIDTH_SHARE = Range(low=0.6, high=1.0)
+"""Share of the peak of its memory at which a device reads weights to generate. Low: 8.48 tokens/s with a 72B model, 145
+GB on two A100 that take turns (the same table); high: the peak itself."""
+
 HIDDEN_BY_LAST_BACKWARD = Range(low=0.0, high=0.5)
 """How much of a micro-batch's computing hides what is sent once a step: the gradients of the last layers are ready
 while the first are still computed. From nothing to all of a backward pass, which is at least half of the
 computing."""
+
+
+@dataclass(frozen=True)
+class Generating:
+    """The work of generating answers in one optimizer step.
+
+    Attributes:
+        num_tokens: New tokens of an answer, which come one after another.
+        read_bytes: Memory that each device reads and writes.
+        flops: Operations, on all devices.
+    """
+
+    num_tokens: float
+    read_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Before:
+    """A forward pass over all rows before the training.
+
+    Attributes:
+        flops: Operations, on all devices.
+        num_micro_batches: Micro-batches that a device computes one after another.
+    """
+
+    flops: float
+    num_micro_batches: float
 
 
 @dataclass(frozen=True)
@@ -70,8 +107,8 @@ class Step:
         adapter: Kind of the adapter.
         layout: How it is spread.
         num_nodes: Machines that it is spread over.
-        flops_per_token: Operations for one token.
-        model_flops_per_token: Of these, what is no recomputation.
+        flops_per_token: Operations for one token, in all passes of a micro-batch.
+        model_flops_per_token: Of these, what is no recomputation, and those of generating it.
         num_tokens: Tokens without padding.
         max_computed_tokens: Tokens with the most padding that there can be.
         num_micro_batches: Micro-batches that a device computes one after another.
@@ -79,6 +116,9 @@ class Step:
         optimizer_bytes: Memory that the optimizer reads and writes on each device.
         checkpoint_bytes: Size of a checkpoint with the optimizer's states.
         transfers: What each device sends.
+        num_forwards: Passes without gradients of a micro-batch.
+        generating: The work of generating its answers; None where there are none.
+        before: What is computed before the first step; None where nothing is.
     """
 
     model_type: str
@@ -97,6 +137,9 @@ class Step:
     optimizer_bytes: float
     checkpoint_bytes: float
     transfers: tuple[Transfer, ...] = ()
+    num_forwards: float = 0.0
+    generating: Generating | None = None
+    before: Before | None = None
 
     @property
     def num_devices(self) -> int:
@@ -116,10 +159,10 @@ class Step:
     def computing(self, rate: Range) -> Range:
         """Seconds in which a device computes one micro-batch, at `rate` operations a second."""
         share = self.flops_per_token / self.num_micro_batches / self.num_devices
-        floor = LAYER_SECONDS.times(self.num_layers)
+        floor, again = LAYER_SECONDS.times(self.num_layers), FORWARD_SECONDS.times(self.num_layers * self.num_forwards)
         return Range(
-            low=max(self.num_tokens * share / rate.high, floor.low),
-            high=max(self.max_computed_tokens * share / rate.low, floor.high),
+            low=max(self.num_tokens * share / rate.high, floor.low + again.low),
+            high=max(self.max_computed_tokens * share / rate.low, floor.high + again.high),
         )
 
 
@@ -149,8 +192,8 @@ def unknown_link(step: Step, figures: Figures) -> str | None:
 
 def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
     """How long a step takes, where devices compute at `rate`; None where a link or the memory's speed is not known."""
-    update = _updating(step, figures)
-    if update is None or unknown_link(step, figures) is not None:
+    update, generation = _updating(step, figures), generating(step, rate, figures)
+    if update is None or generation is None or unknown_link(step, figures) is not None:
         return None
     computing = step.computing(rate)
     hidden, exposed = waiting(step, figures)
@@ -162,12 +205,44 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
         low=number * (max(computing.low, hidden.low, collating) + exposed.low)
         + max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low)
         + after.low
-        + update.low,
+        + update.low
+        + generation.low,
         high=number * (max(computing.high, hidden.high) + exposed.high + collating)
         + max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high)
         + after.high
-        + update.high,
+        + update.high
+        + generation.high,
     )
+
+
+def generating(step: Step, rate: Range, figures: Figures) -> Range | None:
+    """Seconds in which the answers of a step are generated; None where the memory's speed is not known.
+
+    For each token all weights are read from memory, kernels launched and, where they are divided, weights gathered: the
+    longest of these. Computing is hidden by it at best.
+    """
+    work, bandwidth = step.generating, figures.memory_bytes_per_second
+    if work is None:
+        return Range(low=0.0, high=0.0)
+    if bandwidth is None:
+        return None
+    reading = BANDWIDTH_SHARE.times(bandwidth)
+    launching = FORWARD_SECONDS.times(step.num_layers * work.num_tokens)
+    sending = _sum((one for one in step.transfers if one.hides_behind == "generation"), figures)
+    computing = work.flops / step.num_devices
+    return Range(
+        low=max(work.read_bytes / reading.high, launching.low, sending.low, computing / rate.high),
+        high=max(work.read_bytes / reading.low, launching.high, sending.high) + computing / rate.low,
+    )
+
+
+def seconds_before(step: Step, rate: Range) -> Range:
+    """Seconds of what is computed before the first step."""
+    work = step.before
+    if work is None:
+        return Range(low=0.0, high=0.0)
+    each, launching = work.flops / step.num_devices, FORWARD_SECONDS.times(step.num_layers * work.num_micro_batches)
+    return Range(low=max(each / rate.high, launching.low), high=max(each / rate.low, launching.high))
 
 
 def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
@@ -195,7 +270,11 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
         return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
     return "; ".join(
         said
-        for said in (_hiding_words(step, rate, figures), _waiting_words(step, rate, figures), _once_words(step))
+        for said in (
+            _hiding_words(step, rate, figures),
+            _waiting_words(step, rate, figures),
+            _once_words(step),
+        )
         if said
     )
 
@@ -231,15 +310,26 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
             exposed.high / (exposed.high + max(computing.high, hidden.high)),
         ]
     )
-    return f"{shares[0]:.0%} to {shares[1]:.0%} of a micro-batch is waiting in layers"
+    return f"{shares[0]:.0%} to {shares[1]:.0%} of a micro-batch is waiting for other devices"
 
 
 def _once_words(step: Step) -> str | None:
+    """What is sent once a step, and what is sent to generate its answers."""
     once = [one for one in step.transfers if one.per_step]
-    if not once:
-        return None
-    links = " and ".join(dict.fromkeys(one.link_name for one in once))
-    return f"{sum(one.sent_bytes for one in once) / 1e9:,.3g} GB once a step {links}"
+    said = []
+    for when, sent in (
+        ("once a step", [one for one in once if one.hides_behind != "generation"]),
+        ("a step to generate", [one for one in once if one.hides_behind == "generation"]),
+    ):
+        links = " and ".join(dict.fromkeys(one.link_name for one in sent))
+        if sent:
+            said.append(f"{_in_gb(sum(one.sent_bytes for one in sent))} {when} {links}")
+    return "; ".join(said) or None
+
+
+def _in_gb(size_bytes: float) -> str:
+    size = size_bytes / 1e9
+    return f"{size:,.0f} GB" if size >= 100 else f"{size:,.3g} GB"
 
 
 def _updating(step: Step, figures: Figures) -> Range | None:
