@@ -8,11 +8,11 @@ from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trac
 from tests.planner.shapes import LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.planner.activations import head_of
+from tunekit.planner.flops import forward_flops_per_token
 from tunekit.planner.layout import Layout
 from tunekit.planner.padding import padding_of
 from tunekit.planner.passes import (
     Passes,
-    flops_without_gradients,
     generation_bytes,
     kv_cache_bytes,
     method_words,
@@ -234,9 +234,7 @@ def test_operations_of_a_reference_pass_are_those_that_torch_counts():
     ids = torch.zeros(one.batch, one.length, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=ids, labels=ids, fused_lm_head=True)
-    found = flops_without_gradients(
-        facts_of(one), passes(DPOMethod(), LoraAdapter()), attended_tokens=one.length, head_share=63 / 64
-    )
+    found = forward_flops_per_token(facts_of(one), attended_tokens=one.length, head_share=63 / 64)
     assert found == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.01)
 
 

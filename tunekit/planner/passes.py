@@ -334,10 +334,12 @@ def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) ->
     """Bytes of weights that are there whole while tokens are generated.
 
     TRL gathers all of them at once from ZeRO-3 (`ds3_gather_for_generation`); FSDP2 gathers layer after layer, with
-    the next one on its way, and keeps the head.
+    the next one on its way, and keeps the head, or all of them where they are not freed after a forward pass.
     """
     e, vocabulary = BYTES[dtype], model.vocab_size * model.hidden_size
     match layout.strategy:
+        case "fsdp2" if not layout.reshard_after_forward:
+            return e * model.num_params
         case "zero3":
             return e * model.num_params
         case "fsdp2":
