@@ -150,6 +150,14 @@ REFUSED = {
         {"parallel": {"sp_size": 2, "cp_size": 2}},
         "parallel.cp_size and parallel.sp_size: Accelerate takes one of them; leave one out",
     ),
+    "answers on divided sequences": (
+        {"method": "grpo", "parallel": {"cp_size": 2}},
+        "FSDP2, full shard, context parallel 2: grpo is not computed on divided sequences; use fsdp2 without them",
+    ),
+    "pairs on divided sequences": (
+        {"method": "dpo", "parallel": {"sp_size": 2}},
+        "ZeRO-3, Ulysses 2: dpo is not computed on divided sequences; use fsdp2 without them",
+    ),
     "a disk without a path": (
         {"parallel": {"offload_param_device": "nvme"}},
         "parallel.offload_param_device: nvme needs parallel.nvme_path; name a folder on a fast local disk",

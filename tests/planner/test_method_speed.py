@@ -8,11 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.planner.oracle import facts_of
 from tests.planner.oracle_methods import trace
-from tests.planner.shapes import LLAMA_8B
+from tests.planner.shapes import LLAMA_8B, with_gpu
 from tests.planner.test_passes import ADAPTERS, METHODS, step
 from tests.planner.test_speed import DEVICE, STEP
 from tests.planner.test_step import FIGURES, RATE
-from tunekit.planner.candidates import ENOUGH_TOKENS
 from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.flops import forward_flops_per_token
@@ -208,8 +207,18 @@ def test_fsdp2_gathers_all_weights_for_each_token_unless_they_stay(reshards, tim
 
 
 def test_both_answers_of_a_pair_keep_a_device_busy():
-    """2,048 tokens are enough: four rows of 512 tokens, or two pairs."""
-    hardware = find_machine("rtx4090").hardware()
-    sizes = [resolve(recipe(name, length=512), hardware, LLAMA_8B, ROWS).micro_batch_size for name in ("sft", "dpo")]
-    assert ENOUGH_TOKENS == 2048
-    assert sizes == [0, 0]
+    """2,048 tokens are enough, so that activations are kept: four rows of 512 tokens, or two pairs."""
+    hardware = with_gpu("40 GiB", 40, (8, 0))
+    plans = [resolve(recipe(name, length=512), hardware, LLAMA_8B, ROWS) for name in ("sft", "dpo")]
+    assert [(plan.micro_batch_size, plan.gradient_checkpointing) for plan in plans] == [(4, False), (2, False)]
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_a_plan_says_how_long_its_method_takes(method, adapter):
+    hardware = find_machine("8xh100").hardware()
+    sft, other = (
+        resolve(recipe(name, adapter=adapter, batch=64), hardware, LLAMA_8B, ROWS) for name in ("sft", method)
+    )
+    assert other.speed.seconds.low / other.schedule.num_steps > sft.speed.seconds.low / sft.schedule.num_steps
+    assert ("a step is generating" in other.explain()) == (method == "grpo")
