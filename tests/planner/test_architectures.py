@@ -6,13 +6,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tunekit.errors import ModelError, PlanError
 from tunekit.planner.architectures import FAMILIES, tensors_of
-from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_experts, mixture_of
+from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_experts
 from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
-from tunekit.planner.states import num_trainable_params
-from tunekit.probe.model import sketch_model
+from tunekit.planner.states import num_trainable_params, trained_tensors
+from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.schema import LoraAdapter, ModelSection
 
 SMALL = {
@@ -212,10 +213,8 @@ def test_a_part_is_named_with_what_is_missing():
 
 def test_the_sizes_of_a_mixture_are_those_of_its_config():
     facts = facts_of(tiny("deepseek_v3"))
-    found = mixture_of(facts.tensors, facts.num_experts, facts.num_experts_per_token, facts.hidden_size)
-    assert found == Mixture(num_layers=2, num_experts=4, per_token=2, inner=24, shared=48, dense=80)
-    dense = facts_of(tiny("llama"))
-    assert mixture_of(dense.tensors, dense.num_experts, dense.num_experts_per_token, dense.hidden_size) is None
+    assert facts.mixture == Mixture(num_layers=2, num_experts=4, per_token=2, inner=24, shared=48, dense=80)
+    assert facts_of(tiny("llama")).mixture is None
 
 
 def test_the_types_whose_experts_peft_adapts_are_those_it_names():
@@ -239,22 +238,60 @@ def test_experts_and_router_are_counted_and_are_no_linear_layers():
     assert facts.intermediate_size == 2 * 16
 
 
-def test_experts_that_files_store_one_by_one_are_no_linear_layers_either():
-    fused = facts_of(tiny("mixtral"))
-    stored = {name: shape for name, shape in fused.tensors.items() if "mlp" not in name}
-    for layer in range(3):
-        block = f"model.layers.{layer}.block_sparse_moe."
-        stored[block + "gate.weight"] = (4, 48)
-        for expert in range(4):
-            stored |= {f"{block}experts.{expert}.{w}.weight": (80, 48) for w in ("w1", "w3")}
-            stored[f"{block}experts.{expert}.w2.weight"] = (48, 80)
-    apart = fused.model_copy(update={"tensors": stored})
+def stored_facts(config, tensors):
+    """Facts of a folder whose weights are stored under other names than transformers' modules have."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({"architectures": ["SomeForCausalLM"], **config}))
+        Path(folder, "tokenizer.json").write_text("{}")
+        meta = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}
+        save_file(meta, Path(folder, "model.safetensors"))
+        return probe_model(ModelSection(path=folder))
+
+
+def one_by_one(tensors, block, names):
+    """Experts and routers as files store them."""
+    stored = {name: shape for name, shape in tensors.items() if ".experts." not in name}
+    gate, up, down = names
+    for name, (num_experts, outputs, inputs) in ((n, s) for n, s in tensors.items() if ".experts." in n):
+        layer = name.partition(".mlp.")[0]
+        for expert in range(num_experts):
+            at = f"{layer}.{block}.experts.{expert}."
+            if name.endswith("gate_up_proj"):
+                stored |= {f"{at}{part}.weight": (outputs // 2, inputs) for part in (gate, up)}
+            else:
+                stored[f"{at}{down}.weight"] = (outputs, inputs)
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "names"),
+    [
+        ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
+        ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+        ("deepseek_v3", "mlp", ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_experts_that_files_store_one_by_one_are_fused_as_in_the_modules(name, block, names):
+    fused = facts_of(tiny(name))
+    apart = stored_facts(tiny(name), one_by_one(fused.tensors, block, names))
+    assert len(apart.tensors) == len(fused.tensors)
     assert apart.linears == fused.linears
-    adapter = LoraAdapter(rank=4)
-    assert num_trainable_params(apart, adapter) == num_trainable_params(fused, adapter)
     assert (apart.num_params, apart.num_active_params) == (fused.num_params, fused.num_active_params)
-    of = [mixture_of(found.tensors, 4, 2, 48) for found in (apart, fused)]
-    assert of[0] == of[1] is not None
+    assert apart.mixture == fused.mixture is not None
+    for adapter in (LoraAdapter(rank=4), LoraAdapter(rank=4, target_modules=["o_proj"])):
+        assert num_trainable_params(apart, adapter) == num_trainable_params(fused, adapter)
+        assert sorted(trained_tensors(apart, adapter).values()) == sorted(trained_tensors(fused, adapter).values())
+
+
+def test_what_transformers_leaves_out_of_deepseeks_files_is_no_parameter():
+    """A layer that predicts the token after next, and a buffer."""
+    fused = facts_of(tiny("deepseek_v3"))
+    last = {name.replace(".2.", ".3."): shape for name, shape in fused.tensors.items() if ".layers.2." in name}
+    more = {"model.layers.3.eh_proj.weight": (48, 96), "model.layers.1.mlp.gate.e_score_correction_bias": (4,)}
+    assert stored_facts(tiny("deepseek_v3"), {**fused.tensors, **last, **more}).tensors == fused.tensors
+    model = built(tiny("deepseek_v3"))
+    assert any(name.endswith("e_score_correction_bias") for name, _ in model.named_buffers())
+    assert any("layers" in pattern for pattern in model._keys_to_ignore_on_load_unexpected)
 
 
 def test_a_window_that_is_not_used_is_none():

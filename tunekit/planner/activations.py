@@ -10,7 +10,6 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
@@ -77,7 +76,7 @@ class _Products:
 
 def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, autocast: bool) -> _Products:
     full = isinstance(adapter, FullAdapter)
-    names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
+    names = (model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules)).kinds
     leaves = frozenset(
         name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
     )
@@ -99,7 +98,7 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
     h, e, n, q, kv = products.h, products.e, model.num_heads, *_widths(model)
     attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=products.full, e=e)
-    if any(name.endswith("qkv_proj.weight") for name in model.tensors):
+    if any(name.endswith("qkv_proj") for name in model.all_linears.kinds):
         # Values are a part of one tensor with queries and keys as they were before they were rotated.
         attention += e * (q + kv)
     # A single key-value head is repeated without a copy.
@@ -265,7 +264,7 @@ class _Mlps:
 
 def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
     h, i, e = model.hidden_size, model.intermediate_size, products.e
-    mixture = mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, h)
+    mixture = model.mixture
     if mixture is None:
         one = _mlp_bytes(products, i) * num_tokens
         working = _working_bytes(model, products, recomputes=recomputes) * num_tokens

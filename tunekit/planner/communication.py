@@ -208,7 +208,7 @@ def gathered_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype:
     trained = 0 if isinstance(adapter, FullAdapter) else num_trainable_params(model, adapter)
     if not isinstance(adapter, QloraAdapter):
         return float(BYTES[dtype] * (model.num_params + trained))
-    quantised = sum(outputs * inputs for outputs, inputs in model.linears.values())
+    quantised = model.num_linear_params
     return 0.5 * quantised + BYTES[dtype] * (model.num_params - quantised + trained)
 
 

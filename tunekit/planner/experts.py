@@ -135,7 +135,7 @@ def adapted_experts(
     """What of the experts and routers gets an adapter, with the sizes of all matrices of a tensor taken together.
 
     Args:
-        tensors: Shapes by name; the experts of a layer fused, or each for itself as files store them.
+        tensors: Shapes by name, the experts of a layer fused.
         former: What became of the former linear layers.
         targets: Names of modules, or `all-linear`.
     """
@@ -143,19 +143,13 @@ def adapted_experts(
     found: Sizes = {}
     for name, shape in tensors.items():
         module = name.removesuffix(".weight")
-        if ".experts." not in name:
-            part = "gate" if _leaf(module) == "gate" else None
-        else:
-            part = former.get(_leaf(module), _leaf(module))
-        if part is None or part not in asked or len(shape) < 2:
+        part = _leaf(module)
+        if part not in asked or len(shape) < 2 or (part == "gate") == (".experts." in name):
             continue
         *experts, outputs, inputs = shape
-        times = experts[0] if experts else 1
-        if part == "gate_up_proj":
-            # Twice the rank over outputs of both: per expert 2r x (2i + h). Apart they are two of i outputs.
-            found[module] = (2 * times * outputs, (2 if experts else 1) * times * inputs)
-        else:
-            found[module] = (times * outputs, times * inputs)
+        # Gate and up projection together have twice the rank.
+        times = math.prod(experts) * (2 if experts and part == "gate_up_proj" else 1)
+        found[module] = (times * outputs, times * inputs)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, is_former_linear
+from tunekit.planner.experts import FORMER_LINEARS, Mixture, adapted_experts, is_former_linear, mixture_of
 
 
 class Facts(BaseModel):
@@ -124,8 +124,31 @@ class Shapes:
 _LAYER = re.compile(r".*?\.\d+\.")
 """The beginning of the name of a tensor in a layer, such as `model.layers.0.`."""
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-"""An expert that is stored for itself."""
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+"""The number of a layer in a name."""
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linear layers, or what is adapted like them."""
+
+    sizes: dict[str, tuple[int, int]]
+    """Outputs and inputs by module name."""
+
+    @cached_property
+    def shapes(self) -> Counter[tuple[int, int]]:
+        """How many there are of each size."""
+        return Counter(self.sizes.values())
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Their names without the numbers of layers."""
+        return frozenset(_NUMBER.sub("", name) for name in self.sizes)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Number of their parameters."""
+        return sum(outputs * inputs * times for (outputs, inputs), times in self.shapes.items())
 
 
 class ModelFacts(Facts):
@@ -141,7 +164,8 @@ class ModelFacts(Facts):
     layer_types: tuple[str, ...] = ()
     """How each layer mixes tokens, by transformers' names; empty where config.json does not say."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shape of every tensor by name: as stored, or as transformers' modules have it."""
+    """Shape of every tensor by name, as stored, but for experts: those of a layer are fused, as transformers' modules
+    have them."""
     known_from: Literal["weights", "config", "table"] = "weights"
     """Where the tensors were looked up: in the weight files, or made from config.json or from tunekit's own table."""
     dtype: str
@@ -187,11 +211,8 @@ class ModelFacts(Facts):
         layers: dict[str, Counter[tuple[int, ...]]] = {}
         rest: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
         for name, shape in self.tensors.items():
-            layer, expert = _LAYER.match(name), _EXPERT.search(name)
-            if layer is not None and expert is not None:
-                # Stored each for itself, they are one tensor in transformers' modules.
-                layers.setdefault(layer[0], Counter())[self.num_experts, *shape] += expert[1] == "0"
-            elif layer is not None:
+            layer = _LAYER.match(name)
+            if layer is not None:
                 layers.setdefault(layer[0], Counter())[shape] += 1
             else:
                 rest["head" if _is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
@@ -220,17 +241,29 @@ class ModelFacts(Facts):
         return not any(_is_head(name) for name in self.tensors)
 
     @cached_property
+    def mixture(self) -> Mixture | None:
+        """The sizes of its experts; None where there are none."""
+        return mixture_of(self.tensors, self.num_experts, self.num_experts_per_token, self.hidden_size)
+
+    @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """The two sizes of every linear layer but the head, by module name.
 
         Routed experts and their router are not among them, however the files store them: in transformers 5 they are no
         linear modules, so that bitsandbytes does not quantise them. The linear layers of a vision tower are.
         """
-        return {
-            name.removesuffix(".weight"): (shape[0], shape[1])
-            for name, shape in self.tensors.items()
-            if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
-        }
+        return self.all_linears.sizes
+
+    @cached_property
+    def all_linears(self) -> Linears:
+        """The same, with their counts."""
+        return Linears(
+            {
+                name.removesuffix(".weight"): (shape[0], shape[1])
+                for name, shape in self.tensors.items()
+                if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
+            }
+        )
 
     def divided_by(self, tp_size: int) -> "ModelFacts":
         """The model as one of `tp_size` devices has it in tensor parallel, by transformers' plan for Llama.
@@ -261,10 +294,10 @@ class ModelFacts(Facts):
         endings = tuple(modules)
         return {name: shape for name, shape in self.tensors.items() if name.rpartition(".")[0].endswith(endings)}
 
-    @cached_property
+    @property
     def num_linear_params(self) -> int:
         """Number of parameters of the linear layers but the head."""
-        return sum(outputs * inputs for outputs, inputs in self.linears.values())
+        return self.all_linears.num_params
 
     @cached_property
     def num_stream_norms(self) -> int:
@@ -291,26 +324,23 @@ class ModelFacts(Facts):
         Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
         experts: see `tunekit.planner.experts`.
         """
+        return self.adapted(target_modules).sizes
+
+    def adapted(self, target_modules: str | list[str]) -> Linears:
+        """The same, with their counts."""
         asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
         if asked not in self._adapted:
-            self._adapted[asked] = self._matched(target_modules)
+            self._adapted[asked] = Linears(self._matched(target_modules))
         return self._adapted[asked]
 
-    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int]]:
-        """How often outputs and inputs of each size get an adapter."""
-        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
-        if asked not in self._adapted_shapes:
-            self._adapted_shapes[asked] = Counter(self.adapter_linears(target_modules).values())
-        return self._adapted_shapes[asked]
-
     @cached_property
-    def _adapted(self) -> dict[str | tuple[str, ...], dict[str, tuple[int, int]]]:
-        """What `adapter_linears` has found by what it was asked."""
+    def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
+        """What `adapted` has found by what it was asked."""
         return {}
 
     @cached_property
-    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int]]]:
-        """What `adapter_shapes` has counted by what it was asked."""
+    def trained_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """What `states.trained_bytes` has counted, by adapter and optimizer."""
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,6 @@ q = heads x head size, L layers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tunekit.planner.experts import Mixture, mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
 from tunekit.planner.sparse import trained_experts
@@ -20,7 +19,7 @@ from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
 def is_counted(model: ModelFacts) -> bool:
     """Whether the closed form holds: a decoder whose layers mix tokens by attention alone."""
-    if any("expert" in name for name in model.tensors) and _mixture(model) is None:
+    if any("expert" in name for name in model.tensors) and model.mixture is None:
         return False
     if model.layer_types:
         return set(model.layer_types) <= ATTENTION_LAYERS
@@ -107,23 +106,17 @@ class _Passes:
     backward: float = 0
 
 
-def _mixture(model: ModelFacts) -> Mixture | None:
-    return mixture_of(model.tensors, model.num_experts, model.num_experts_per_token, model.hidden_size)
-
-
 def _experts(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_tokens: float) -> _Passes:
     """Operations per token of all layers' routers and routed experts.
 
     An adapter of experts is added to their matrices before the product, so that the whole matrices' gradients are
     computed as in full training, and then those of the adapter's two factors.
     """
-    mixture = _mixture(model)
+    mixture = model.mixture
     if mixture is None:
         return _Passes()
     h, layers = model.hidden_size, mixture.num_layers
-    trained = trained_experts(
-        None if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
-    )
+    trained = trained_experts(None if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules).kinds)
     router = mixture.num_experts * h
     down = mixture.per_token * mixture.inner * h
     linear = router + 3 * down

@@ -23,12 +23,10 @@ from tunekit.planner.sharding import fsdp2_kept, fsdp2_needs, units_of
 from tunekit.planner.states import (
     OPTIMIZER_BYTES,
     Dtype,
-    adapters_bytes,
     dequantised_bytes,
     num_trainable_params,
     quantised_bytes,
-    states_bytes,
-    trained_tensors,
+    trained_bytes,
     weights_bytes,
 )
 from tunekit.planner.zero import zero_kept, zero_needs
@@ -265,9 +263,8 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
 
 def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
     """What a device without others keeps from step to step."""
-    tensors = trained_tensors(model, adapter)
-    weights, adapters = weights_bytes(model, adapter, dtype), adapters_bytes(tensors, adapter)
-    return Kept(weights, adapters, optimizer=states_bytes(tensors, optim))
+    adapters, states = trained_bytes(model, adapter, optim)
+    return Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
 
 
 def _needs(

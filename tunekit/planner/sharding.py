@@ -96,7 +96,7 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs), times in model.adapter_shapes(adapter.target_modules).items():
+    for (outputs, inputs), times in model.adapted(adapter.target_modules).shapes.items():
         matrices[adapter.rank, inputs] += times
         matrices[outputs, adapter.rank] += times
     trained = num_trainable_params(model, adapter)

@@ -39,15 +39,15 @@ def trained_experts(adapted: Collection[str] | None) -> Trained:
     """What of the routed experts and their routers changes in training.
 
     Args:
-        adapted: Names of what has an adapter, as `ModelFacts.adapter_linears` has them; None where all is trained.
+        adapted: Names of what has an adapter, as `ModelFacts.adapted` has them; None where all is trained.
     """
     if adapted is None:
         return Trained(whole=True, gate_up=True, down=True, router=True)
     experts = {name.rpartition(".")[2] for name in adapted if ".experts." in name}
     return Trained(
         whole=False,
-        gate_up=bool(experts & {"gate_up_proj", "w1", "w3", "gate_proj", "up_proj"}),
-        down=bool(experts & {"down_proj", "w2"}),
+        gate_up="gate_up_proj" in experts,
+        down="down_proj" in experts,
         router=any(name.rpartition(".")[2] in ROUTERS for name in adapted),
     )
 

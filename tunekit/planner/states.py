@@ -6,12 +6,10 @@ CUDA allocator rounds up each tensor by (512 bytes).
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tunekit.planner.experts import fused_experts
 from tunekit.planner.facts import ModelFacts, is_embedding, is_vision
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
@@ -75,13 +73,12 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
     gate and up projection are one. Modules in `modules_to_save` are copied, and trained wholly
     instead.
     """
-    fused = model.model_copy(update={"tensors": fused_experts(model.tensors)}) if model.num_experts else model
-    tensors = dict(fused.tensors)
+    tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
         return tensors
     whole = adapter.modules_to_save or []
-    trained = fused.tensors_in(whole) if whole else {}
-    for name in fused.adapter_linears(adapter.target_modules):
+    trained = model.tensors_in(whole) if whole else {}
+    for name in model.adapter_linears(adapter.target_modules):
         if whole and not set(whole).isdisjoint(name.split(".")):
             continue
         *experts, outputs, inputs = tensors.get(name) or tensors[name + ".weight"]
@@ -97,7 +94,7 @@ def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) 
     if isinstance(adapter, FullAdapter):
         return model.num_params
     if not adapter.modules_to_save:
-        shapes = model.adapter_shapes(adapter.target_modules).items()
+        shapes = model.adapted(adapter.target_modules).shapes.items()
         magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
         return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
@@ -119,8 +116,10 @@ def quantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> in
     """Bytes of the weights that are kept in 4 bits."""
     if not isinstance(adapter, QloraAdapter):
         return 0
-    sizes = Counter(outputs * inputs for outputs, inputs in model.linears.values())
-    return sum(times * _quantised_bytes(size, double=adapter.double_quant) for size, times in sizes.items())
+    return sum(
+        times * _quantised_bytes(outputs * inputs, double=adapter.double_quant)
+        for (outputs, inputs), times in model.all_linears.shapes.items()
+    )
 
 
 def _quantised_bytes(size: int, *, double: bool) -> int:
@@ -140,7 +139,16 @@ def dequantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dty
     """Bytes of the largest 4-bit weight in the compute type, in which each one is for as long as it is used."""
     if not isinstance(adapter, QloraAdapter):
         return 0
-    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.linears.values())
+    return BYTES[dtype] * max(outputs * inputs for outputs, inputs in model.all_linears.shapes)
+
+
+def trained_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: Optim) -> tuple[int, int]:
+    """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
+    asked = (repr(adapter), optim)
+    if asked not in model.trained_bytes:
+        tensors = trained_tensors(model, adapter)
+        model.trained_bytes[asked] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim)
+    return model.trained_bytes[asked]
 
 
 def adapters_bytes(trained: Mapping[str, Shape], adapter: FullAdapter | LoraAdapter) -> int:

@@ -7,13 +7,16 @@ or tunekit's own table of well-known models.
 
 import json
 import os
+import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tunekit.errors import ModelError
 from tunekit.planner.architectures import tensors_of
+from tunekit.planner.experts import fused_experts
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.model_config import (
@@ -265,26 +268,44 @@ def _facts(
         _number(text, path, "hidden_size", "n_embd", "d_model"),
         _number(text, path, "num_attention_heads", "n_head", "n_heads"),
     )
+    num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers")
+    shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
+    num_experts = num_experts_of(text)
     return ModelFacts(
         path=path,
         architecture=config["architectures"][0],
         model_type=text.get("model_type") or "",
         layer_types=layer_types_of(text),
-        tensors={name: shape for name, (shape, _) in tensors.items()},
-        dtype=max(set(types), key=types.count),
+        tensors=fused_experts(shapes) if num_experts else shapes,
+        dtype=Counter(types).most_common(1)[0][0],
         hidden_size=hidden,
         intermediate_size=mlp_width_of(text) if known else _mlp_width(text, hidden),
-        num_layers=_number(text, path, "num_hidden_layers", "n_layer", "n_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=head_dim_of(text) if known else text.get("head_dim") or hidden // heads,
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
         sliding_window=sliding_window_of(text),
-        num_experts=num_experts_of(text),
+        num_experts=num_experts,
         num_experts_per_token=num_experts_per_token_of(text),
         has_chat_template=has_chat_template,
     )
+
+
+_DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
+
+
+def _is_loaded(name: str, num_layers: int) -> bool:
+    """Whether a stored tensor is a parameter of the model as transformers builds it.
+
+    Layers behind the last one predict further tokens (DeepSeek-V3, GLM-4.5) and are left out. What corrects the scores
+    of experts is a buffer, which nothing trains, but for Ernie's.
+    """
+    layer = _DECODER_LAYER.match(name)
+    if layer and int(layer[1]) >= num_layers:
+        return False
+    return not name.endswith(".e_score_correction_bias") or ".moe_statics." in name
 
 
 def _mlp_width(config: Mapping[str, Any], hidden: int) -> int:
