@@ -84,9 +84,10 @@ def test_what_is_free_and_right_passes_to_trl_as_it_is() -> None:
 
 
 def test_a_whole_number_is_a_number_but_true_is_not() -> None:
-    assert faults(adam_beta1=1, dataloader_num_workers=2) == {}
+    assert faults(adam_beta1=1, torch_empty_cache_steps=2) == {}
     assert faults(adam_beta1=True) == {"adam_beta1": "must be a number, got true"}
-    assert faults(dataloader_num_workers=False) == {"dataloader_num_workers": "must be a whole number, got false"}
+    wrong = "must be a whole number or null, got false"
+    assert faults(torch_empty_cache_steps=False) == {"torch_empty_cache_steps": wrong}
 
 
 def test_what_takes_a_type_of_transformers_is_left_to_trl_to_judge() -> None:

@@ -91,6 +91,7 @@ def _config(
         bf16=plan.autocast and plan.dtype == "bfloat16",
         fp16=plan.autocast and plan.dtype == "float16",
         gradient_checkpointing=plan.gradient_checkpointing,
+        dataloader_num_workers=plan.dataloader_num_workers,
         dataloader_pin_memory=plan.device.kind != "cpu",
         packing=data.packing,
         padding_free=plan.padding_free,

@@ -86,6 +86,8 @@ class Plan(Facts):
     gradient_checkpointing: bool
     micro_batch_size: int
     gradient_accumulation_steps: int
+    dataloader_num_workers: int
+    """Processes that make micro-batches beside each that computes."""
     learning_rate: float
     num_params: int
     num_trainable_params: int

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 
+from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.passes import method_words, steps_per_epoch
+from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Reason, Schedule, count, gib
 from tunekit.planner.speed import Speed
-from tunekit.planner.states import Dtype, num_trainable_params
+from tunekit.planner.states import BYTES, Dtype, num_trainable_params
+from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     DataSection,
@@ -64,6 +66,43 @@ def precision_reason(recipe: Recipe, dtype: Dtype, why: str) -> Reason:
     full = isinstance(recipe.adapter, FullAdapter)
     kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
     return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why)
+
+
+def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int) -> Reason:
+    """By what else than attention it is computed.
+
+    Args:
+        hardware: The machine.
+        model: The model.
+        passes: What the method does in a step.
+        dtype: Type of the products.
+        num_tokens: Tokens of a micro-batch.
+    """
+    experts = ", torch's grouped products for experts" if model.num_experts else ""
+    size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
+    return Reason(
+        topic="kernels",
+        choice=f"TRL's head in tiles{experts}, torch's own otherwise",
+        why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
+        f"folded by {by}",
+    )
+
+
+def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
+    """How many processes make micro-batches beside those that compute."""
+    if recipe.data.streaming:
+        return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
+    if isinstance(recipe.method, GRPOMethod):
+        return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
+    why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
+    if speed is None or speed.fed_tokens_per_second is None:
+        return Reason(topic="workers", choice="none", why=f"{why}; how many a device computes is not known")
+    number = speed.num_workers
+    why += f", a device computes at most {float(f'{speed.fed_tokens_per_second:.3g}'):,.0f}"
+    if number < workers_for(speed.fed_tokens_per_second):
+        why += "; there are cores for no more"
+    return Reason(topic="workers", choice=f"{number} beside each device" if number else "none", why=why)
 
 
 def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:

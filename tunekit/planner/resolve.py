@@ -17,6 +17,7 @@ from tunekit.planner.reasons import (
     communication_reasons,
     data_reasons,
     device_reason,
+    kernels_reason,
     method_reasons,
     model_reason,
     optimizer_reason,
@@ -25,6 +26,7 @@ from tunekit.planner.reasons import (
     schedule_of,
     speed_reason,
     steps_reason,
+    workers_reason,
 )
 from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.speed import Speed, speed_of, step_of
@@ -67,6 +69,7 @@ def resolve(
         gradient_checkpointing=found.gradient_checkpointing,
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
+        num_cores=hardware.num_cores,
     )
     num_steps = None if schedule is None else schedule.num_steps
     speed = None
@@ -85,6 +88,7 @@ def resolve(
         gradient_checkpointing=found.gradient_checkpointing,
         micro_batch_size=found.micro_batch_size,
         gradient_accumulation_steps=found.gradient_accumulation_steps,
+        dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
         num_params=model.num_params,
         num_trainable_params=num_trainable_params(model, recipe.adapter),
@@ -100,10 +104,12 @@ def resolve(
             model_reason(model),
             precision_reason(recipe, dtype, why_dtype),
             attention,
+            kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
             *method_reasons(recipe),
             adapter_reason(recipe, model),
             *found.reasons(),
             padding.reason(),
+            workers_reason(recipe, speed),
             optimizer_reason(recipe),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
@@ -114,6 +120,11 @@ def resolve(
         rejected=chosen.rejected,
         change_first=_change_first(setting, chosen.candidate.num_nodes, found),
     )
+
+
+def _tokens_of_micro_batch(setting: Setting, found: Fit) -> int:
+    """With the most padding that there can be."""
+    return found.micro_batch_size * setting.passes.sequences_per_row * setting.recipe.data.max_length
 
 
 def setting_of(

@@ -20,7 +20,9 @@ from tunekit.planner.step import (
     Generating,
     Step,
     communication_words,
+    fed_tokens_per_second,
     generating,
+    num_workers,
     peak_of,
     rate_of,
     seconds_before,
@@ -55,6 +57,10 @@ class Speed(Facts):
     """Price of that time, for all devices."""
     usd_per_million_tokens: Range | None = None
     """Price of a million tokens without padding."""
+    num_workers: int = 0
+    """Processes that make micro-batches beside each that computes."""
+    fed_tokens_per_second: float | None = None
+    """Tokens a second of which a device computes micro-batches at most, were they always there."""
     communication: str | None = None
     """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
     goodput: Goodput | None = None
@@ -100,6 +106,7 @@ def step_of(
     gradient_checkpointing: bool,
     layout: Layout,
     num_nodes: int,
+    num_cores: int | None = None,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -115,6 +122,7 @@ def step_of(
         gradient_checkpointing: Whether layers are computed again.
         layout: How the run is spread over devices.
         num_nodes: Machines that its processes are on.
+        num_cores: Of each machine; None where that is not known.
     """
     if not is_counted(model):
         return None
@@ -148,6 +156,7 @@ def step_of(
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
     without_gradients = passes.num_forwards * forward
     generated = 0.0 if generation is None else generation.flops / (batch * row)
+    cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
     # The head's tiles are computed twice.
@@ -186,6 +195,8 @@ def step_of(
         )
         if passes.num_forwards_before
         else None,
+        # A stream is read in its order, by one process.
+        max_workers=0 if recipe.data.streaming else cores,
     )
 
 
@@ -252,6 +263,8 @@ def speed_of(
             "seconds": total,
             "cost_usd": None if a_second is None or total is None else total.times(a_second),
             "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
+            "num_workers": timed.num_workers,
+            "fed_tokens_per_second": timed.fed_tokens_per_second,
             "communication": timed.communication,
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
@@ -269,6 +282,8 @@ class _Timed:
     """Of these, in which answers are generated."""
     before: Range
     """Before the first step."""
+    num_workers: int
+    fed_tokens_per_second: float
     basis: str
     communication: str | None
 
@@ -307,8 +322,15 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
         return f"how fast {what} is, is not known; a finished run on as many devices will tell"
-    said = communication_words(step, rate, figures)
-    return _Timed(seconds, generation, seconds_before(step, rate), basis, said)
+    return _Timed(
+        seconds,
+        generating=generation,
+        before=seconds_before(step, rate),
+        num_workers=num_workers(step, rate, figures),
+        fed_tokens_per_second=fed_tokens_per_second(step, rate, figures),
+        basis=basis,
+        communication=communication_words(step, rate, figures),
+    )
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:

@@ -6,6 +6,7 @@ optimizer goes through memory. Both ends of each figure are carried along: compu
 over slow ones.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ transformers). Low: faster processors and fewer kernels, a choice and not a meas
 COLLATED_TOKENS_PER_SECOND = 2.0e6
 """Of which a process makes micro-batches, from tokenised rows on disk: 2.1 million padding-free, 2.6 million padded, on
 one core of an AMD EPYC with TRL 1.16 (`python -m benchmarks.collate`, 2026-11-21). Workers do it while devices compute;
-without them it comes on top. Tokenising a stream is not in it."""
+without them it comes on top, at worst. Tokenising a stream is not in it."""
 
 FORWARD_SECONDS = Range(low=0.0004, high=0.0008)
 """The same of a forward pass alone. High: generating takes 0.76 to 0.78 ms a layer and token with models of 1.8B to
@@ -120,6 +121,7 @@ class Step:
         num_forwards: Passes without gradients of a micro-batch.
         generating: The work of generating its answers; None where there are none.
         before: What is computed before the first step; None where nothing is.
+        max_workers: Processes that may make micro-batches beside each that computes; None for as many as it takes.
     """
 
     model_type: str
@@ -141,6 +143,7 @@ class Step:
     num_forwards: float = 0.0
     generating: Generating | None = None
     before: Before | None = None
+    max_workers: int | None = None
 
     @property
     def num_devices(self) -> int:
@@ -201,19 +204,44 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
     behind = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "compute"), figures)
     after = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "nothing"), figures)
     number = step.num_micro_batches
-    collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND
+    workers = num_workers(step, rate, figures)
+    collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND / max(1, workers)
+    beside, on_top = (collating, 0.0) if workers else (0.0, collating)
     return Range(
         low=number * (max(computing.low, hidden.low, collating) + exposed.low)
         + max(0.0, behind.low - HIDDEN_BY_LAST_BACKWARD.high * computing.low)
         + after.low
         + update.low
         + generation.low,
-        high=number * (max(computing.high, hidden.high) + exposed.high + collating)
+        high=number * (max(computing.high, hidden.high, beside) + exposed.high + on_top)
         + max(0.0, behind.high - HIDDEN_BY_LAST_BACKWARD.low * computing.high)
         + after.high
         + update.high
         + generation.high,
     )
+
+
+def fed_tokens_per_second(step: Step, rate: Range, figures: Figures) -> float:
+    """Tokens a second of which a device computes micro-batches at most, were they always there."""
+    hidden, exposed = waiting(step, figures)
+    return step.tokens_of_micro_batch / (max(step.computing(rate).low, hidden.low) + exposed.low)
+
+
+def num_workers(step: Step, rate: Range, figures: Figures) -> int:
+    """Processes that make micro-batches beside each that computes: none where that one makes them as fast itself.
+
+    GRPO's loader makes none: prompts alone come from it.
+    """
+    if step.generating is not None:
+        return 0
+    needed = workers_for(fed_tokens_per_second(step, rate, figures))
+    return needed if step.max_workers is None else min(needed, step.max_workers)
+
+
+def workers_for(tokens_per_second: float) -> int:
+    """Processes that it takes to make micro-batches beside a device that computes so many tokens of them."""
+    share = tokens_per_second / COLLATED_TOKENS_PER_SECOND
+    return 0 if share <= 1 else math.ceil(share)
 
 
 def generating(step: Step, rate: Range, figures: Figures) -> Range | None:
