@@ -54,7 +54,7 @@ def test_workers_hide_collating_and_without_them_it_comes_on_top_at_worst():
 
 def fast_tiny_model(folder, most_cores=8, **sections) -> Plan:
     """A model of two layers on a device that once did 4e12 operations a second on it: its kernels are launched in 3 ms,
-    in which it computes 64 rows of 512 tokens, 10.9 million a second."""
+    in which it computes 64 rows of 256 tokens, 5.5 million a second."""
     model = probe_model(Recipe.model_validate({"model": str(folder), "data": {"train": "rows.jsonl"}}).model)
     record = RunRecord(
         device=LAPTOP.cpu.name,
@@ -73,7 +73,7 @@ def fast_tiny_model(folder, most_cores=8, **sections) -> Plan:
         records=[record],
         **{
             "model": str(folder),
-            "data": {"train": "rows.jsonl", "max_length": 512},
+            "data": {"train": "rows.jsonl", "max_length": 256},
             "train": {"global_batch_size": 64, "micro_batch_size": 64, "max_steps": 1},
         }
         | sections,
@@ -118,7 +118,7 @@ def test_a_plan_says_why_it_has_workers(folder):
     few = fast_tiny_model(folder, most_cores=2)
     assert few.dataloader_num_workers == 1
     assert reason(few, "workers").endswith("; there are cores for no more")
-    stream = {"train": "rows.jsonl", "max_length": 512, "streaming": True}
+    stream = {"train": "rows.jsonl", "max_length": 256, "streaming": True}
     assert fast_tiny_model(folder, data=stream).dataloader_num_workers == 0
 
 
