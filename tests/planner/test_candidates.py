@@ -199,6 +199,7 @@ def test_main_memory_that_is_known_is_counted():
         "whether this machine has that much main memory is not known"
         in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     )
+    assert "with adapter.type=lora all would stay on the devices" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
     with pytest.raises(PlanError, match=r"of main memory in each node, 28.8 GiB may be used"):
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)
