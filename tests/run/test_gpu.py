@@ -48,7 +48,7 @@ def test_packing_on_an_accelerator_keeps_the_loss_of_the_first_step(adapter, tmp
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_the_peak_on_an_accelerator_is_what_was_planned(adapter, checkpointing, tmp_path):
-    """Rows as long as planned: what tensors took within 5 % of the plan, with what the allocator reserved within 10 %."""
+    """With rows as long as planned: tensors within 5 % of the plan, and what the allocator reserved within 10 %."""
     save_tiny_model(tmp_path / "model", hidden=2048, layers=8)
     rows = "\n\n\n".join("the sea is wide and the boat is small. " * 64 for _ in range(64))
     (tmp_path / "rows.txt").write_text(rows, encoding="utf-8")
