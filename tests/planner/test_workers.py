@@ -142,8 +142,8 @@ def test_a_plan_says_what_its_head_saves():
     """One row of 1,024 tokens has 1,024 x 128,256 logits of two bytes."""
     h100 = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1})
     assert reason(h100, "kernels") == (
-        "TRL's head in tiles, torch's own otherwise; logits of a micro-batch would be 0.24 GiB; tiles of 4,096 tokens "
-        "x 32,768 words are folded by Triton"
+        "TRL's head in tiles; logits of a micro-batch would be 0.24 GiB; tiles of 4,096 tokens "
+        "x 32,768 words are folded by Triton; torch's own for all else"
     )
     answers = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1}, method="grpo")
     assert "logits of a micro-batch would be 0.12 GiB" in reason(answers, "kernels")

@@ -78,14 +78,14 @@ def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype:
         dtype: Type of the products.
         num_tokens: Tokens of a micro-batch.
     """
-    experts = ", torch's grouped products for experts" if model.num_experts else ""
+    experts = ", experts' grouped products too" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
     by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
     return Reason(
         topic="kernels",
-        choice=f"TRL's head in tiles{experts}, torch's own otherwise",
+        choice="TRL's head in tiles",
         why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
-        f"folded by {by}",
+        f"folded by {by}; torch's own for all else{experts}",
     )
 
 
