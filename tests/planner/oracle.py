@@ -209,9 +209,9 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     """The trace of a deep model, drawn through those of three and four layers.
 
     From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
-    kinds of layers alternate, the same holds for whole turns.
+    kinds of layers alternate, the same holds for whole turns; where the first ones are dense, for those behind them.
     """
-    turns = -(-3 // step.turn)
+    turns = -(-(3 + dict(step.sizes).get("first_k_dense_replace", 0)) // step.turn)
     short, long = turns * step.turn, (turns + 1) * step.turn
     few, more = traced(short), traced(long)
     times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)

@@ -62,6 +62,9 @@ def trace(sharded: ShardedStep) -> Trace:
             trained = {id(p): _local(p).nbytes for p in model.parameters() if p.requires_grad}
             ids = torch.zeros(step.batch, step.length, dtype=torch.long)
             options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+            if base.config.to_dict().get("router_aux_loss_coef"):
+                # As TRL asks for the loss that balances experts.
+                options["output_router_logits"] = True
             tracker = LiveBytes(own)
             watch(base, tracker)
             num_batches = NUM_BATCHES if step.accumulates else 1

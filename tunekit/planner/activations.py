@@ -107,10 +107,14 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     mask = 0 if mask_length is None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
-    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION}))
+    latents = model.latent_widths
+    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION, *latents}))
+    for reader, width in latents.items():
+        # A norm as above, but its input is in the compute type also where the stream is not.
+        inputs += 4 + (4 + e * products.full + e * (reader in products.attention)) * width
     if not products.full:
         # A float32 adapter under autocast reads a copy of its input.
-        inputs += 2 * q if products.casted and _FROM_ATTENTION in products.attention else 0
+        inputs += 2 * model.attended_width if products.casted and _FROM_ATTENTION in products.attention else 0
         inputs += e * products.rank * len(products.attention)
     return attention + mask + behind + inputs
 
@@ -275,11 +279,14 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
             working -= 2 * h * i if products.casted else 0
         passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products) * num_tokens
         return _Mlps(one, (model.num_layers - 1) * one, passing, working)
+    beside = _beside_experts_bytes(products, mixture.shared)
+    # The forward pass goes through that MLP last, and the backward pass first: it leaves the gradient of what it read.
+    gone = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens if mixture.shared else 0
     experts = sparse_mlp(
         mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
-        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates,
+        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=gone,
     )  # fmt: skip
-    one = experts.kept + _beside_experts_bytes(products, mixture.shared) * num_tokens
+    one = experts.kept + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
     others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
     return _Mlps(one, others, experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens))

@@ -124,6 +124,8 @@ class Shapes:
 _LAYER = re.compile(r".*?\.\d+\.")
 """The beginning of the name of a tensor in a layer, such as `model.layers.0.`."""
 
+_LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """An expert that is stored for itself."""
 
@@ -231,6 +233,24 @@ class ModelFacts(Facts):
             for name, shape in self.tensors.items()
             if len(shape) == 2 and name.endswith(".weight") and not self._is_no_linear(name)
         }
+
+    @cached_property
+    def latent_widths(self) -> dict[str, int]:
+        """Widths of the vectors into which a layer compresses queries, or keys and values (arXiv 2405.04434).
+
+        By the name of the linear layer that reads them.
+        """
+        return {
+            found[1] + "_b_proj": shape[0]
+            for name, shape in self.tensors.items()
+            if (found := _LATENT_NORM.search(name)) is not None
+        }
+
+    @cached_property
+    def attended_width(self) -> int:
+        """Width of what all heads of attention give, which is not that of the queries where values are narrower."""
+        inputs = (shape[1] for name, shape in self.tensors.items() if name.endswith(".self_attn.o_proj.weight"))
+        return next(inputs, self.num_heads * self.head_dim)
 
     def divided_by(self, tp_size: int) -> "ModelFacts":
         """The model as one of `tp_size` devices has it in tensor parallel, by transformers' plan for Llama.

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from tunekit.planner.experts import Mixture
 
-ROUTED_IN_COMPUTE_TYPE = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
-"""Types whose routers cast the weights of the experts to the type of their logits; in others they are float32, and so
-is the product with what the experts give."""
+_CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
+_SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
+
+ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
+"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it; in
+others they are float32 by a softmax, and so is the product with what the experts give."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ def sparse_mlp(
     num_tokens: int,
     recomputes: bool,
     accumulates: bool,
+    beside: int,
 ) -> SparseMlp:
     """What the experts of one layer hold, without the MLP beside them.
 
@@ -88,6 +92,7 @@ def sparse_mlp(
         num_tokens: Tokens of a micro-batch.
         recomputes: Whether the layer is computed again in the backward pass.
         accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
+        beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
     """
     h, e = hidden, compute_bytes
     x = 4 if trained.whole and casted else e
@@ -126,4 +131,4 @@ def sparse_mlp(
         2 * product + selected - 3 * product - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
-    return SparseMlp(kept=kept, passing=passing, working=max(moments))
+    return SparseMlp(kept=kept, passing=passing, working=max(moments) - beside)
