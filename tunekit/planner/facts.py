@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, is_former_linear
+from tunekit.planner.experts import FORMER_LINEARS, adapted_experts, expert_adapters, is_former_linear
 
 
 class Facts(BaseModel):
@@ -316,11 +316,19 @@ class ModelFacts(Facts):
             self._adapted[asked] = self._matched(target_modules)
         return self._adapted[asked]
 
-    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int]]:
-        """How often outputs and inputs of each size get an adapter."""
+    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
+        """How often outputs and inputs of each size get an adapter, and of how many times its rank."""
         asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
         if asked not in self._adapted_shapes:
-            self._adapted_shapes[asked] = Counter(self.adapter_linears(target_modules).values())
+            self._adapted_shapes[asked] = Counter(
+                shape
+                for name, (outputs, inputs) in self.adapter_linears(target_modules).items()
+                for shape in (
+                    expert_adapters(name, self.tensors, self.num_experts)
+                    if ".experts." in name
+                    else [(outputs, inputs, 1)]
+                )
+            )
         return self._adapted_shapes[asked]
 
     @cached_property
@@ -329,7 +337,7 @@ class ModelFacts(Facts):
         return {}
 
     @cached_property
-    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int]]]:
+    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int, int]]]:
         """What `adapter_shapes` has counted by what it was asked."""
         return {}
 

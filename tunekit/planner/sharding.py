@@ -106,9 +106,9 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs), times in model.adapter_shapes(adapter.target_modules).items():
-        matrices[adapter.rank, inputs] += times
-        matrices[outputs, adapter.rank] += times
+    for (outputs, inputs, each), times in model.adapter_shapes(adapter.target_modules).items():
+        matrices[each * adapter.rank, inputs] += times
+        matrices[outputs, each * adapter.rank] += times
     trained = num_trainable_params(model, adapter)
     others = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
@@ -272,12 +272,15 @@ class _Backward:
             ("first layer", 1, before_first, reducing),
         ]
         if num_layers > 2:
-            # The last but one, and the second: memory falls or rises evenly between them.
-            moments.append(("middle layers", num_layers - 1, self.units.layer, reducing))
-            moments.append(("middle layers", 2, before_first + self.units.layer * -1, reducing))
+            # The last but one, and the second, or the third where a smaller one comes behind the second: memory falls
+            # or rises evenly between them.
+            lefts = {num_layers - 1, min(3, num_layers - 1), 2}
+            moments += [
+                ("middle layers", left, before_first + self.units.layer * (1 - left), reducing) for left in lefts
+            ]
         for phase, left, done, reducing in moments:
             following = self._first if left == 2 else self._layer
-            kept = layers.kept * left // num_layers + layers.recomputed if left > 1 else layers.first
+            kept = layers.kept * left // num_layers + layers.recomputed + layers.working if left > 1 else layers.leading
             # This layer, and the next unit; or all that have not been freed.
             keeps = not self.layout.reshard_after_forward or left == 1
             gathered = self._staying(left) if keeps else self._layer + following
@@ -286,7 +289,7 @@ class _Backward:
                 phase,
                 Need(
                     gradients=self._gradients(done),
-                    activations=kept + layers.working + layers.shared,
+                    activations=kept + layers.shared,
                     gathered=gathered + reducing + waits,
                 ),
             )

@@ -98,8 +98,8 @@ def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) 
         return model.num_params
     if not adapter.modules_to_save:
         shapes = model.adapter_shapes(adapter.target_modules).items()
-        magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
-        return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)
+        magnitudes = sum(outputs * times for (outputs, _, _), times in shapes) if adapter.use_dora else 0
+        return magnitudes + sum(adapter.rank * each * (outputs + inputs) * n for (outputs, inputs, each), n in shapes)
     return sum(math.prod(shape) for shape in trained_tensors(model, adapter).values())
 
 
