@@ -252,7 +252,7 @@ def layers_of(
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
         again = one - (stream if e == 4 or (full and products.casted) else 0)
-        first, kept = stream + again, model.num_layers * stream
+        first, kept = stream + again, model.num_layers * stream + mlps.logits
         return Layers(stream, kept, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
@@ -271,6 +271,8 @@ class _Mlps:
     """Of the first layer, with what its backward pass needs."""
     passing: int
     working: int
+    logits: int = 0
+    """Of all routers, kept also where layers are computed again."""
 
 
 def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
@@ -300,7 +302,7 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
     others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
     working = max(experts.working, 2 * e * mixture.shared * num_tokens)
     first = dense + dense_working(mixture.dense) if mixture.dense else one + working
-    return _Mlps(one, others, first, experts.passing, working)
+    return _Mlps(one, others, first, experts.passing, working, mixture.num_layers * experts.logits)
 
 
 def _weight_gradient_bytes(products: _Products, width: int, *, accumulates: bool) -> int:

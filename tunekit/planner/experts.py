@@ -159,9 +159,7 @@ def adapted_experts(
     return found
 
 
-def expert_adapters(
-    name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int
-) -> list[tuple[int, int, int]]:
+def expert_adapters(name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int) -> list[tuple[int, int, int]]:
     """Outputs and inputs of the adapter of a layer's experts, and how many times its rank it has for all of them.
 
     Nothing where the tensor is but a part of the one that has the adapter.

@@ -61,6 +61,8 @@ class SparseMlp:
 
     kept: int
     """Kept for the backward pass."""
+    logits: int
+    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
     passing: int
     """In the forward pass, beyond what is kept."""
     working: int
@@ -104,6 +106,7 @@ def sparse_mlp(
     kept = (trained.gate_up * selected) + 3 * product + trained.down * product + x * h * rows
     # The router's logits, softmax and choice, and the loss that balances experts.
     kept += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
+    logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
     kept += (e * h * num_tokens) if trained.router and not trained.whole else 0
     merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
     merged_down = 0 if trained.whole or not trained.down else x * down
@@ -112,7 +115,9 @@ def sparse_mlp(
     unkept_rows = 0 if trained.gate_up else selected
     passing = 2 * w * h * rows + unkept_rows
     if recomputes:
-        passing = merged_gate_up + merged_down + selected + max(x * h * rows + 2 * w * h * rows, 4 * product)
+        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
+        # Besides, the stream and its norm.
+        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
     # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
     normed = e == 2 or not trained.router if trained.whole else not trained.router
     named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
@@ -131,4 +136,4 @@ def sparse_mlp(
         2 * product + selected - 3 * product - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
-    return SparseMlp(kept=kept, passing=passing, working=max(moments) - beside)
+    return SparseMlp(kept=kept, logits=logits, passing=passing, working=max(moments) - beside)
