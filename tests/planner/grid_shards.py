@@ -1,6 +1,7 @@
 """Training steps of FSDP2 on which the memory formulas are compared with a trace: drawn by chance, a fifth held out.
 
-First come dense models, then mixtures of experts, drawn and set aside apart. The shapes are those of published models, from their config.json on the hub; 2 to 512 devices share or copy them.
+First come dense models, then mixtures of experts, drawn and set aside apart. The shapes are those of published models,
+from their config.json on the hub; 2 to 512 devices share or copy them.
 """
 
 import random

@@ -18,8 +18,8 @@ _CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qw
 _SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
 
 ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
-"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it; in
-others they are float32 by a softmax, and so is the product with what the experts give."""
+"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it.
+In others they are float32 by a softmax, and so is the product with what the experts give."""
 
 
 @dataclass(frozen=True)
