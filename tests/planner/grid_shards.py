@@ -1,17 +1,19 @@
 """Training steps of FSDP2 on which the memory formulas are compared with a trace: drawn by chance, a fifth held out.
 
-The shapes are those of published models, from their config.json on the hub; 2 to 512 devices share or copy them.
+First come dense models, then mixtures of experts, drawn and set aside apart. The shapes are those of published models,
+from their config.json on the hub; 2 to 512 devices share or copy them.
 """
 
 import random
 
-from tests.planner.grid import BATCHES, SHAPES, shape
+from tests.planner.grid import ATTENTION_TARGETS, BATCHES, MOE_SHAPES, SHAPES, shape
 from tests.planner.oracle import Step
 from tests.planner.oracle_shards import ShardedStep
 from tunekit.planner.layout import Layout
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
-NUM_STEPS, SEED = 60, 2027
+NUM_STEPS, NUM_MOE_STEPS, SEED = 60, 20, 2027
+"""Steps of dense models, and then of mixtures of experts."""
 
 LARGE = (
     ("llama", shape(8192, 28672, 80, 64, 8, 128, 128256)),  # Llama-3.1-70B
@@ -53,6 +55,31 @@ def _drawn() -> list[ShardedStep]:
     return steps
 
 
-STEPS = _drawn()
-HELD_OUT = sorted(random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5))
+def _drawn_of_experts() -> list[ShardedStep]:
+    draw = random.Random(SEED + 2)
+    steps: list[ShardedStep] = []
+    while len(steps) < NUM_MOE_STEPS:
+        family, sizes = MOE_SHAPES[len(steps) % len(MOE_SHAPES)]
+        batch, length = draw.choice(BATCHES)
+        targets = draw.choice(["all-linear", ATTENTION_TARGETS])
+        lora = LoraAdapter(rank=draw.choice([8, 16, 64]), target_modules=targets)
+        step = Step(
+            family,
+            tuple(sizes.items()),
+            draw.choice([FullAdapter(), lora, lora]),
+            batch,
+            length,
+            checkpointing=draw.random() < 0.6,
+            accumulates=draw.random() < 0.5,
+            rows=draw.choice(["even", "even", "padded"]),
+        )
+        steps.append(ShardedStep(step, _layout(draw)))
+    return steps
+
+
+STEPS = _drawn() + _drawn_of_experts()
+HELD_OUT = sorted(
+    random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5)
+    + random.Random(SEED + 3).sample(range(NUM_STEPS, NUM_STEPS + NUM_MOE_STEPS), NUM_MOE_STEPS // 5)
+)
 """Places in `STEPS` that were set aside before the formulas were fitted to the others."""

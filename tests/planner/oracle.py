@@ -178,26 +178,50 @@ def trace(step: Step) -> Trace:
         model.train()
         own = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
-        ids = torch.zeros(step.batch, step.length, dtype=torch.long)
-        options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
-        if base.config.to_dict().get("router_aux_loss_coef"):
-            # As TRL asks for the loss that balances experts.
-            options["output_router_logits"] = True
         tracker = LiveBytes(own)
         watch(base, tracker)
-        with tracker:
-            for _ in range(2 if step.accumulates else 1):
-                tracker.enter("forward")
-                with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.dtype != "float32"):
-                    output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
-                loss = output.loss
-                del output
-                tracker.enter("head")
-                loss.backward()
-                del loss
-            tracker.enter("optimizer")
-            tracker.peaks["optimizer"] = tracker.live
+        take(step, model, base, tracker, num_batches=2 if step.accumulates else 1)
         return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+def take(
+    step: Step,
+    model: torch.nn.Module,
+    base: PreTrainedModel,
+    tracker: LiveBytes,
+    *,
+    num_batches: int,
+    before_batch: Callable[[bool], None] | None = None,
+) -> None:
+    """Take a model through the micro-batches of an optimizer step, phase by phase.
+
+    Args:
+        step: The step.
+        model: The model as it is trained.
+        base: The model below its adapter and its wrapping.
+        tracker: Counts what is live.
+        num_batches: How many there are.
+        before_batch: What is called before each, with whether it is the last.
+    """
+    ids = torch.zeros(step.batch, step.length, dtype=torch.long)
+    options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
+    if base.config.to_dict().get("router_aux_loss_coef"):
+        # As TRL asks for the loss that balances experts.
+        options["output_router_logits"] = True
+    with tracker:
+        for batch in range(num_batches):
+            if before_batch is not None:
+                before_batch(batch == num_batches - 1)
+            tracker.enter("forward")
+            with torch.autocast("cpu", getattr(torch, step.dtype), enabled=step.dtype != "float32"):
+                output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
+            loss = output.loss
+            del output
+            tracker.enter("head")
+            loss.backward()
+            del loss
+        tracker.enter("optimizer")
+        tracker.peaks["optimizer"] = tracker.live
 
 
 def trace_deep(step: Step) -> Trace:
@@ -209,9 +233,9 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     """The trace of a deep model, drawn through those of three and four layers.
 
     From three layers on each further one adds the same to each phase, as it has the same tensors and gradients. Where
-    kinds of layers alternate, the same holds for whole turns.
+    kinds of layers alternate, the same holds for whole turns; where the first ones are dense, for those behind them.
     """
-    turns = -(-3 // step.turn)
+    turns = -(-(3 + dict(step.sizes).get("first_k_dense_replace", 0)) // step.turn)
     short, long = turns * step.turn, (turns + 1) * step.turn
     few, more = traced(short), traced(long)
     times = (dict(step.sizes)["num_hidden_layers"] - short) / (long - short)

@@ -1,8 +1,9 @@
-"""What a training step allocates on one of many devices, traced: the real FSDP2 wrapping on a group of fake processes.
+"""What a training step allocates on one of many devices, traced: real FSDP2 or DDP on a group of fake processes.
 
-The model is built on `meta`, wrapped by Accelerate's own `fsdp2_prepare_model` for the mesh of the layout, given fake
-CPU tensors and taken through one or two micro-batches as in `tests.planner.oracle`. Collectives of the `fake` backend
-move nothing, but their buffers are there. FSDP2 frees and gathers weights by resizing storages: that is counted too.
+The model is built on `meta`, wrapped by Accelerate's own `fsdp2_prepare_model` for the mesh of the layout or by torch's
+`DistributedDataParallel`, given fake CPU tensors and taken through one or three micro-batches as in
+`tests.planner.oracle`. Collectives of the `fake` backend move nothing, but their buffers are there. FSDP2 frees and
+gathers weights by resizing storages: that is counted too.
 
 What lies outside, besides what lies outside of a trace on one device: streams. On CUDA what one stream frees waits for
 the others before it is used again.
@@ -20,9 +21,10 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, watch
+from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, take, watch
 from tunekit.planner.layout import Layout
 
 NUM_BATCHES = 3
@@ -31,7 +33,7 @@ NUM_BATCHES = 3
 
 @dataclass(frozen=True)
 class ShardedStep:
-    """One training step of FSDP2 to trace."""
+    """One training step of FSDP2 or DDP to trace."""
 
     step: Step
     layout: Layout
@@ -54,31 +56,46 @@ def trace(sharded: ShardedStep) -> Trace:
         with torch.device("meta"):
             model, base = built(step)
         model.train()
-        model = fsdp2_prepare_model(_accelerator(sharded, mesh), model)
+        if layout.strategy == "fsdp2":
+            model = fsdp2_prepare_model(_accelerator(sharded, mesh), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
             own = {t.untyped_storage()._cdata: t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
             trained = {id(p): _local(p).nbytes for p in model.parameters() if p.requires_grad}
-            ids = torch.zeros(step.batch, step.length, dtype=torch.long)
-            options = {"attention_mask": torch.ones_like(ids)} if step.rows == "padded" else {}
             tracker = LiveBytes(own)
             watch(base, tracker)
+            if layout.strategy == "ddp":
+                model = _copied(model, tracker)
+
+            def reduce(is_last: bool) -> None:
+                if isinstance(model, DistributedDataParallel):
+                    # As its `no_sync` does.
+                    model.require_backward_grad_sync = is_last
+                else:
+                    model.set_requires_gradient_sync(is_last or layout.sync_each_batch)
+
             num_batches = NUM_BATCHES if step.accumulates else 1
-            with tracker:
-                for batch in range(num_batches):
-                    model.set_requires_gradient_sync(batch == num_batches - 1 or layout.sync_each_batch)
-                    tracker.enter("forward")
-                    with torch.autocast("cpu", torch.bfloat16, enabled=step.dtype != "float32"):
-                        output = model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False, **options)
-                    loss = output.loss
-                    del output
-                    tracker.enter("head")
-                    loss.backward()
-                    del loss
-                tracker.enter("optimizer")
-                tracker.peaks["optimizer"] = tracker.live
+            take(step, model, base, tracker, num_batches=num_batches, before_batch=reduce)
             return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
+
+
+def _copied(model: torch.nn.Module, tracker: LiveBytes) -> DistributedDataParallel:
+    """The model in DDP, whose reducer makes its buckets here.
+
+    The `fake` backend's all-reduce gives the reducer nothing to wait for, so a hook hands it the bucket, in which the
+    sum would be.
+    """
+
+    def hook(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    with tracker:
+        wrapped = DistributedDataParallel(model, init_sync=False)
+    wrapped.register_comm_hook(None, hook)
+    return wrapped
 
 
 def trace_deep(sharded: ShardedStep) -> Trace:

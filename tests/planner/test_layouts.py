@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B, LLAMA_405B
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.passes import Passes
 from tunekit.planner.sharding import units_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
@@ -175,3 +176,17 @@ def test_four_bit_weights_lie_whole_on_each_device():
 def test_what_no_test_traces_is_said_to_be_a_closed_form(layout, confidence):
     assert memory(layout).confidence == confidence
     assert memory(layout, model=LLAMA_8B.model_copy(update={"model_type": "mamba"})).confidence == "outside the model"
+
+
+@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_that_no_test_traces_are_said_to_be_a_closed_form(more):
+    assert memory(Layout(), LoraAdapter(**more)).confidence == "closed form"
+
+
+def test_mixtures_are_traced_in_sft_only():
+    mixture = LLAMA_8B.model_copy(update={"model_type": "qwen3_moe", "num_experts": 128})
+    sharded = Layout(strategy="fsdp2", dp_shard_size=8)
+    assert {memory(layout, model=mixture).confidence for layout in (Layout(), sharded)} == {"traced"}
+    dpo = Passes(method="dpo", sequences_per_row=2)
+    assert memory(Layout(), model=mixture, passes=dpo).confidence == "closed form"
+    assert memory(Layout(), passes=dpo).confidence == "traced"

@@ -1,4 +1,4 @@
-"""FSDP2 against a trace of the real wrapping on fake processes; `benchmarks/planner.py` does it at full size."""
+"""FSDP2 and DDP against a trace of the real wrapping on fake processes; `benchmarks/planner.py` has large ones."""
 
 import pytest
 
@@ -27,6 +27,35 @@ def sharded(family, adapter, *, tied=False, num_shards=8, layout=None, **how) ->
         sizes |= {"sliding_window": 512, "head_dim": 64, "num_hidden_layers": 6}
     step = Step(family, tuple(sizes.items()), adapter, batch=2, length=1024, **{"checkpointing": True, **how})
     return ShardedStep(step, Layout(strategy="fsdp2", dp_shard_size=num_shards, **(layout or {})))
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 16, "num_experts_per_tok": 4, "intermediate_size": 256},
+    "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 64},
+    "deepseek_v3": {
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 384,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    },
+}
+"""Small ones of the families that are called traced; DeepSeek's with compressed queries too, as V3 has them."""
+
+
+def mixture(family, adapter, *, layout=None, **how) -> ShardedStep:
+    sizes = {**SIZES, "tie_word_embeddings": False, **MIXTURES[family]}
+    step = Step(family, tuple(sizes.items()), adapter, batch=2, length=1024, **{"checkpointing": True, **how})
+    return ShardedStep(step, Layout(strategy="fsdp2", dp_shard_size=8, **(layout or {})))
 
 
 def peaks_of(sharded: ShardedStep) -> tuple[int, int]:
@@ -84,6 +113,52 @@ def test_tensors_with_fewer_rows_than_there_are_devices_are_padded(adapter):
     assert shards == pytest.approx(traced.weights_bytes, abs=1024)
     assert estimated.parts["optimizer"] == traced.optimizer_bytes
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "adapter",
+    [FULL, LORA, LoraAdapter(rank=16, target_modules=["q_proj", "q_b_proj", "o_proj"])],
+    ids=["full", "lora", "attention"],
+)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_are_what_is_traced(family, adapter, checkpointing):
+    traced, estimated = peaks_of(mixture(family, adapter, checkpointing=checkpointing))
+    assert estimated == pytest.approx(traced, rel=0.02)
+
+
+@pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"reshard_after_forward": False}, {"dp_replicate_size": 4}, {"sync_each_batch": True}],
+    ids=["no reshard", "hybrid", "synced"],
+)
+def test_mixtures_in_every_layout_are_what_is_traced(layout, adapter):
+    traced, estimated = peaks_of(mixture("deepseek_v3", adapter, accumulates=True, layout=layout, rows="padded"))
+    assert estimated == pytest.approx(traced, rel=0.02)
+
+
+@pytest.mark.parametrize("num_shards", [2, 64])
+def test_adapters_of_experts_are_divided_by_the_rows_that_they_have(num_shards):
+    # Of rank 16 on 16 experts: 256 rows, which 64 devices divide evenly; 16 rows they would not.
+    step = mixture("qwen3_moe", LORA)
+    step = ShardedStep(step.step, Layout(strategy="fsdp2", dp_shard_size=num_shards))
+    traced, estimated = trace(step), estimate_of(step.step, step.layout)
+    assert estimated.parts["optimizer"] == traced.optimizer_bytes
+    assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["one batch", "several"])
+@pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
+def test_every_phase_of_ddp_is_what_is_traced(adapter, accumulates):
+    step = sharded("llama", adapter, accumulates=accumulates).step
+    layout = Layout(strategy="ddp", dp_replicate_size=8)
+    traced, estimated = trace(ShardedStep(step, layout)), estimate_of(step, layout)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase != "load"}
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.01) for phase, size in known.items()
+    }
 
 
 @pytest.mark.parametrize("num_shards", [2, 64])

@@ -106,10 +106,14 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     mask = 0 if mask_length is None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
-    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION}))
+    latents = model.latent_widths
+    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION, *latents}))
+    for reader, width in latents.items():
+        # A norm as above, but its input is in the compute type also where the stream is not.
+        inputs += 4 + (4 + e * products.full + e * (reader in products.attention)) * width
     if not products.full:
         # A float32 adapter under autocast reads a copy of its input.
-        inputs += 2 * q if products.casted and _FROM_ATTENTION in products.attention else 0
+        inputs += 2 * model.attended_width if products.casted and _FROM_ATTENTION in products.attention else 0
         inputs += e * products.rank * len(products.attention)
     return attention + mask + behind + inputs
 
@@ -197,7 +201,9 @@ class Layers:
     forward_only: int
     """Besides, until the forward pass ends."""
     first: int
-    """Of the first layer, while its backward pass runs, recomputed where it has to be."""
+    """Of the first layer, while its backward pass runs, recomputed where it has to be; of those with experts."""
+    leading: int
+    """Of the first layer, with all that its backward pass needs: little where it is dense before those with experts."""
     recomputed: int
     """Of one layer, recomputed in the backward pass."""
     passing: int
@@ -241,13 +247,15 @@ def layers_of(
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
     working = stream + mlps.working
+    less = mlps.one + mlps.working - mlps.first
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
         again = one - (stream if e == 4 or (full and products.casted) else 0)
-        return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
+        first, kept = stream + again, model.num_layers * stream + mlps.logits
+        return Layers(stream, kept, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
     first = one if full else one - 4 * h * num_tokens
-    return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
+    return Layers(stream, first + others, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
 
 @dataclass(frozen=True)
@@ -258,30 +266,50 @@ class _Mlps:
     """Kept of the one that keeps the most."""
     others: int
     """Kept of all others."""
+    first: int
+    """Of the first layer, with what its backward pass needs."""
     passing: int
     working: int
+    logits: int = 0
+    """Of all routers, kept also where layers are computed again."""
 
 
 def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:
     h, i, e = model.hidden_size, model.intermediate_size, products.e
+
+    def dense_working(width: int) -> int:
+        working = _working_bytes(model, products, width, recomputes=recomputes) * num_tokens
+        return working + _weight_gradient_bytes(products, width, accumulates=accumulates)
+
     mixture = model.mixture
     if mixture is None:
-        one = _mlp_bytes(products, i) * num_tokens
-        working = _working_bytes(model, products, recomputes=recomputes) * num_tokens
-        if products.full:
-            # The gradient of the MLP's last weight is there; its cast copy is not any more.
-            working += 0 if accumulates else (4 if products.casted else e) * h * i
-            working -= 2 * h * i if products.casted else 0
-        passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products) * num_tokens
-        return _Mlps(one, (model.num_layers - 1) * one, passing, working)
+        one, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
+        passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products, i) * num_tokens
+        return _Mlps(one, (model.num_layers - 1) * one, one + working, passing, working)
+    beside = _beside_experts_bytes(products, mixture.shared)
+    # The forward pass goes through that MLP last, and the backward pass first: it leaves the gradient of what it read.
+    gone = 0
+    if mixture.shared:
+        gone = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
+        gone -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
     experts = sparse_mlp(
         mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
-        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates,
+        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=gone,
     )  # fmt: skip
-    one = experts.kept + _beside_experts_bytes(products, mixture.shared) * num_tokens
+    one = experts.kept + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
     others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
-    return _Mlps(one, others, experts.passing, max(experts.working, 2 * e * mixture.shared * num_tokens))
+    working = max(experts.working, 2 * e * mixture.shared * num_tokens)
+    first = dense + dense_working(mixture.dense) if mixture.dense else one + working
+    return _Mlps(one, others, first, experts.passing, working, mixture.num_layers * experts.logits)
+
+
+def _weight_gradient_bytes(products: _Products, width: int, *, accumulates: bool) -> int:
+    """Bytes of the gradient of an MLP's weight, less those of its cast copy, which is not there any more."""
+    if not products.full:
+        return 0
+    each = 0 if accumulates else 4 if products.casted else products.e
+    return (each - (2 if products.casted else 0)) * products.h * width
 
 
 def _beside_experts_bytes(products: _Products, shared: int) -> int:
@@ -301,12 +329,12 @@ def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_toke
     So does torch's `context_parallel` by its default, all-gather.
     """
     gathered = 4 * BYTES[dtype] * model.num_kv_heads * model.head_dim * num_tokens
-    return replace(layers, working=layers.working + gathered)
+    return replace(layers, working=layers.working + gathered, leading=layers.leading + gathered)
 
 
-def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) -> int:
+def _working_bytes(model: ModelFacts, products: _Products, i: int, *, recomputes: bool) -> int:
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
-    h, i, full = model.hidden_size, model.intermediate_size, products.full
+    h, full = model.hidden_size, products.full
     sandwich = model.num_stream_norms > 2
     # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
     # So is what the norm behind it kept.
@@ -315,11 +343,11 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
     if recomputes and not full:
-        moments.append(_adapter_copy_bytes(model, products))
+        moments.append(_adapter_copy_bytes(model, products, i))
     return max(moments)
 
 
-def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
+def _adapter_copy_bytes(model: ModelFacts, products: _Products, i: int) -> int:
     """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
 
     The MLP's product, a float32 copy of it for the last adapter, and what the layer's code still has names for.
@@ -327,7 +355,7 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
     if not products.casted:
         return 0
     e = products.e
-    return (e + 4) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+    return (e + 4) * i + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,25 @@ def adapted_experts(
     return found
 
 
+def expert_adapters(name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int) -> list[tuple[int, int, int]]:
+    """Outputs and inputs of the adapter of a layer's experts, and how many times its rank it has for all of them.
+
+    Nothing where the tensor is but a part of the one that has the adapter.
+
+    Args:
+        name: A tensor that `adapted_experts` found.
+        tensors: Shapes by name.
+        num_experts: Experts of the layer.
+    """
+    *_, outputs, inputs = shape = tensors.get(name) or tensors[name + ".weight"]
+    leaf = _leaf(name)
+    if len(shape) > 2:
+        return [(outputs, inputs, num_experts * (2 if leaf == "gate_up_proj" else 1))]
+    if ".experts.0." not in name or leaf in {"w3", "up_proj"}:
+        return []
+    return [(outputs, inputs, num_experts) if _FUSED[leaf] == "down_proj" else (2 * outputs, inputs, 2 * num_experts)]
+
+
 _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",

@@ -13,7 +13,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from tunekit.planner.experts import FORMER_LINEARS, Mixture, adapted_experts, is_former_linear, mixture_of
+from tunekit.planner.experts import (
+    FORMER_LINEARS,
+    Mixture,
+    adapted_experts,
+    expert_adapters,
+    is_former_linear,
+    mixture_of,
+)
 
 
 class Facts(BaseModel):
@@ -151,6 +158,9 @@ class Linears:
         return sum(outputs * inputs * times for (outputs, inputs), times in self.shapes.items())
 
 
+_LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
+
+
 class ModelFacts(Facts):
     """A causal language model seen from its config.json, and from the headers of its weight files where it has them.
 
@@ -265,6 +275,24 @@ class ModelFacts(Facts):
             }
         )
 
+    @cached_property
+    def latent_widths(self) -> dict[str, int]:
+        """Widths of the vectors into which a layer compresses queries, or keys and values (arXiv 2405.04434).
+
+        By the name of the linear layer that reads them.
+        """
+        return {
+            found[1] + "_b_proj": shape[0]
+            for name, shape in self.tensors.items()
+            if (found := _LATENT_NORM.search(name)) is not None
+        }
+
+    @cached_property
+    def attended_width(self) -> int:
+        """Width of what all heads of attention give, which is not that of the queries where values are narrower."""
+        inputs = (shape[1] for name, shape in self.tensors.items() if name.endswith(".self_attn.o_proj.weight"))
+        return next(inputs, self.num_heads * self.head_dim)
+
     def divided_by(self, tp_size: int) -> "ModelFacts":
         """The model as one of `tp_size` devices has it in tensor parallel, by transformers' plan for Llama.
 
@@ -333,6 +361,21 @@ class ModelFacts(Facts):
             self._adapted[asked] = Linears(self._matched(target_modules))
         return self._adapted[asked]
 
+    def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
+        """How often outputs and inputs of each size get an adapter, and of how many times its rank."""
+        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if asked not in self._adapted_shapes:
+            self._adapted_shapes[asked] = Counter(
+                shape
+                for name, (outputs, inputs) in self.adapter_linears(target_modules).items()
+                for shape in (
+                    expert_adapters(name, self.tensors, self.num_experts)
+                    if ".experts." in name
+                    else [(outputs, inputs, 1)]
+                )
+            )
+        return self._adapted_shapes[asked]
+
     @cached_property
     def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
         """What `adapted` has found by what it was asked."""
@@ -341,6 +384,11 @@ class ModelFacts(Facts):
     @cached_property
     def trained_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """What `states.trained_bytes` has counted, by adapter and optimizer."""
+        return {}
+
+    @cached_property
+    def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int, int]]]:
+        """What `adapter_shapes` has counted by what it was asked."""
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:

@@ -251,13 +251,19 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
 
 
 def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: Layout, passes: Passes) -> Confidence:
-    """Families and layouts that the tests trace; the activations of other attention decoders are much alike."""
+    """Families and layouts that the tests trace; the activations of other attention decoders are much alike.
+
+    Adapters are traced without dropout, DoRA and wholly trained modules, and other methods than SFT on dense models.
+    """
     if not is_traced(model):
         return "outside the model"
     if isinstance(adapter, QloraAdapter):
         return "closed form"
+    if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora or adapter.modules_to_save):
+        return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
-    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
+    others = () if model.num_experts else ("single", "ddp")
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else others)
     return "traced" if alone and engine else "closed form"
 
 

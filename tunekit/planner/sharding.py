@@ -48,6 +48,8 @@ class Unit:
 class Units:
     """A model as FSDP2 divides it."""
 
+    first: Unit
+    """The first layer, which is a small one where those behind it have experts."""
     layer: Unit
     """The largest."""
     layers: Unit
@@ -55,6 +57,8 @@ class Units:
     embedding: Unit
     head: Unit
     """The final norm, and the head where it has weights of its own."""
+    tensor: Unit
+    """The largest tensor, whether it is trained or not."""
     num_layers: int
     num_shards: int
 
@@ -83,22 +87,28 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         return {shape: times for shape, times in layer.items() if len(shape) != 2} if quantised else layer
 
     layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
-    largest = max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
+    first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
     whole = sum((layer * times for layer, times in layers), Unit())
     if not isinstance(adapter, FullAdapter):
         adapted = _adapters(model, adapter, num_shards)
         whole += adapted
-        largest += Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
+        each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
+        first, largest = first + each, largest + each
     tail = unit(shapes.head) + unit(shapes.others)
-    return Units(largest, whole, unit(shapes.embedding), tail, model.num_layers, num_shards)
+    kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
+    # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
+    tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]
+    held = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
+    tensor = max(held, key=lambda unit: unit.frozen)
+    return Units(first, largest, whole, unit(shapes.embedding), tail, tensor, model.num_layers, num_shards)
 
 
 def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
     """The matrices of all adapters; what is trained besides them is divided without a remainder."""
     matrices: Counter[tuple[int, ...]] = Counter()
-    for (outputs, inputs), times in model.adapted(adapter.target_modules).shapes.items():
-        matrices[adapter.rank, inputs] += times
-        matrices[outputs, adapter.rank] += times
+    for (outputs, inputs, each), times in model.adapter_shapes(adapter.target_modules).items():
+        matrices[each * adapter.rank, inputs] += times
+        matrices[outputs, each * adapter.rank] += times
     trained = num_trainable_params(model, adapter)
     others = trained - _size(matrices)
     return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
@@ -168,9 +178,8 @@ def fsdp2_needs(
         accumulates: Whether a step has several micro-batches.
     """
     e = BYTES[dtype]
-    # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew.
-    largest = max(units.gathered(units.embedding), units.gathered(units.head))
-    yield "load", Need(gathered=2 * (4 if full else e) * largest)
+    # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew, with padding.
+    yield "load", Need(gathered=(4 if full else e) * (units.tensor.whole + units.gathered(units.tensor)))
     backward = _Backward(units, layers, head, e, full, tied, layout, 0, 0, reduces=True)
     if accumulates and layout.sync_each_batch:
         backward = replace(backward, held=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
@@ -239,9 +248,10 @@ class _Backward:
         before_last = layers.kept * (num_layers - 1) // num_layers
         tied = self._embedding if self.tied else 0
         moments = [
-            # The first layer's, behind the embedding's; the last one's, behind that of another layer.
-            (layers.stream, self._embedding + self._layer + (self._staying(1) if keeps else self._layer) + tied),
+            # The first layer's, behind the embedding's; the last one's, behind that of another layer; and its experts'.
+            (layers.stream, self._embedding + self._first + (self._staying(1) if keeps else self._first) + tied),
             (before_last, 2 * self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+            (layers.kept + layers.passing, self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
         ]
         if self.full and not self.tied:
             # The head's.
@@ -254,7 +264,7 @@ class _Backward:
         # A tied head is whole until the embedding's backward pass, and its gradient waits for that of the embedding.
         waits = (self._embedding + (self.e * self._vocabulary if self.full else 0)) if self.tied else 0
         of_tail = 0 if self.tied else self._reducing(self.units.head)
-        before_first = self.units.layers + self.units.layer * -1
+        before_first = self.units.layers + self.units.first * -1
         reducing = self._reducing(self.units.layer)
         # How many layers are left, what has its gradients, and the buffer from which the unit before is reduced.
         moments: list[tuple[Phase, int, Unit, int]] = [
@@ -262,19 +272,24 @@ class _Backward:
             ("first layer", 1, before_first, reducing),
         ]
         if num_layers > 2:
-            # The last but one, and the second: memory falls or rises evenly between them.
-            moments.append(("middle layers", num_layers - 1, self.units.layer, reducing))
-            moments.append(("middle layers", 2, before_first + self.units.layer * -1, reducing))
+            # The last but one, and the second, or the third where a smaller one comes behind the second: memory falls
+            # or rises evenly between them.
+            lefts = {num_layers - 1, min(3, num_layers - 1), 2}
+            moments += [
+                ("middle layers", left, before_first + self.units.layer * (1 - left), reducing) for left in lefts
+            ]
         for phase, left, done, reducing in moments:
-            kept = layers.kept * left // num_layers + layers.recomputed if left > 1 else layers.first
+            following = self._first if left == 2 else self._layer
+            kept = layers.kept * left // num_layers + layers.recomputed + layers.working if left > 1 else layers.leading
             # This layer, and the next unit; or all that have not been freed.
-            gathered = self._staying(left) if not self.layout.reshard_after_forward or left == 1 else 2 * self._layer
+            keeps = not self.layout.reshard_after_forward or left == 1
+            gathered = self._staying(left) if keeps else self._layer + following
             done += Unit() if self.tied else self.units.head
             yield (
                 phase,
                 Need(
                     gradients=self._gradients(done),
-                    activations=kept + layers.working + layers.shared,
+                    activations=kept + layers.shared,
                     gathered=gathered + reducing + waits,
                 ),
             )
@@ -282,7 +297,7 @@ class _Backward:
     def _embedding_needs(self) -> Iterator[tuple[Phase, Need]]:
         table = self.e * self._vocabulary
         done = self.units.layers + (Unit() if self.tied else self.units.head)
-        reducing = self._reducing(self.units.layer)
+        reducing = self._reducing(self.units.first)
         if self.tied:
             # Gathered; the gradients of both uses, and their sum.
             yield "embedding", Need(gradients=self._gradients(done), gathered=self._embedding + 3 * table + reducing)
@@ -318,8 +333,8 @@ class _Backward:
 
     def _staying(self, num_layers: int) -> int:
         """Bytes of the first layers and the embedding, gathered."""
-        embedding = 0 if self.tied else self._embedding
-        return self._gathered(self.units.layers) * num_layers // self.units.num_layers + embedding
+        embedding, others = 0 if self.tied else self._embedding, self._gathered(self.units.layers) - self._first
+        return self._first + others * (num_layers - 1) // max(1, self.units.num_layers - 1) + embedding
 
     def _gathered(self, unit: Unit) -> int:
         return self.e * self.units.gathered(unit)
@@ -337,6 +352,10 @@ class _Backward:
     def _offloads(self) -> bool:
         """Whether gradients leave the device when they are reduced."""
         return self.layout.offload_param_device == "cpu"
+
+    @property
+    def _first(self) -> int:
+        return self._gathered(self.units.first)
 
     @property
     def _layer(self) -> int:

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from tunekit.planner.experts import Mixture
 
-ROUTED_IN_COMPUTE_TYPE = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
-"""Types whose routers cast the weights of the experts to the type of their logits; in others they are float32, and so
-is the product with what the experts give."""
+_CASTED = frozenset({"flex_olmo", "gpt_oss", "mellum", "olmoe", "qwen3_moe", "qwen3_next"})
+_SIGMOID = frozenset({"deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "solar_open"})
+
+ROUTED_IN_COMPUTE_TYPE = _CASTED | _SIGMOID
+"""Types whose routers cast the weights of the experts to the type of their logits, or take a sigmoid, which keeps it.
+In others they are float32 by a softmax, and so is the product with what the experts give."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class SparseMlp:
 
     kept: int
     """Kept for the backward pass."""
+    logits: int
+    """Of these the router's logits where the loss that balances experts reads them, so that they stay in any case."""
     passing: int
     """In the forward pass, beyond what is kept."""
     working: int
@@ -75,6 +80,7 @@ def sparse_mlp(
     num_tokens: int,
     recomputes: bool,
     accumulates: bool,
+    beside: int,
 ) -> SparseMlp:
     """What the experts of one layer hold, without the MLP beside them.
 
@@ -88,6 +94,7 @@ def sparse_mlp(
         num_tokens: Tokens of a micro-batch.
         recomputes: Whether the layer is computed again in the backward pass.
         accumulates: Whether gradients of an earlier micro-batch are there, which new ones are added to.
+        beside: Bytes of the layer that are not there while its experts are computed again, nor in their backward pass.
     """
     h, e = hidden, compute_bytes
     x = 4 if trained.whole and casted else e
@@ -99,6 +106,7 @@ def sparse_mlp(
     kept = (trained.gate_up * selected) + 3 * product + trained.down * product + x * h * rows
     # The router's logits, softmax and choice, and the loss that balances experts.
     kept += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
+    logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
     kept += (e * h * num_tokens) if trained.router and not trained.whole else 0
     merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
     merged_down = 0 if trained.whole or not trained.down else x * down
@@ -107,7 +115,9 @@ def sparse_mlp(
     unkept_rows = 0 if trained.gate_up else selected
     passing = 2 * w * h * rows + unkept_rows
     if recomputes:
-        passing = merged_gate_up + merged_down + selected + max(x * h * rows + 2 * w * h * rows, 4 * product)
+        last = merged_down + x * h * rows + max(product, 2 * w * h * rows)
+        # Besides, the stream and its norm.
+        passing = merged_gate_up + selected + max(4 * product, last) + 2 * x * h * num_tokens
     # In the layer's code are the stream, and the norm that the router reads, where nothing keeps them.
     normed = e == 2 or not trained.router if trained.whole else not trained.router
     named = (x * h * num_tokens if normed else 0) + (e * h * num_tokens if e == 2 and not trained.whole else 0)
@@ -126,4 +136,4 @@ def sparse_mlp(
         2 * product + selected - 3 * product - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
-    return SparseMlp(kept=kept, passing=passing, working=max(moments))
+    return SparseMlp(kept=kept, logits=logits, passing=passing, working=max(moments) - beside)
