@@ -54,6 +54,7 @@ class _Products:
         e: Bytes of the compute type.
         rank: Of the adapters; 0 where the model is trained whole.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
+        mask: Bytes of an adapter's dropout for each value that it reads, as CUDA has it; 0 without dropout.
         wide_norms: Whether trained norms keep their normalised values in float32.
         attention: Names of the linear layers of attention that have an adapter or are trained.
         mlp: Those of the MLP.
@@ -64,6 +65,7 @@ class _Products:
     e: int
     rank: int
     casted: bool
+    mask: int
     wide_norms: bool
     attention: frozenset[str]
     mlp: frozenset[str]
@@ -73,6 +75,20 @@ class _Products:
     def full(self) -> bool:
         """Whether the model is trained whole."""
         return not self.rank
+
+    @property
+    def num_attention_readers(self) -> int:
+        """Linear layers that read the norm before attention, and have an adapter or are trained."""
+        return len(self.attention - {_FROM_ATTENTION})
+
+    def read_bytes(self, width: int, num_readers: int, *, is_kept: bool = False) -> int:
+        """Bytes per token that `num_readers` layers keep of an input that they share; `is_kept`: that is there anyway.
+
+        Each keeps its own where autocast casts it, or where it keeps what its dropout lets through, and a mask.
+        """
+        if self.casted or self.mask:
+            return (self.e + self.mask) * width * num_readers
+        return 0 if is_kept else self.e * width * (num_readers > 0)
 
 
 def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, autocast: bool) -> _Products:
@@ -87,6 +103,7 @@ def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, 
         e=e,
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
         casted=autocast and e == 2,
+        mask=0 if isinstance(adapter, FullAdapter) or not adapter.dropout else 1,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
         attention=leaves - mlp - ROUTERS,
@@ -107,10 +124,9 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     mask = 0 if mask_length is None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
-    inputs = _input_bytes(products, len(products.attention - {_FROM_ATTENTION}))
+    inputs = _input_bytes(products, products.num_attention_readers)
     if not products.full:
-        # A float32 adapter under autocast reads a copy of its input.
-        inputs += 2 * q if products.casted and _FROM_ATTENTION in products.attention else 0
+        inputs += products.read_bytes(q, 1, is_kept=True) if _FROM_ATTENTION in products.attention else 0
         inputs += e * products.rank * len(products.attention)
     return attention + mask + behind + inputs
 
@@ -118,17 +134,17 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
 def _mlp_bytes(products: _Products, width: int) -> int:
     """Bytes per token of a dense MLP of a width and the norm before it."""
     inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
-    return inputs + (4 if _FROM_MLP in products.mlp else 3) * products.e * width
+    return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
 
 
 def _input_bytes(products: _Products, num_readers: int) -> int:
     """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
 
-    Under autocast each reader keeps a cast copy of its own; the stream is float32 where the model is trained whole.
+    The stream is float32 under autocast where the model is trained whole.
     """
-    h, e = products.h, products.e
+    h = products.h
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
-    return norm + (2 * h * num_readers if products.casted else e * h * (num_readers > 0))
+    return norm + products.read_bytes(h, num_readers)
 
 
 def _widths(model: ModelFacts) -> tuple[int, int]:
@@ -246,8 +262,8 @@ def layers_of(
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
         again = one - (stream if e == 4 or (full and products.casted) else 0)
         return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
-    # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
-    first = one if full else one - 4 * h * num_tokens
+    # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
+    first = one if full else one - (4 + products.mask * products.num_attention_readers) * h * num_tokens
     return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
 
 
@@ -292,8 +308,8 @@ def _beside_experts_bytes(products: _Products, shared: int) -> int:
         readers = 1 + (2 if shared else 0)
     else:
         readers = len(products.mlp - {_FROM_MLP}) if shared else 0
-    kept = 3 + (1 if products.full or _FROM_MLP in products.mlp else 0)
-    return _input_bytes(products, readers) + kept * products.e * shared
+    last = products.full or _FROM_MLP in products.mlp
+    return _input_bytes(products, readers) + 3 * products.e * shared + (products.read_bytes(shared, 1) if last else 0)
 
 
 def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
@@ -309,9 +325,14 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
     h, i, full = model.hidden_size, model.intermediate_size, products.full
     sandwich = model.num_stream_norms > 2
-    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
-    # So is what the norm behind it kept.
-    moments = [2 * products.e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
+    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone where
+    # there was one. So is what the norm behind it kept.
+    behind = 0 if not sandwich else 8 * h if full else 4 * h
+    adapted = _FROM_MLP in products.mlp
+    moments = [(2 if adapted else 3) * products.e * i - behind]
+    if products.mask and products.casted and adapted:
+        # The gradients of dropout's input and output, in float32; what it let through is gone.
+        moments.append((8 - products.e) * i - behind)
     if sandwich:
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
@@ -323,12 +344,13 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
 def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
     """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
 
-    The MLP's product, a float32 copy of it for the last adapter, and what the layer's code still has names for.
+    The MLP's product, float32 copies of it for the last adapter and of what its dropout lets through, and what the
+    layer's code still has names for.
     """
     if not products.casted:
         return 0
-    e = products.e
-    return (e + 4) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+    e, copies = products.e, (4 + 4 * products.mask) * (_FROM_MLP in products.mlp)
+    return (e + copies) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
 @dataclass(frozen=True)
