@@ -13,7 +13,7 @@ from typing import Literal
 from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
-from tunekit.planner.states import BYTES, Dtype, num_trainable_params
+from tunekit.planner.states import BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
@@ -55,6 +55,7 @@ class _Products:
         rank: Of the adapters; 0 where the model is trained whole.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
         mask: Bytes of an adapter's dropout for each value that it reads, as CUDA has it; 0 without dropout.
+        reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
         wide_norms: Whether trained norms keep their normalised values in float32.
         attention: Names of the linear layers of attention that have an adapter or are trained.
         mlp: Those of the MLP.
@@ -66,6 +67,7 @@ class _Products:
     rank: int
     casted: bool
     mask: int
+    reads_trained: bool
     wide_norms: bool
     attention: frozenset[str]
     mlp: frozenset[str]
@@ -75,6 +77,11 @@ class _Products:
     def full(self) -> bool:
         """Whether the model is trained whole."""
         return not self.rank
+
+    @property
+    def wide(self) -> bool:
+        """Whether autocast casts a float32 residual stream: rows of a trained embedding are float32."""
+        return self.casted and self.reads_trained
 
     @property
     def num_attention_readers(self) -> int:
@@ -104,6 +111,7 @@ def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, 
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
         casted=autocast and e == 2,
         mask=0 if isinstance(adapter, FullAdapter) or not adapter.dropout else 1,
+        reads_trained=trained_tables(model, adapter).embedding,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
         attention=leaves - mlp - ROUTERS,
@@ -140,7 +148,7 @@ def _mlp_bytes(products: _Products, width: int) -> int:
 def _input_bytes(products: _Products, num_readers: int) -> int:
     """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
 
-    The stream is float32 under autocast where the model is trained whole.
+    The stream is float32 under autocast where the embedding is trained.
     """
     h = products.h
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
@@ -200,7 +208,8 @@ def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dt
         return 0
     if isinstance(adapter, FullAdapter):
         return 2 * model.num_linear_params
-    return 2 * num_trainable_params(model, adapter)
+    tables = model.vocab_size * model.hidden_size * trained_tables(model, adapter).num
+    return 2 * (num_trainable_params(model, adapter) - tables)
 
 
 @dataclass(frozen=True)
@@ -241,7 +250,7 @@ def layers_of(
     h, e = model.hidden_size, BYTES[dtype]
     full = isinstance(adapter, FullAdapter)
     products = _products(model, adapter, e, autocast=autocast)
-    stream = (4 if full and products.casted else e) * h * num_tokens
+    stream = (4 if products.wide else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
 
     def attention(length: int | None) -> int:
@@ -260,10 +269,10 @@ def layers_of(
     working = stream + mlps.working
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
-        again = one - (stream if e == 4 or (full and products.casted) else 0)
+        again = one - (stream if e == 4 or products.wide else 0)
         return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
-    first = one if full else one - (4 + products.mask * products.num_attention_readers) * h * num_tokens
+    first = one if products.reads_trained else one - (4 + products.mask * products.num_attention_readers) * h * num_tokens
     return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
 
 
@@ -342,14 +351,15 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
 
 
 def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
-    """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
+    """Bytes per token at the end of a layer's forward pass, beyond what it keeps, where that is much.
 
     The MLP's product, float32 copies of it for the last adapter and of what its dropout lets through, and what the
     layer's code still has names for.
     """
-    if not products.casted:
+    adapted = _FROM_MLP in products.mlp
+    if not products.casted and not (products.mask and adapted):
         return 0
-    e, copies = products.e, (4 + 4 * products.mask) * (_FROM_MLP in products.mlp)
+    e, copies = products.e, (4 + 4 * products.mask) * (products.casted and adapted)
     return (e + copies) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
@@ -385,18 +395,17 @@ def head_of(
     scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
     rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
-    if not isinstance(adapter, FullAdapter):
-        # A float32 input of the norm; what the head reads, in the compute type; the gradient in float32 and cast.
-        kept = 4 * h * num_tokens + e * h * scored
-        return Head(kept, tile + e * h * num_tokens, tile + (4 + (e if e == 2 else 0)) * h * scored)
-    stream, read = 4 * h * num_tokens, 4 * h * scored
-    if e == 4:
-        return Head(2 * stream + read, tile + stream, tile + read)
-    if not autocast:
-        # The float32 input, the normalised values and what the head reads; then the gradient in float32 and cast.
-        return Head(stream + stream // 2 + read // 2, tile + stream // 2, tile + read + read // 2)
-    # The backward pass casts a tile of the weight, and of what the head reads, while it still holds the last ones.
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    # The norm's float32 input, the values that its trained weight was multiplied with, and what the head reads.
+    kept = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
+    # Autocast casts a tile of a float32 weight, and of what the head reads, while the last ones are there still.
     more_rows = scored > HEAD_TOKENS
-    held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
-    casts = e * h * (rows * (1 + more_rows) + columns)
-    return Head(2 * stream + read, tile + casts + stream, tile + casts + e * h * held + read)
+    casts = e * h * rows * (1 + more_rows) if casted and wide == 4 else 0
+    held = 0
+    if casted and tables.head:
+        casts += e * h * columns
+        held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+    # The gradient in float32, and in the type of what the head reads.
+    gradient = (4 + (wide if wide == 2 else 0)) * h * scored
+    return Head(kept, tile + casts + wide * h * num_tokens, tile + casts + e * h * held + gradient)
