@@ -10,6 +10,7 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tunekit.planner.dora import Dora, dora_of
 from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
@@ -60,6 +61,7 @@ class _Products:
         attention: Names of the linear layers of attention that have an adapter or are trained.
         mlp: Those of the MLP.
         experts: Parts of the experts that are.
+        dora: What DoRA adds; None without it.
     """
 
     h: int
@@ -72,6 +74,7 @@ class _Products:
     attention: frozenset[str]
     mlp: frozenset[str]
     experts: Trained
+    dora: Dora | None
 
     @property
     def full(self) -> bool:
@@ -104,12 +107,15 @@ def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, 
     leaves = frozenset(
         name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
     )
-    mlp = leaves & {*_TO_MLP, _FROM_MLP}
+    mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
+    dora = None
+    if not isinstance(adapter, FullAdapter) and adapter.use_dora:
+        dora = dora_of(model, adapter, e, casted=casted, last=_FROM_MLP)
     return _Products(
         h=model.hidden_size,
         e=e,
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
-        casted=autocast and e == 2,
+        casted=casted,
         mask=0 if isinstance(adapter, FullAdapter) or not adapter.dropout else 1,
         reads_trained=trained_tables(model, adapter).embedding,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
@@ -117,6 +123,7 @@ def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, 
         attention=leaves - mlp - ROUTERS,
         mlp=mlp,
         experts=trained_experts(None if full else names),
+        dora=dora,
     )
 
 
@@ -136,6 +143,7 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
     if not products.full:
         inputs += products.read_bytes(q, 1, is_kept=True) if _FROM_ATTENTION in products.attention else 0
         inputs += e * products.rank * len(products.attention)
+        inputs += products.dora.kept if products.dora else 0
     return attention + mask + behind + inputs
 
 
@@ -252,9 +260,10 @@ def layers_of(
     products = _products(model, adapter, e, autocast=autocast)
     stream = (4 if products.wide else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
+    copies = products.dora.copies if products.dora else 0
 
     def attention(length: int | None) -> int:
-        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers
+        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers + copies
 
     mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
@@ -299,6 +308,12 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
             working += 0 if accumulates else (4 if products.casted else e) * h * i
             working -= 2 * h * i if products.casted else 0
         passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products) * num_tokens
+        if products.dora is not None:
+            end = _dora_end_bytes(model, products, products.dora, num_tokens)
+            # A layer is computed again when the gradient of its output has been scaled; under autocast, and cast.
+            gradients = (2 * 4 if products.casted else e) * h * num_tokens
+            working = max(working, end + gradients if recomputes else 0)
+            passing = 0 if recomputes else end
         return _Mlps(one, (model.num_layers - 1) * one, passing, working)
     experts = sparse_mlp(
         mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
@@ -335,9 +350,11 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
     h, i, full = model.hidden_size, model.intermediate_size, products.full
     sandwich = model.num_stream_norms > 2
     # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone where
-    # there was one. So is what the norm behind it kept.
+    # there was one. So is what DoRA and the norm behind it kept.
     behind = 0 if not sandwich else 8 * h if full else 4 * h
     adapted = _FROM_MLP in products.mlp
+    if adapted and products.dora is not None:
+        behind += 2 * products.e * h
     moments = [(2 if adapted else 3) * products.e * i - behind]
     if products.mask and products.casted and adapted:
         # The gradients of dropout's input and output, in float32; what it let through is gone.
@@ -345,6 +362,9 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
     if sandwich:
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
+    if products.dora is not None and products.casted and adapted:
+        # Gradients of what DoRA scales and adds, in float32; what the last product kept is gone.
+        moments.append(14 * i - behind)
     if recomputes and not full:
         moments.append(_adapter_copy_bytes(model, products))
     return max(moments)
@@ -361,6 +381,20 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
         return 0
     e, copies = products.e, (4 + 4 * products.mask) * (products.casted and adapted)
     return (e + copies) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+
+
+def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_tokens: int) -> int:
+    """Bytes at the end of a layer's forward pass with DoRA, beyond what it keeps: the most of its moments."""
+    h, e, wide = model.hidden_size, products.e, 4 if products.casted else products.e
+    if _FROM_MLP not in products.mlp:
+        # Nothing of the MLP is there yet.
+        return dora.norming - _mlp_bytes(products, model.intermediate_size) * num_tokens
+    there = _adapter_copy_bytes(model, products) if products.casted else (e * model.intermediate_size + 2 * e * h) * products.mask
+    # Neither the adapter's input nor its output is there when the norm is computed.
+    before = there - e * model.intermediate_size - e * h
+    # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
+    after = there + max(wide * h, e * model.intermediate_size if products.mask and products.casted else 0)
+    return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 
 @dataclass(frozen=True)
