@@ -1,8 +1,11 @@
 """The closed forms against what torch, PEFT and bitsandbytes really allocate on small models."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from tests.planner.oracle import dropout
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
@@ -60,7 +63,7 @@ def with_adapter(model, adapter):
     if isinstance(adapter, FullAdapter):
         return model, model
     config = LoraConfig(
-        r=adapter.rank, target_modules=adapter.target_modules, use_dora=adapter.use_dora,
+        r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
     )  # fmt: skip
     wrapped = get_peft_model(model, config)
@@ -89,14 +92,24 @@ def saved_bytes(num_layers, adapter, dtype, rows) -> int:
         ids = ids.reshape(1, TOKENS)
         options["position_ids"] = torch.arange(TOKENS // 2).repeat(2)[None]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, autocast, mock.patch.object(torch.nn.functional, "dropout", dropout):
         base.model(ids, use_cache=False, **options)
     return sum(storage.nbytes() for storage in storages.values())
 
 
+ADAPTERS = {
+    "full": FullAdapter(),
+    "lora": LoraAdapter(rank=8),
+    "lora on two": LoraAdapter(rank=8, target_modules=["q_proj", "v_proj"]),
+    "lora with dropout": LoraAdapter(rank=8, dropout=0.1),
+    "lora on two with dropout": LoraAdapter(rank=8, dropout=0.05, target_modules=["o_proj", "down_proj"]),
+}
+
+
 @pytest.mark.parametrize("rows", ["even", "padded", "in one"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     measured = saved_bytes(4, adapter, dtype, rows) - saved_bytes(2, adapter, dtype, rows)
     facts = facts_of(build(2))
