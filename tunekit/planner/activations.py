@@ -154,10 +154,7 @@ def _mlp_bytes(products: _Products, width: int) -> int:
 
 
 def _input_bytes(products: _Products, num_readers: int) -> int:
-    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
-
-    The stream is float32 under autocast where the embedding is trained.
-    """
+    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it."""
     h = products.h
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
     return norm + products.read_bytes(h, num_readers)
@@ -256,7 +253,6 @@ def layers_of(
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
     h, e = model.hidden_size, BYTES[dtype]
-    full = isinstance(adapter, FullAdapter)
     products = _products(model, adapter, e, autocast=autocast)
     stream = (4 if products.wide else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
@@ -281,7 +277,8 @@ def layers_of(
         again = one - (stream if e == 4 or products.wide else 0)
         return Layers(stream, model.num_layers * stream, casts, stream + again, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
-    first = one if products.reads_trained else one - (4 + products.mask * products.num_attention_readers) * h * num_tokens
+    nothing = 0 if products.reads_trained else (4 + products.mask * products.num_attention_readers) * h * num_tokens
+    first = one - nothing
     return Layers(stream, first + others, 0, first, 0, mlps.passing, working, shared)
 
 
@@ -385,15 +382,15 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
 
 def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_tokens: int) -> int:
     """Bytes at the end of a layer's forward pass with DoRA, beyond what it keeps: the most of its moments."""
-    h, e, wide = model.hidden_size, products.e, 4 if products.casted else products.e
+    h, i, e = model.hidden_size, model.intermediate_size, products.e
     if _FROM_MLP not in products.mlp:
         # Nothing of the MLP is there yet.
-        return dora.norming - _mlp_bytes(products, model.intermediate_size) * num_tokens
-    there = _adapter_copy_bytes(model, products) if products.casted else (e * model.intermediate_size + 2 * e * h) * products.mask
+        return dora.norming - _mlp_bytes(products, i) * num_tokens
+    there = _adapter_copy_bytes(model, products) if products.casted else (e * i + 2 * e * h) * products.mask
     # Neither the adapter's input nor its output is there when the norm is computed.
-    before = there - e * model.intermediate_size - e * h
+    before = there - e * i - e * h
     # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
-    after = there + max(wide * h, e * model.intermediate_size if products.mask and products.casted else 0)
+    after = there + (max(4 * h, e * i if products.mask else 0) if products.casted else e * h)
     return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 

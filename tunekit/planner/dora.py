@@ -5,12 +5,12 @@ and takes the norm of each row. Under autocast all of that is float32. The magni
 output and from the adapter's, so both are kept; with dropout they are computed from what it lets through, by a copy of
 the weight.
 
-Symbols: e bytes of the compute type, T tokens of a micro-batch.
+`e` is the number of bytes of the compute type.
 """
 
 from dataclasses import dataclass
 
-from tunekit.planner.facts import ModelFacts
+from tunekit.planner.facts import ModelFacts, is_vision
 from tunekit.recipe.schema import LoraAdapter
 
 
@@ -30,11 +30,13 @@ class Dora:
 
 def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
     """What they hold; `last` names the last linear layer of a decoder layer."""
-    linears = model.adapter_linears(adapter.target_modules)
+    adapted = model.adapter_linears(adapter.target_modules)
+    linears = {name: sizes for name, sizes in adapted.items() if not is_vision(name)}
     outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers
     params = sum(outputs * inputs for outputs, inputs in linears.values()) // model.num_layers
     lasts = {sizes for name, sizes in linears.items() if name.endswith(last)}
-    norming, applying = max(_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
+    moments = (_moments(*sizes, e, casted=casted) for sizes in lasts or set(linears.values()))
+    norming, applying = max(moments, default=(0, 0))
     copies = e * params if casted and adapter.dropout else 0
     return Dora(2 * e * outputs, copies, norming, applying)
 

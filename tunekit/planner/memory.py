@@ -259,6 +259,9 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
         return "outside the model"
     if isinstance(adapter, QloraAdapter):
         return "closed form"
+    if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
+        # Tables that are trained beside an adapter are counted on one device only as they are traced.
+        return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else ("single", "ddp"))
     return "traced" if alone and engine else "closed form"
