@@ -162,7 +162,8 @@ def summary(result: Event, run: Run) -> RenderableType:
     if result["eval_loss"] is not None:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
     if result["tokens_per_second"]:
-        steps = f"{result['num_tokens']:,} tokens in {result['step_seconds']:.0f} s of steps"
+        of_them = f"{result['optimizer_seconds']:.1f} s of them updates; {result['data_seconds']:.1f} s for rows"
+        steps = f"{result['num_tokens']:,} tokens in {result['step_seconds']:.0f} s of steps, {of_them}"
         table.add_row(
             "speed", f"{result['tokens_per_second']:,.0f} tokens/s ({steps}, {result['seconds']:.0f} s in all)"
         )

@@ -26,8 +26,8 @@ from trl.distributed import DistributedBackend
 from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
+from tests.planner.oracle_shards import ShardedStep, _local, _processes
 from tests.planner.oracle_shards import _accelerator as _fake_accelerator
-from tests.planner.oracle_shards import _local, _processes
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
@@ -207,7 +207,7 @@ def trace_reference(step: Step, layout: Layout) -> int:
     with _processes(layout) as mesh:
         with torch.device("meta"):
             model, _ = built(step)
-        model = prepare_fsdp(model, _fake_accelerator(layout, mesh))
+        model = prepare_fsdp(model, _fake_accelerator(ShardedStep(step, layout), mesh))
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             tracker = LiveBytes({_local(t).untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})

@@ -199,6 +199,7 @@ def test_main_memory_that_is_known_is_counted():
         "whether this machine has that much main memory is not known"
         in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     )
+    assert "with adapter.type=lora all would stay on the devices" in resolve(asked, hardware, LLAMA_8B, ROWS).explain()
     cpu = hardware.device.model_copy(update={"kind": "cpu", "name": "CPU", "memory_free_bytes": 32 * GIB})
     with pytest.raises(PlanError, match=r"of main memory in each node, 28.8 GiB may be used"):
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)
@@ -213,3 +214,17 @@ def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
         [*command, *on_cpu], capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert {line.removeprefix("ok ") for line in done.stdout.splitlines() if line.startswith("ok ")} == SHARDED_OPTIMS
+
+
+@pytest.mark.parametrize(("batch", "micro", "used"), [(16, 4, 4), (48, 3, 8), (40, 5, 8), (24, 8, 3)])
+def test_forced_micro_batches_come_out_even_on_all_devices(batch, micro, used):
+    asked = recipe(train={"global_batch_size": batch, "micro_batch_size": micro})
+    plan = resolve(asked, find_machine("8xh100").hardware(), LLAMA_1B, ROWS)
+    assert (plan.layout.num_processes, plan.micro_batch_size) == (used, micro)
+    assert micro * plan.gradient_accumulation_steps * used == batch
+
+
+def test_a_forced_micro_batch_that_does_not_divide_the_batch_is_refused_on_many_devices():
+    asked = recipe(train={"global_batch_size": 16, "micro_batch_size": 3})
+    with pytest.raises(PlanError, match=r"train\.micro_batch_size: 3 does not divide train\.global_batch_size 16"):
+        resolve(asked, find_machine("8xh100").hardware(), LLAMA_1B, ROWS)

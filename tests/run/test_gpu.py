@@ -3,6 +3,7 @@
 import pytest
 
 import tunekit
+from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -42,3 +43,24 @@ def test_packing_on_an_accelerator_keeps_the_loss_of_the_first_step(adapter, tmp
         run = tunekit.train("sft/quickstart", [*overrides, f"output.dir={tmp_path / packing}"])
         losses.append(run.metrics()["loss"].dropna().iloc[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_the_peak_on_an_accelerator_is_what_was_planned(adapter, checkpointing, tmp_path):
+    """With rows as long as planned: tensors within 5 % of the plan, and what the allocator reserved within 10 %."""
+    save_tiny_model(tmp_path / "model", hidden=2048, layers=8)
+    rows = "\n\n\n".join("the sea is wide and the boat is small. " * 64 for _ in range(64))
+    (tmp_path / "rows.txt").write_text(rows, encoding="utf-8")
+    recipe = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": str(tmp_path / "rows.txt"), "max_length": 256},
+        "adapter": adapter,
+        "train": {"max_steps": 4, "global_batch_size": 32, "micro_batch_size": 16},
+        "output": {"dir": str(tmp_path / "run"), "sample_prompts": []},
+    }
+    run = tunekit.train(recipe, [f"train.gradient_checkpointing={checkpointing}"])
+    memory, result = run.plan.memory, run.result()
+    assert result["peak_allocated_bytes"] == pytest.approx(memory.tensor_bytes, rel=0.05)
+    reserve = memory.parts["reserve"]
+    assert result["peak_reserved_bytes"] == pytest.approx(memory.tensor_bytes + reserve, rel=0.10)

@@ -92,3 +92,16 @@ def test_runs_without_a_speed_or_an_end_tell_nothing(here):
     kept = [json.dumps({**event, "tokens_per_second": None}) + "\n" for event in events]
     (folder / "events.jsonl").write_text("".join(kept), encoding="utf-8")
     assert recorded_runs() == []
+
+
+def test_the_time_of_a_run_is_told_by_part(here):
+    """Rows that come slowly are waited for, outside of the steps; updates are a part of the steps."""
+    (here / "slow_rows.py").write_text(
+        "import time\n\n\ndef slowly(row):\n    time.sleep(0.1)\n    return row\n", encoding="utf-8"
+    )
+    data = {"train": "rows.jsonl", "max_length": 64, "streaming": True, "format": "slow_rows:slowly"}
+    run = tunekit.train(recipe(data=data, train={"max_steps": 2, "global_batch_size": 4}))
+    result = run.result()
+    assert result["data_seconds"] > 4 * 0.1
+    assert 0 < result["optimizer_seconds"] < result["step_seconds"]
+    assert result["step_seconds"] + result["data_seconds"] < result["seconds"]

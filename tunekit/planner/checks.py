@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tunekit.errors import PlanError
 from tunekit.planner.experts import check_adapted_experts
 from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.fit import divisors
 from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
 from tunekit.planner.plan import Reason
@@ -113,6 +114,15 @@ def _check_lr_scheduler(recipe: Recipe) -> None:
         )
 
 
+def _check_batch(recipe: Recipe) -> None:
+    batch, asked = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    if asked is not None and batch % asked:
+        raise PlanError(
+            f"train.micro_batch_size: {asked} does not divide train.global_batch_size {batch}",
+            hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
+        )
+
+
 def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
     adapter = recipe.adapter
     if isinstance(adapter, FullAdapter):
@@ -176,5 +186,6 @@ def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_imp
     _check_lengths(recipe, model)
     _check_adapter(recipe, model)
     _check_optim(recipe, hardware.device)
+    _check_batch(recipe)
     _check_lr_scheduler(recipe)
     _check_parallel(recipe, hardware, model)

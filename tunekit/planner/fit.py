@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
@@ -130,11 +129,7 @@ class Fit:
 
 
 def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
-    """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy.
-
-    Raises:
-        PlanError: The recipe's own micro-batches do not come out even.
-    """
+    """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy."""
     recipe = setting.recipe
     asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
@@ -182,14 +177,7 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
 def _sizes(recipe: Recipe, batch: int) -> list[int]:
     """Sizes of a micro-batch to try on each device, the largest first."""
     asked = recipe.train.micro_batch_size
-    if asked is None:
-        return divisors(batch)
-    if batch % asked:
-        raise PlanError(
-            f"train.micro_batch_size: {asked} does not divide train.global_batch_size {recipe.train.global_batch_size}",
-            hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
-        )
-    return [asked]
+    return divisors(batch) if asked is None else [asked]
 
 
 def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:

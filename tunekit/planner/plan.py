@@ -216,7 +216,7 @@ def gib(size_bytes: float) -> str:
     """A size in words: `1.4 GiB`, or `23 MiB` below a tenth of a GiB."""
     if size_bytes < 2**30 / 10:
         return f"{size_bytes / 2**20:.1f} MiB"
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:.1f} GiB"
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:,.1f} GiB"
 
 
 def count(number: int) -> str:

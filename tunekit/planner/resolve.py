@@ -163,11 +163,28 @@ class _Chosen:
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
             why = f"as in the recipe; {why}"
-        if self.fit.layout.offload_optimizer_device != "none" and setting.host_limit_bytes is None:
-            why += "; whether this machine has that much main memory is not known"
+        if self.fit.layout.offload_optimizer_device != "none":
+            if setting.host_limit_bytes is None:
+                why += "; whether this machine has that much main memory is not known"
+            why += "".join(f"; {instead}" for instead in _without_offload(setting))
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
+
+
+def _without_offload(setting: Setting) -> Iterator[str]:
+    """The adapter with which all would stay on the devices, if one does."""
+    asked = setting.recipe.adapter
+    others = [LoraAdapter(), QloraAdapter()] if isinstance(asked, FullAdapter) else [QloraAdapter()]
+    for adapter in others if not isinstance(asked, QloraAdapter) else []:
+        other = replace(setting, recipe=setting.recipe.model_copy(update={"adapter": adapter}))
+        for candidate in candidates(other):
+            stays = candidate.layout.offload_optimizer_device == candidate.layout.offload_param_device == "none"
+            if stays and refusal(other, candidate.layout) is None:
+                memory = least(other, candidate.layout, candidate.num_nodes)
+                if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
+                    yield f"with adapter.type={adapter.type} all would stay on the devices"
+                    return
 
 
 def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:

@@ -42,12 +42,31 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Whether a step is being computed, rather than an evaluation."""
         self.seconds = 0.0
         """Time spent in optimizer steps, without evaluations and checkpoints."""
+        self.data_seconds = 0.0
+        """Time in which steps waited for their micro-batches, besides."""
+        self.optimizer_seconds = 0.0
+        """Of the steps, time in which the optimizer updated the weights. What a device still computes when a part ends
+        counts to the next one; the trainer waits for the device once in each micro-batch, to look at its loss."""
         self.num_tokens = 0.0
         """Tokens trained on so far, padding not counted."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
         self._logged_seconds = 0.0
         self._step_began = 0.0
+        self._update_began = 0.0
+        self._waiting_since = 0.0
+
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Wait for micro-batches from here on."""
+        self._waiting_since = time.perf_counter()
+
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Start the clock of an update."""
+        self._update_began = time.perf_counter()
 
     def on_train_begin(
         self,
@@ -70,7 +89,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         optimizer: "Optimizer",
         **kwargs: Any,
     ) -> None:
-        """Measure all that stays, once: the gradients of the first step are still there."""
+        """Stop the clock of an update, and measure all that stays, once: the first gradients are still there."""
+        self.optimizer_seconds += time.perf_counter() - self._update_began
         if "gradients" not in self.held:
             self.held = held_bytes(model, optimizer, full=self.full)
 
@@ -80,13 +100,15 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Start the clock of a step."""
         self.is_in_step = True
         self._step_began = time.perf_counter()
+        self.data_seconds += self._step_began - self._waiting_since
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Stop the clock of a step and tell the status."""
         self.is_in_step = False
-        self.seconds += time.perf_counter() - self._step_began
+        self._waiting_since = time.perf_counter()
+        self.seconds += self._waiting_since - self._step_began
         self.run.update_status(step=state.global_step)
         if self.asked_to_stop.is_set():
             raise KeyboardInterrupt
@@ -105,6 +127,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             self.log.write("eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")})
         elif "loss" in logs:
             self._write_step(state.global_step, logs)
+        self._waiting_since = time.perf_counter()
 
     def _write_step(self, step: int, logs: dict[str, float]) -> None:
         seconds = self.seconds - self._logged_seconds
@@ -123,3 +146,4 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Say where a checkpoint was written."""
         path = self.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
         self.log.write("checkpoint", step=state.global_step, path=str(path))
+        self._waiting_since = time.perf_counter()
