@@ -70,7 +70,7 @@ def with_adapter(model, adapter):
     return wrapped, wrapped.get_base_model()
 
 
-def saved_bytes(num_layers, adapter, dtype, rows) -> int:
+def saved_bytes(num_layers, adapter, dtype, rows, device="cuda") -> int:
     """Bytes of distinct storages, other than parameters, that autograd saves in a decoder's forward pass."""
     weights = torch.float32 if isinstance(adapter, FullAdapter) else getattr(torch, dtype)
     model, base = with_adapter(build(num_layers).to(weights), adapter)
@@ -93,7 +93,8 @@ def saved_bytes(num_layers, adapter, dtype, rows) -> int:
         options["position_ids"] = torch.arange(TOKENS // 2).repeat(2)[None]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, autocast, mock.patch.object(torch.nn.functional, "dropout", dropout):
+    as_on = {"cuda": dropout, "cpu": torch.nn.functional.dropout}[device]
+    with hooks, autocast, mock.patch.object(torch.nn.functional, "dropout", as_on):
         base.model(ids, use_cache=False, **options)
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -117,6 +118,14 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_cpu_the_mask_of_dropout_is_as_wide_as_its_values(dtype):
+    adapter, facts = ADAPTERS["lora with dropout"], facts_of(build(2))
+    measured = saved_bytes(4, adapter, dtype, "even", "cpu") - saved_bytes(2, adapter, dtype, "even", "cpu")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=None, device="cpu")
+    assert predicted + cast_weights_bytes(facts, adapter, dtype) == measured
 
 
 def test_known_models_have_their_published_sizes():

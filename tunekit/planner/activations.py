@@ -27,6 +27,7 @@ def activation_bytes_per_layer(
     dtype: Dtype,
     *,
     mask_length: int | None,
+    device: Literal["cpu", "cuda", "mps"] = "cuda",
     autocast: bool = True,
 ) -> int:
     """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
@@ -38,7 +39,7 @@ def activation_bytes_per_layer(
     input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
     intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
-    products = _products(model, adapter, BYTES[dtype], autocast=autocast)
+    products = _products(model, adapter, BYTES[dtype], device, autocast=autocast)
     return _attention_bytes(model, products, mask_length) + _mlp_bytes(products, model.intermediate_size)
 
 
@@ -55,7 +56,7 @@ class _Products:
         e: Bytes of the compute type.
         rank: Of the adapters; 0 where the model is trained whole.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
-        mask: Bytes of an adapter's dropout for each value that it reads, as CUDA has it; 0 without dropout.
+        mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
         reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
         wide_norms: Whether trained norms keep their normalised values in float32.
         attention: Names of the linear layers of attention that have an adapter or are trained.
@@ -101,13 +102,22 @@ class _Products:
         return 0 if is_kept else self.e * width * (num_readers > 0)
 
 
-def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, autocast: bool) -> _Products:
+def _products(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    e: int,
+    device: Literal["cpu", "cuda", "mps"],
+    *,
+    autocast: bool,
+) -> _Products:
     full = isinstance(adapter, FullAdapter)
     names = model.linears if isinstance(adapter, FullAdapter) else model.adapter_linears(adapter.target_modules)
     leaves = frozenset(
         name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
     )
     mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
+    # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
+    mask = 1 if device == "cuda" else 4 if casted else e
     dora = None
     if not isinstance(adapter, FullAdapter) and adapter.use_dora:
         dora = dora_of(model, adapter, e, casted=casted, last=_FROM_MLP)
@@ -116,7 +126,7 @@ def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, 
         e=e,
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
         casted=casted,
-        mask=0 if isinstance(adapter, FullAdapter) or not adapter.dropout else 1,
+        mask=mask if not isinstance(adapter, FullAdapter) and adapter.dropout else 0,
         reads_trained=trained_tables(model, adapter).embedding,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
@@ -242,6 +252,7 @@ class Layers:
 def layers_of(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     num_tokens: int,
     mask_length: int | None,
@@ -253,7 +264,7 @@ def layers_of(
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
     h, e = model.hidden_size, BYTES[dtype]
-    products = _products(model, adapter, e, autocast=autocast)
+    products = _products(model, adapter, e, device, autocast=autocast)
     stream = (4 if products.wide else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
     copies = products.dora.copies if products.dora else 0
@@ -376,7 +387,7 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
     adapted = _FROM_MLP in products.mlp
     if not products.casted and not (products.mask and adapted):
         return 0
-    e, copies = products.e, (4 + 4 * products.mask) * (products.casted and adapted)
+    e, copies = products.e, (8 if products.mask else 4) * (products.casted and adapted)
     return (e + copies) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
@@ -386,7 +397,7 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
     if _FROM_MLP not in products.mlp:
         # Nothing of the MLP is there yet.
         return dora.norming - _mlp_bytes(products, i) * num_tokens
-    there = _adapter_copy_bytes(model, products) if products.casted else (e * i + 2 * e * h) * products.mask
+    there = _adapter_copy_bytes(model, products) if products.casted else (e * i + 2 * e * h) * (products.mask > 0)
     # Neither the adapter's input nor its output is there when the norm is computed.
     before = there - e * i - e * h
     # The scaled result; or the input of the base layer in the compute type, which dropout makes another.

@@ -143,6 +143,7 @@ def estimate(
     layers = layers_of(
         one,
         adapter,
+        device,
         dtype,
         mine,
         mask_length,
