@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import bitsandbytes as bnb
 import pytest
 import torch
 
@@ -70,10 +71,24 @@ def with_adapter(model, adapter):
     return wrapped, wrapped.get_base_model()
 
 
+def quantise(model) -> None:
+    """Put bitsandbytes' layers in place of all linear ones but the head."""
+    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]:
+        parent, _, leaf = name.rpartition(".")
+        small = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
+        small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        setattr(model.get_submodule(parent), leaf, small.to("cpu"))
+    # By this PEFT knows it.
+    model.is_loaded_in_4bit = True
+
+
 def saved_bytes(num_layers, adapter, dtype, rows, device="cuda") -> int:
     """Bytes of distinct storages, other than parameters, that autograd saves in a decoder's forward pass."""
     weights = torch.float32 if isinstance(adapter, FullAdapter) else getattr(torch, dtype)
-    model, base = with_adapter(build(num_layers).to(weights), adapter)
+    model = build(num_layers).to(weights)
+    if isinstance(adapter, QloraAdapter):
+        quantise(model)
+    model, base = with_adapter(model, adapter)
     model.train()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
@@ -118,6 +133,16 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropout(rate):
+    """PEFT asks whether CUDA has autocast, and then casts nothing itself."""
+    adapter, facts = QloraAdapter(rank=8, dropout=rate), facts_of(build(2))
+    with mock.patch.object(torch, "is_autocast_enabled", lambda *_device: True):
+        measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
+    assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,7 +15,7 @@ from tunekit.planner.experts import mixture_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, trained_tables
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
@@ -56,6 +56,7 @@ class _Products:
         e: Bytes of the compute type.
         rank: Of the adapters; 0 where the model is trained whole.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
+        casts_inputs: Whether adapters read float32 copies; PEFT leaves that to autocast on CUDA for a 4-bit base.
         mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
         reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
         wide_norms: Whether trained norms keep their normalised values in float32.
@@ -69,6 +70,7 @@ class _Products:
     e: int
     rank: int
     casted: bool
+    casts_inputs: bool
     mask: int
     reads_trained: bool
     wide_norms: bool
@@ -97,7 +99,7 @@ class _Products:
 
         Each keeps its own where autocast casts it, or where it keeps what its dropout lets through, and a mask.
         """
-        if self.casted or self.mask:
+        if self.casts_inputs or self.mask:
             return (self.e + self.mask) * width * num_readers
         return 0 if is_kept else self.e * width * (num_readers > 0)
 
@@ -126,6 +128,7 @@ def _products(
         e=e,
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
         casted=casted,
+        casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
         mask=mask if not isinstance(adapter, FullAdapter) and adapter.dropout else 0,
         reads_trained=trained_tables(model, adapter).embedding,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
@@ -364,7 +367,7 @@ def _working_bytes(model: ModelFacts, products: _Products, *, recomputes: bool) 
     if adapted and products.dora is not None:
         behind += 2 * products.e * h
     moments = [(2 if adapted else 3) * products.e * i - behind]
-    if products.mask and products.casted and adapted:
+    if products.mask and products.casts_inputs and adapted:
         # The gradients of dropout's input and output, in float32; what it let through is gone.
         moments.append((8 - products.e) * i - behind)
     if sandwich:
@@ -387,7 +390,7 @@ def _adapter_copy_bytes(model: ModelFacts, products: _Products) -> int:
     adapted = _FROM_MLP in products.mlp
     if not products.casted and not (products.mask and adapted):
         return 0
-    e, copies = products.e, (8 if products.mask else 4) * (products.casted and adapted)
+    e, copies = products.e, (8 if products.mask else 4) * (products.casts_inputs and adapted)
     return (e + copies) * model.intermediate_size + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
 
 
