@@ -135,16 +135,6 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     assert predicted == measured
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1], ids=["no dropout", "dropout"])
-def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropout(rate):
-    """PEFT asks whether CUDA has autocast, and then casts nothing itself."""
-    adapter, facts = QloraAdapter(rank=8, dropout=rate), facts_of(build(2))
-    with mock.patch.object(torch, "is_autocast_enabled", lambda *_device: True):
-        measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
-    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
-    assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_cpu_the_mask_of_dropout_is_as_wide_as_its_values(dtype):
     adapter, facts = ADAPTERS["lora with dropout"], facts_of(build(2))
