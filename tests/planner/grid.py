@@ -8,8 +8,8 @@ import random
 from tests.planner.oracle import Step
 from tunekit.recipe.schema import FullAdapter, LoraAdapter
 
-NUM_STEPS, NUM_MOE_STEPS, SEED = 60, 30, 2026
-"""Steps of dense models, and then of mixtures of experts."""
+NUM_STEPS, NUM_MOE_STEPS, NUM_ADAPTED_STEPS, SEED = 60, 30, 20, 2026
+"""Steps of dense models, then of mixtures of experts, then of adapters that are no plain ones."""
 
 
 def shape(hidden, intermediate, layers, heads, kv_heads, head_dim, vocab, *, tied=False, **more):
@@ -118,9 +118,40 @@ def _drawn_of_experts() -> list[Step]:
     return steps
 
 
-STEPS = _drawn() + _drawn_of_experts()
+def _drawn_of_adapters() -> list[Step]:
+    draw = random.Random(SEED + 4)
+    steps: list[Step] = []
+    while len(steps) < NUM_ADAPTED_STEPS:
+        family, sizes = SHAPES[len(steps) % len(SHAPES)]
+        batch, length = draw.choice(BATCHES)
+        tables = ["embed_tokens"] if sizes["tie_word_embeddings"] else ["embed_tokens", "lm_head"]
+        adapter = LoraAdapter(
+            rank=draw.choice([8, 16, 64]),
+            dropout=draw.choice([0.0, 0.05, 0.1]),
+            target_modules=draw.choice(["all-linear", ["q_proj", "v_proj"], ATTENTION_TARGETS]),
+            use_dora=draw.random() < 0.4,
+            modules_to_save=draw.choice([None, None, tables]),
+        )
+        step = Step(
+            family,
+            tuple(sizes.items()),
+            adapter,
+            batch,
+            length,
+            checkpointing=draw.random() < 0.5,
+            dtype=draw.choice(["bfloat16", "bfloat16", "bfloat16", "float32"]),
+            accumulates=draw.random() < 0.5,
+            rows=draw.choice(["even", "even", "padded"]),
+        )
+        if step not in steps:
+            steps.append(step)
+    return steps
+
+
+STEPS = _drawn() + _drawn_of_experts() + _drawn_of_adapters()
 HELD_OUT = sorted(
     random.Random(SEED + 1).sample(range(NUM_STEPS), NUM_STEPS // 5)
     + random.Random(SEED + 3).sample(range(NUM_STEPS, NUM_STEPS + NUM_MOE_STEPS), NUM_MOE_STEPS // 5)
+    + random.Random(SEED + 5).sample(range(NUM_STEPS + NUM_MOE_STEPS, len(STEPS)), NUM_ADAPTED_STEPS // 5)
 )
 """Places in `STEPS` that were set aside before the formulas were fitted to the others."""

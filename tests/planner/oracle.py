@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tunekit.model.adapters import keep_trained_in_float32
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.layout import Layout
@@ -76,10 +77,18 @@ class Step:
         if isinstance(self.adapter, FullAdapter):
             trained = "full"
         else:
-            trained = f"lora{self.adapter.rank}{'' if self.adapter.target_modules == 'all-linear' else ' attn'}"
+            trained = _words(self.adapter)
         shape = f"{sizes['num_hidden_layers']}x{sizes['hidden_size']} V{sizes['vocab_size'] // 1000}k{tied}"
         kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}[self.dtype]
         return f"{self.family:11} {shape:18} {trained:11} {kind} {self.batch}x{self.length} {self.rows} {how}".rstrip()
+
+
+def _words(adapter: LoraAdapter) -> str:
+    names = adapter.target_modules
+    on = "" if names == "all-linear" else " " + "".join(name[0] for name in names)
+    more = f" drop{adapter.dropout:g}" if adapter.dropout else ""
+    more += "".join(f" +{name.partition('_')[0]}" for name in adapter.modules_to_save or [])
+    return f"{'dora' if adapter.use_dora else 'lora'}{adapter.rank}{on}{more}"
 
 
 @dataclass
@@ -173,8 +182,7 @@ def trace(step: Step) -> Trace:
     with torch.device("meta"):
         model, base = built(step)
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
-        model.to_empty(device="cpu")
-        base.tie_weights()
+        materialise(model)
         model.train()
         own = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
@@ -264,14 +272,29 @@ def built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
 
         adapter = step.adapter
         config = LoraConfig(
-            task_type="CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=0.0
-        )
+            task_type="CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
+            use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
+        )  # fmt: skip
         model = get_peft_model(base, config)
+        keep_trained_in_float32(model)
     if step.checkpointing:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         if not full:
             base.enable_input_require_grads()
     return model, base
+
+
+def materialise(model: torch.nn.Module) -> None:
+    """Give a model on `meta` tensors on a CPU. What was one parameter under two names is one again."""
+    names: dict[int, str] = {}
+    aliases = {
+        name: names.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    model.to_empty(device="cpu")
+    for name, first in aliases.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, model.get_parameter(first))
 
 
 def watch(base: PreTrainedModel, tracker: LiveBytes) -> None:
@@ -342,6 +365,11 @@ class _Attention(torch.autograd.Function):
         return *(gradient.new_empty(t.shape, dtype=t.dtype) for t in (query, key, value)), None
 
 
+def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout by one kernel and a mask of bytes, as on CUDA; on a CPU torch draws a mask in the type of the values."""
+    return torch.native_dropout(values, p, training)[0]
+
+
 def _attention(query, key, value, attn_mask=None, **options):
     if query.shape[-1] == value.shape[-1]:
         return scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
@@ -367,6 +395,7 @@ def as_on_cuda() -> Iterator[None]:
         mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda *_args, **_kwargs: None),
         mock.patch.object(transformers.integrations.moe, "_grouped_mm", grouped_mm),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention),
+        mock.patch.object(torch.nn.functional, "dropout", dropout),
         # Triton's kernels fold a tile in place, and cuBLAS adds to float32 without casts.
         mock.patch.object(chunked_logprob, "_forward_tile", lambda *_args, **_kwargs: None),
         mock.patch.object(chunked_logprob, "_backward_tile", lambda *_args, **_kwargs: None),

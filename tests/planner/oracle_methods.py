@@ -26,8 +26,7 @@ from trl.distributed import DistributedBackend
 from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
-from tests.planner.oracle_shards import ShardedStep, _local, _processes
-from tests.planner.oracle_shards import _accelerator as _fake_accelerator
+from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
@@ -204,13 +203,13 @@ def trace_deep(method_step: MethodStep) -> Trace:
 
 def trace_reference(step: Step, layout: Layout) -> int:
     """Most bytes besides its shards that a reference model takes under FSDP2, wrapped by TRL, on one device."""
-    with _processes(layout) as mesh:
+    with fake_processes(layout) as mesh:
         with torch.device("meta"):
             model, _ = built(step)
-        model = prepare_fsdp(model, _fake_accelerator(ShardedStep(step, layout), mesh))
+        model = prepare_fsdp(model, fake_accelerator(ShardedStep(step, layout), mesh))
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
-            tracker = LiveBytes({_local(t).untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
+            tracker = LiveBytes({local(t).untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())})
             ids = torch.zeros(step.batch, step.length, dtype=torch.long)
             with tracker, torch.no_grad():
                 model(input_ids=ids, labels=ids, fused_lm_head=True, use_cache=False)

@@ -52,17 +52,17 @@ class ShardedStep:
 def trace(sharded: ShardedStep) -> Trace:
     """The live bytes of one step on one device."""
     step, layout = sharded.step, sharded.layout
-    with _processes(layout) as mesh:
+    with fake_processes(layout) as mesh:
         with torch.device("meta"):
             model, base = built(step)
         model.train()
         if layout.strategy == "fsdp2":
-            model = fsdp2_prepare_model(_accelerator(sharded, mesh), model)
+            model = fsdp2_prepare_model(fake_accelerator(sharded, mesh), model)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on_cuda():
             model.to_empty(device="cpu")
             base.tie_weights()
-            own = {t.untyped_storage()._cdata: t.nbytes for t in map(_local, (*model.parameters(), *model.buffers()))}
-            trained = {id(p): _local(p).nbytes for p in model.parameters() if p.requires_grad}
+            own = {t.untyped_storage()._cdata: t.nbytes for t in map(local, (*model.parameters(), *model.buffers()))}
+            trained = {id(p): local(p).nbytes for p in model.parameters() if p.requires_grad}
             tracker = LiveBytes(own)
             watch(base, tracker)
             if layout.strategy == "ddp":
@@ -103,12 +103,12 @@ def trace_deep(sharded: ShardedStep) -> Trace:
     return drawn_deep(sharded.step, lambda num_layers: trace(sharded.with_layers(num_layers)))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager
-def _processes(layout: Layout) -> Iterator[DeviceMesh]:
+def fake_processes(layout: Layout) -> Iterator[DeviceMesh]:
     """A group of processes of which only this one is there, and the mesh that Accelerate would make of it."""
     dist.init_process_group("fake", rank=0, world_size=layout.num_processes, store=FakeStore())
     try:
@@ -121,7 +121,7 @@ def _processes(layout: Layout) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _accelerator(sharded: ShardedStep, mesh: DeviceMesh) -> SimpleNamespace:
+def fake_accelerator(sharded: ShardedStep, mesh: DeviceMesh) -> SimpleNamespace:
     """What `fsdp2_prepare_model` reads of an Accelerator, which cannot be made without as many processes."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.planner.test_architectures import facts_of
-from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
+from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.layout import Layout
@@ -186,8 +186,12 @@ def _phases(row: Row) -> dict[Phase, int]:
             add(-(2 + 4) * trained)
             add(-2 * trained, "first layer", "optimizer")
         if layout.strategy in ("single", "ddp"):
-            # No float32 copies of what adapters read, which autocast makes.
-            casts = (6 * model.hidden_size + 2 * model.num_heads * model.head_dim) * tokens
+            # No copies of what adapters read, which autocast makes.
+            with_casts, without = (
+                activation_bytes_per_layer(model, row.adapter, "bfloat16", mask_length=None, autocast=autocast)
+                for autocast in (True, False)
+            )
+            casts = (with_casts - without) * tokens
             layers = 1 if row.setting["checkpointing"] else model.num_layers
             add(-casts, "first layer")
             add(-casts * layers, "last layer")

@@ -178,9 +178,11 @@ def test_what_no_test_traces_is_said_to_be_a_closed_form(layout, confidence):
     assert memory(layout, model=LLAMA_8B.model_copy(update={"model_type": "mamba"})).confidence == "outside the model"
 
 
-@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
-def test_adapters_that_no_test_traces_are_said_to_be_a_closed_form(more):
-    assert memory(Layout(), LoraAdapter(**more)).confidence == "closed form"
+def test_tables_that_are_trained_beside_an_adapter_are_traced_on_one_device_only():
+    sharded, with_head = Layout(strategy="fsdp2", dp_shard_size=8), LoraAdapter(modules_to_save=["lm_head"])
+    assert memory(Layout(), with_head).confidence == "traced"
+    assert memory(sharded, with_head).confidence == "closed form"
+    assert memory(sharded, LoraAdapter(dropout=0.1)).confidence == "traced"
 
 
 def test_mixtures_are_traced_in_sft_only():

@@ -1,8 +1,12 @@
 """The closed forms against what torch, PEFT and bitsandbytes really allocate on small models."""
 
+from unittest import mock
+
+import bitsandbytes as bnb
 import pytest
 import torch
 
+from tests.planner.oracle import dropout
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
@@ -60,17 +64,31 @@ def with_adapter(model, adapter):
     if isinstance(adapter, FullAdapter):
         return model, model
     config = LoraConfig(
-        r=adapter.rank, target_modules=adapter.target_modules, use_dora=adapter.use_dora,
+        r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout, use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
     )  # fmt: skip
     wrapped = get_peft_model(model, config)
     return wrapped, wrapped.get_base_model()
 
 
-def saved_bytes(num_layers, adapter, dtype, rows) -> int:
+def quantise(model) -> None:
+    """Put bitsandbytes' layers in place of all linear ones but the head."""
+    for name, linear in [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]:
+        parent, _, leaf = name.rpartition(".")
+        small = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
+        small.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+        setattr(model.get_submodule(parent), leaf, small.to("cpu"))
+    # By this PEFT knows it.
+    model.is_loaded_in_4bit = True
+
+
+def saved_bytes(num_layers, adapter, dtype, rows, device="cuda") -> int:
     """Bytes of distinct storages, other than parameters, that autograd saves in a decoder's forward pass."""
     weights = torch.float32 if isinstance(adapter, FullAdapter) else getattr(torch, dtype)
-    model, base = with_adapter(build(num_layers).to(weights), adapter)
+    model = build(num_layers).to(weights)
+    if isinstance(adapter, QloraAdapter):
+        quantise(model)
+    model, base = with_adapter(model, adapter)
     model.train()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
@@ -89,14 +107,25 @@ def saved_bytes(num_layers, adapter, dtype, rows) -> int:
         ids = ids.reshape(1, TOKENS)
         options["position_ids"] = torch.arange(TOKENS // 2).repeat(2)[None]
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    as_on = {"cuda": dropout, "cpu": torch.nn.functional.dropout}[device]
+    with hooks, autocast, mock.patch.object(torch.nn.functional, "dropout", as_on):
         base.model(ids, use_cache=False, **options)
     return sum(storage.nbytes() for storage in storages.values())
 
 
+ADAPTERS = {
+    "full": FullAdapter(),
+    "lora": LoraAdapter(rank=8),
+    "lora on two": LoraAdapter(rank=8, target_modules=["q_proj", "v_proj"]),
+    "lora with dropout": LoraAdapter(rank=8, dropout=0.1),
+    "lora on two with dropout": LoraAdapter(rank=8, dropout=0.05, target_modules=["o_proj", "down_proj"]),
+}
+
+
 @pytest.mark.parametrize("rows", ["even", "padded", "in one"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=8)], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     measured = saved_bytes(4, adapter, dtype, rows) - saved_bytes(2, adapter, dtype, rows)
     facts = facts_of(build(2))
@@ -104,6 +133,14 @@ def test_activations_per_layer_equal_what_autograd_saves(adapter, dtype, rows):
     predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=length)
     predicted += cast_weights_bytes(facts, adapter, dtype)
     assert predicted == measured
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_cpu_the_mask_of_dropout_is_as_wide_as_its_values(dtype):
+    adapter, facts = ADAPTERS["lora with dropout"], facts_of(build(2))
+    measured = saved_bytes(4, adapter, dtype, "even", "cpu") - saved_bytes(2, adapter, dtype, "even", "cpu")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, dtype, mask_length=None, device="cpu")
+    assert predicted + cast_weights_bytes(facts, adapter, dtype) == measured
 
 
 def test_known_models_have_their_published_sizes():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers.integrations.moe as moe
 
-from tests.planner.oracle import LiveBytes, grouped_mm
+from tests.planner.oracle import LiveBytes, dropout, grouped_mm
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["outputs first", "inputs first"])
@@ -37,3 +37,16 @@ def test_the_product_of_experts_makes_and_saves_what_torchs_does(trained, dtype,
         return sorted(saved), live, tracker.peaks["forward"]
 
     assert bytes_of(grouped_mm) == bytes_of(moe._grouped_mm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_dropout_keeps_a_byte_for_each_value_whatever_their_type(dtype):
+    """So does CUDA's kernel; without the stand-in the mask is as wide as the values."""
+    values = torch.randn(64, 32, dtype=dtype, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        passed = dropout(values, 0.25, True)
+    assert [(tensor.dtype, tensor.nbytes) for tensor in saved] == [(torch.bool, values.numel())]
+    passed.sum().backward()
+    assert torch.equal(passed == 0, values.grad == 0)
+    assert dropout(values, 0.25, False) is values or torch.equal(dropout(values, 0.25, False), values)

@@ -1,16 +1,19 @@
 """What a plan says of weights, adapters, gradients and optimizer states, to the byte what real runs hold on a CPU."""
 
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from tests.planner.shapes import LAPTOP, LLAMA_8B
+from tests.planner.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
 from tunekit.methods import sft
 from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
 from tunekit.model.load import load_model
+from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.facts import DataFacts
 from tunekit.planner.resolve import resolve
 from tunekit.planner.states import (
@@ -217,3 +220,13 @@ def test_8_bit_adamw_on_8b_keeps_the_embedding_in_32_bits():
 def test_a_4_bit_weight_is_in_the_compute_type_while_it_is_used():
     assert dequantised_bytes(LLAMA_8B, QloraAdapter(), "bfloat16") == 2 * 4096 * 14336
     assert dequantised_bytes(LLAMA_8B, LoraAdapter(), "bfloat16") == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1], ids=["no dropout", "dropout"])
+def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropout(rate):
+    """PEFT asks whether CUDA has autocast, and then casts nothing itself."""
+    adapter, facts = QloraAdapter(rank=8, dropout=rate), facts_of(build(2))
+    with mock.patch.object(torch, "is_autocast_enabled", lambda *_device: True):
+        measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
+    predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
+    assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured

@@ -10,10 +10,11 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tunekit.planner.dora import Dora, dora_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
-from tunekit.planner.states import BYTES, Dtype, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.planner.states import BYTES, Dtype, num_trainable_params, trained_tables
+from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""
@@ -25,6 +26,7 @@ def activation_bytes_per_layer(
     dtype: Dtype,
     *,
     mask_length: int | None,
+    device: Literal["cpu", "cuda", "mps"] = "cuda",
     autocast: bool = True,
 ) -> int:
     """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
@@ -36,7 +38,7 @@ def activation_bytes_per_layer(
     input, where it or its adapter is trained; SDPA its q, k, v, output and one log-sum per head; the gated MLP its
     intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
-    products = _products(model, adapter, BYTES[dtype], autocast=autocast)
+    products = _products(model, adapter, BYTES[dtype], device, autocast=autocast)
     return _attention_bytes(model, products, mask_length) + _mlp_bytes(products, model.intermediate_size)
 
 
@@ -53,44 +55,87 @@ class _Products:
         e: Bytes of the compute type.
         rank: Of the adapters; 0 where the model is trained whole.
         casted: Whether autocast makes copies of float32 weights, and of what they are multiplied with.
+        casts_inputs: Whether adapters read float32 copies; PEFT leaves that to autocast on CUDA for a 4-bit base.
+        mask: Bytes of a mask of dropout for each value that an adapter reads; 0 without dropout.
+        reads_trained: Whether the embedding is trained, so that the first layer has gradients to give to it.
         wide_norms: Whether trained norms keep their normalised values in float32.
         attention: Names of the linear layers of attention that have an adapter or are trained.
         mlp: Those of the MLP.
         experts: Parts of the experts that are.
+        dora: What DoRA adds; None without it.
     """
 
     h: int
     e: int
     rank: int
     casted: bool
+    casts_inputs: bool
+    mask: int
+    reads_trained: bool
     wide_norms: bool
     attention: frozenset[str]
     mlp: frozenset[str]
     experts: Trained
+    dora: Dora | None
 
     @property
     def full(self) -> bool:
         """Whether the model is trained whole."""
         return not self.rank
 
+    @property
+    def wide(self) -> bool:
+        """Whether autocast casts a float32 residual stream: rows of a trained embedding are float32."""
+        return self.casted and self.reads_trained
 
-def _products(model: ModelFacts, adapter: FullAdapter | LoraAdapter, e: int, *, autocast: bool) -> _Products:
+    @property
+    def num_attention_readers(self) -> int:
+        """Linear layers that read the norm before attention, and have an adapter or are trained."""
+        return len(self.attention - {_FROM_ATTENTION})
+
+    def read_bytes(self, width: int, num_readers: int, *, is_kept: bool = False) -> int:
+        """Bytes per token that `num_readers` layers keep of an input that they share; `is_kept`: that is there anyway.
+
+        Each keeps its own where autocast casts it, or where it keeps what its dropout lets through, and a mask.
+        """
+        if self.casts_inputs or self.mask:
+            return (self.e + self.mask) * width * num_readers
+        return 0 if is_kept else self.e * width * (num_readers > 0)
+
+
+def _products(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    e: int,
+    device: Literal["cpu", "cuda", "mps"],
+    *,
+    autocast: bool,
+) -> _Products:
     full = isinstance(adapter, FullAdapter)
     names = (model.all_linears if isinstance(adapter, FullAdapter) else model.adapted(adapter.target_modules)).kinds
     leaves = frozenset(
         name.rpartition(".")[2] for name in names if "vision_tower" not in name and ".experts." not in name
     )
-    mlp = leaves & {*_TO_MLP, _FROM_MLP}
+    mlp, casted = leaves & {*_TO_MLP, _FROM_MLP}, autocast and e == 2
+    # CUDA's kernel makes a mask of bytes; else it is as wide as the values, which float32 adapters read in float32.
+    mask = 1 if device == "cuda" else 4 if casted else e
+    dora = None
+    if not isinstance(adapter, FullAdapter) and adapter.use_dora:
+        dora = dora_of(model, adapter, e, casted=casted, last=_FROM_MLP)
     return _Products(
         h=model.hidden_size,
         e=e,
         rank=0 if isinstance(adapter, FullAdapter) else adapter.rank,
-        casted=autocast and e == 2,
+        casted=casted,
+        casts_inputs=casted and not (isinstance(adapter, QloraAdapter) and device == "cuda"),
+        mask=mask if not isinstance(adapter, FullAdapter) and adapter.dropout else 0,
+        reads_trained=trained_tables(model, adapter).embedding,
         # Gemma multiplies by a norm's weight in float32; the others cast first.
         wide_norms=autocast or e == 4 or model.model_type.startswith("gemma"),
         attention=leaves - mlp - ROUTERS,
         mlp=mlp,
         experts=trained_experts(None if full else names),
+        dora=dora,
     )
 
 
@@ -112,26 +157,24 @@ def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | 
         # A norm as above, but its input is in the compute type also where the stream is not.
         inputs += 4 + (4 + e * products.full + e * (reader in products.attention)) * width
     if not products.full:
-        # A float32 adapter under autocast reads a copy of its input.
-        inputs += 2 * model.attended_width if products.casted and _FROM_ATTENTION in products.attention else 0
+        read = products.read_bytes(model.attended_width, 1, is_kept=True)
+        inputs += read if _FROM_ATTENTION in products.attention else 0
         inputs += e * products.rank * len(products.attention)
+        inputs += products.dora.kept if products.dora else 0
     return attention + mask + behind + inputs
 
 
 def _mlp_bytes(products: _Products, width: int) -> int:
     """Bytes per token of a dense MLP of a width and the norm before it."""
     inputs = _input_bytes(products, len(products.mlp - {_FROM_MLP})) + products.e * products.rank * len(products.mlp)
-    return inputs + (4 if _FROM_MLP in products.mlp else 3) * products.e * width
+    return inputs + 3 * products.e * width + (products.read_bytes(width, 1) if _FROM_MLP in products.mlp else 0)
 
 
 def _input_bytes(products: _Products, num_readers: int) -> int:
-    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it.
-
-    Under autocast each reader keeps a cast copy of its own; the stream is float32 where the model is trained whole.
-    """
-    h, e = products.h, products.e
+    """Bytes per token that a norm of the residual stream keeps, and the `num_readers` layers that read it."""
+    h = products.h
     norm = 4 + ((8 if products.wide_norms else 6) * h if products.full else 4 * h)
-    return norm + (2 * h * num_readers if products.casted else e * h * (num_readers > 0))
+    return norm + products.read_bytes(h, num_readers)
 
 
 def _widths(model: ModelFacts) -> tuple[int, int]:
@@ -187,7 +230,8 @@ def cast_weights_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dt
         return 0
     if isinstance(adapter, FullAdapter):
         return 2 * model.num_linear_params
-    return 2 * num_trainable_params(model, adapter)
+    tables = model.vocab_size * model.hidden_size * trained_tables(model, adapter).num
+    return 2 * (num_trainable_params(model, adapter) - tables)
 
 
 @dataclass(frozen=True)
@@ -217,6 +261,7 @@ class Layers:
 def layers_of(
     model: ModelFacts,
     adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
     dtype: Dtype,
     num_tokens: int,
     mask_length: int | None,
@@ -228,13 +273,13 @@ def layers_of(
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
     h, e = model.hidden_size, BYTES[dtype]
-    full = isinstance(adapter, FullAdapter)
-    products = _products(model, adapter, e, autocast=autocast)
-    stream = (4 if full and products.casted else e) * h * num_tokens
+    products = _products(model, adapter, e, device, autocast=autocast)
+    stream = (4 if products.wide else e) * h * num_tokens
     casts = cast_weights_bytes(model, adapter, dtype) if products.casted else 0
+    copies = products.dora.copies if products.dora else 0
 
     def attention(length: int | None) -> int:
-        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers
+        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers + copies
 
     mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
@@ -250,11 +295,12 @@ def layers_of(
     less = mlps.one + mlps.working - mlps.first
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
-        again = one - (stream if e == 4 or (full and products.casted) else 0)
+        again = one - (stream if e == 4 or products.wide else 0)
         first, kept = stream + again, model.num_layers * stream + mlps.logits
         return Layers(stream, kept, casts, first, first + working - less, again, mlps.passing, working, shared)
-    # Nothing before the first adapter needs a gradient, so its norm keeps nothing.
-    first = one if full else one - 4 * h * num_tokens
+    # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
+    nothing = 0 if products.reads_trained else (4 + products.mask * products.num_attention_readers) * h * num_tokens
+    first = one - nothing
     return Layers(stream, first + others, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
 
@@ -285,6 +331,12 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
     if mixture is None:
         one, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
         passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products, i) * num_tokens
+        if products.dora is not None:
+            end = _dora_end_bytes(model, products, products.dora, num_tokens)
+            # A layer is computed again when the gradient of its output has been scaled; under autocast, and cast.
+            gradients = (2 * 4 if products.casted else e) * h * num_tokens
+            working = max(working, end + gradients if recomputes else 0)
+            passing = 0 if recomputes else end
         return _Mlps(one, (model.num_layers - 1) * one, one + working, passing, working)
     beside = _beside_experts_bytes(products, mixture.shared)
     # The forward pass goes through that MLP last, and the backward pass first: it leaves the gradient of what it read.
@@ -319,8 +371,8 @@ def _beside_experts_bytes(products: _Products, shared: int) -> int:
         readers = 1 + (2 if shared else 0)
     else:
         readers = len(products.mlp - {_FROM_MLP}) if shared else 0
-    kept = 3 + (1 if products.full or _FROM_MLP in products.mlp else 0)
-    return _input_bytes(products, readers) + kept * products.e * shared
+    last = products.full or _FROM_MLP in products.mlp
+    return _input_bytes(products, readers) + 3 * products.e * shared + (products.read_bytes(shared, 1) if last else 0)
 
 
 def with_gathered_keys(model: ModelFacts, layers: Layers, dtype: Dtype, num_tokens: int) -> Layers:
@@ -336,26 +388,52 @@ def _working_bytes(model: ModelFacts, products: _Products, i: int, *, recomputes
     """Bytes per token that a layer's backward pass needs beyond what was kept for it: the most of its moments."""
     h, full = model.hidden_size, products.full
     sandwich = model.num_stream_norms > 2
-    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone.
-    # So is what the norm behind it kept.
-    moments = [2 * products.e * i - (0 if not sandwich else 8 * h if full else 4 * h)]
+    # Where the MLP's product is taken apart: gradients of both factors and of the product, whose own copy is gone where
+    # there was one. So is what DoRA and the norm behind it kept.
+    behind = 0 if not sandwich else 8 * h if full else 4 * h
+    adapted = _FROM_MLP in products.mlp
+    if adapted and products.dora is not None:
+        behind += 2 * products.e * h
+    moments = [(2 if adapted else 3) * products.e * i - behind]
+    if products.mask and products.casts_inputs and adapted:
+        # The gradients of dropout's input and output, in float32; what it let through is gone.
+        moments.append((8 - products.e) * i - behind)
     if sandwich:
         # That norm itself, in float32: its gradient, product, quotient and power.
         moments.append(4 * 4 * h if full else 5 * 4 * h)
+    if products.dora is not None and products.casted and adapted:
+        # Gradients of what DoRA scales and adds, in float32; what the last product kept is gone.
+        moments.append(14 * i - behind)
     if recomputes and not full:
         moments.append(_adapter_copy_bytes(model, products, i))
     return max(moments)
 
 
 def _adapter_copy_bytes(model: ModelFacts, products: _Products, i: int) -> int:
-    """Bytes per token at the end of a layer's forward pass under autocast, beyond what it keeps.
+    """Bytes per token at the end of a layer's forward pass, beyond what it keeps, where that is much.
 
-    The MLP's product, a float32 copy of it for the last adapter, and what the layer's code still has names for.
+    The MLP's product, float32 copies of it for the last adapter and of what its dropout lets through, and what the
+    layer's code still has names for.
     """
-    if not products.casted:
+    adapted = _FROM_MLP in products.mlp
+    if not products.casted and not (products.mask and adapted):
         return 0
-    e = products.e
-    return (e + 4) * i + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+    e, copies = products.e, (8 if products.mask else 4) * (products.casts_inputs and adapted)
+    return (e + copies) * i + (5 if model.num_stream_norms > 2 else 4) * e * model.hidden_size
+
+
+def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_tokens: int) -> int:
+    """Bytes at the end of a layer's forward pass with DoRA, beyond what it keeps: the most of its moments."""
+    h, i, e = model.hidden_size, model.intermediate_size, products.e
+    if _FROM_MLP not in products.mlp:
+        # Nothing of the MLP is there yet.
+        return dora.norming - _mlp_bytes(products, i) * num_tokens
+    there = _adapter_copy_bytes(model, products, i) if products.casted else (e * i + 2 * e * h) * (products.mask > 0)
+    # Neither the adapter's input nor its output is there when the norm is computed.
+    before = there - e * i - e * h
+    # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
+    after = there + (max(4 * h, e * i if products.mask else 0) if products.casted else e * h)
+    return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 
 @dataclass(frozen=True)
@@ -390,18 +468,17 @@ def head_of(
     scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
     rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
-    if not isinstance(adapter, FullAdapter):
-        # A float32 input of the norm; what the head reads, in the compute type; the gradient in float32 and cast.
-        kept = 4 * h * num_tokens + e * h * scored
-        return Head(kept, tile + e * h * num_tokens, tile + (4 + (e if e == 2 else 0)) * h * scored)
-    stream, read = 4 * h * num_tokens, 4 * h * scored
-    if e == 4:
-        return Head(2 * stream + read, tile + stream, tile + read)
-    if not autocast:
-        # The float32 input, the normalised values and what the head reads; then the gradient in float32 and cast.
-        return Head(stream + stream // 2 + read // 2, tile + stream // 2, tile + read + read // 2)
-    # The backward pass casts a tile of the weight, and of what the head reads, while it still holds the last ones.
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    # The norm's float32 input, the values that its trained weight was multiplied with, and what the head reads.
+    kept = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
+    # Autocast casts a tile of a float32 weight, and of what the head reads, while the last ones are there still.
     more_rows = scored > HEAD_TOKENS
-    held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
-    casts = e * h * (rows * (1 + more_rows) + columns)
-    return Head(2 * stream + read, tile + casts + stream, tile + casts + e * h * held + read)
+    casts = e * h * rows * (1 + more_rows) if casted and wide == 4 else 0
+    held = 0
+    if casted and tables.head:
+        casts += e * h * columns
+        held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+    # The gradient in float32, and in the type of what the head reads.
+    gradient = (4 + (wide if wide == 2 else 0)) * h * scored
+    return Head(kept, tile + casts + wide * h * num_tokens, tile + casts + e * h * held + gradient)

@@ -225,7 +225,7 @@ class ModelFacts(Facts):
             if layer is not None:
                 layers.setdefault(layer[0], Counter())[shape] += 1
             else:
-                rest["head" if _is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
+                rest["head" if is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
         alike = Counter(frozenset(layer.items()) for layer in layers.values())
         return Shapes(layers=tuple((Counter(dict(kind)), times) for kind, times in alike.items()), **rest)
 
@@ -248,7 +248,7 @@ class ModelFacts(Facts):
     @cached_property
     def has_tied_head(self) -> bool:
         """Whether the head has no weights of its own and uses those of the embedding."""
-        return not any(_is_head(name) for name in self.tensors)
+        return not any(is_head(name) for name in self.tensors)
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -451,7 +451,12 @@ def is_vision(name: str) -> bool:
 
 def is_embedding(name: str) -> bool:
     """Whether a weight is that of an embedding table."""
-    return _is_vocabulary(name) and not _is_head(name)
+    return _is_vocabulary(name) and not is_head(name)
+
+
+def is_head(name: str) -> bool:
+    """Whether a weight is that of a head of its own."""
+    return _leaf(name) in {"embed_out", "lm_head", "output"}
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -475,7 +480,7 @@ def _ends_in(module: str, ending: str) -> bool:
 
 def _is_vocabulary(name: str) -> bool:
     """Whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
-    return _is_head(name) or _leaf(name) in {
+    return is_head(name) or _leaf(name) in {
         "embed_tokens",
         "wte",
         "wpe",
@@ -483,10 +488,6 @@ def _is_vocabulary(name: str) -> bool:
         "word_embeddings",
         "position_embedding",
     }
-
-
-def _is_head(name: str) -> bool:
-    return _leaf(name) in {"embed_out", "lm_head", "output"}
 
 
 def _is_router(name: str) -> bool:

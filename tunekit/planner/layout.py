@@ -13,7 +13,7 @@ class Layout(Facts):
     dp_shard_size: int = 1
     """Devices in such a group that see different rows and divide weights, gradients or optimizer states."""
     tp_size: int = 1
-    """Devices that divide each layer's products (tensor parallel, with sequence parallel norms)."""
+    """Devices that divide each layer's products (tensor parallel). Norms and residual stream are whole on each."""
     cp_size: int = 1
     """Devices that divide one sequence and pass keys and values around a ring (context parallel)."""
     sp_size: int = 1

@@ -27,6 +27,7 @@ from tunekit.planner.states import (
     num_trainable_params,
     quantised_bytes,
     trained_bytes,
+    trained_tables,
     weights_bytes,
 )
 from tunekit.planner.zero import zero_kept, zero_needs
@@ -140,6 +141,7 @@ def estimate(
     layers = layers_of(
         one,
         adapter,
+        device,
         dtype,
         mine,
         mask_length,
@@ -259,7 +261,8 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
         return "outside the model"
     if isinstance(adapter, QloraAdapter):
         return "closed form"
-    if isinstance(adapter, LoraAdapter) and (adapter.dropout or adapter.use_dora or adapter.modules_to_save):
+    if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
+        # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     others = () if model.num_experts else ("single", "ddp")
@@ -288,14 +291,14 @@ def _needs(
     Accelerate).
     """
     trained = 4 * num_trainable_params(model, adapter)
-    vocabulary = 4 * model.vocab_size * model.hidden_size if isinstance(adapter, FullAdapter) else 0
-    tied = "lm_head.weight" not in model.tensors
-    in_layers = trained - vocabulary * (1 if tied else 2)
+    table, tables = 4 * model.vocab_size * model.hidden_size, trained_tables(model, adapter)
+    vocabulary = table if tables.head else 0
+    in_layers = trained - table * tables.num
     per_layer = in_layers // model.num_layers
     before = trained if accumulates else 0
     first = before or vocabulary + in_layers - per_layer
     # Gradients of a weight with two uses wait for each other and are summed into a third tensor.
-    waiting = vocabulary if tied and accumulates else 0
+    waiting = vocabulary if tables.is_one and accumulates else 0
     forward = Need(before, layers.kept + layers.forward_only + layers.shared + head.kept, head.forward)
     if layers.passing > head.kept + head.forward:
         forward = Need(before, layers.kept + layers.shared + layers.passing)
@@ -307,9 +310,9 @@ def _needs(
         ),
         "first layer": Need(waiting + first, layers.first + layers.working + layers.shared),
     }
-    if isinstance(adapter, FullAdapter):
-        fresh = (2 if tied else 0) + (1 if accumulates else 0)
-        needs["embedding"] = Need(trained + fresh * vocabulary, 0 if tied else layers.stream)
+    if tables.embedding:
+        fresh = (2 if tables.is_one else 0) + (1 if accumulates else 0)
+        needs["embedding"] = Need(trained + fresh * table, 0 if tables.is_one else layers.stream)
     needs["optimizer"] = Need(trained)
     yield "load", Need()
     buckets = trained if layout.strategy == "ddp" else 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tunekit.planner.facts import ModelFacts, is_embedding, is_vision
+from tunekit.planner.facts import ModelFacts, is_embedding, is_head, is_vision
 from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -87,6 +87,30 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
         if adapter.use_dora:
             trained[name + ".lora_magnitude_vector"] = (outputs,)
     return trained
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Which of the two large tables of a vocabulary are trained."""
+
+    embedding: bool
+    head: bool
+    """Also where it is the embedding."""
+    is_one: bool
+    """Whether they are the same trained tensor. PEFT copies what it trains whole, so that nothing is tied to it."""
+
+    @property
+    def num(self) -> int:
+        """Trained tables."""
+        return 1 if self.is_one else self.embedding + self.head
+
+
+def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tables:
+    """Which tables are trained: all, or those that are trained beside an adapter."""
+    if isinstance(adapter, FullAdapter):
+        return Tables(embedding=True, head=True, is_one=model.has_tied_head)
+    names = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else ()
+    return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
 
 
 def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
