@@ -148,6 +148,13 @@ def test_seventy_billion_with_all_states_do_not_fit_eight_cards_of_80_gb():
     assert plan.memory.parts["weights"] == pytest.approx(35e9 / 2, rel=0.02)
 
 
+def test_a_speed_of_experts_says_that_it_is_told_from_dense_models():
+    sparse = Row("Qwen/Qwen3-30B-A3B", "8xh100", "FSDP2, full shard").plan()
+    dense = BACKEND["does not fit one GPU, fits one node, 32B: FSDP2 full shard"].plan()
+    assert "of 989 TFLOP/s, as dense models reach" in sparse.speed.basis
+    assert "as dense models reach" not in dense.speed.basis
+
+
 def test_a_long_sequence_is_a_fifth_of_the_device():
     plan = BACKEND["sequences of 32k and more: context parallel"].plan()
     one = plan.memory.parts["activations"] / plan.micro_batch_size

@@ -165,6 +165,7 @@ def step_of(
         model_type=model.model_type,
         num_params=model.num_params,
         num_layers=model.num_layers,
+        is_sparse=model.num_experts > 0,
         adapter=recipe.adapter.type,
         dtype=dtype,
         layout=layout,

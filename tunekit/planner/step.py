@@ -118,6 +118,7 @@ class Step:
         optimizer_bytes: Memory that the optimizer reads and writes on each device.
         checkpoint_bytes: Size of a checkpoint with the optimizer's states.
         transfers: What each device sends.
+        is_sparse: Whether tokens go through experts.
         num_forwards: Passes without gradients of a micro-batch.
         generating: The work of generating its answers; None where there are none.
         before: What is computed before the first step; None where nothing is.
@@ -140,6 +141,7 @@ class Step:
     optimizer_bytes: float
     checkpoint_bytes: float
     transfers: tuple[Transfer, ...] = ()
+    is_sparse: bool = False
     num_forwards: float = 0.0
     generating: Generating | None = None
     before: Before | None = None
@@ -178,7 +180,8 @@ def rate_of(step: Step, device: Device, figures: Figures | None) -> tuple[Range,
         return None
     shares = EFFICIENCY_WITH_MUCH_BANDWIDTH if peak / bandwidth <= MUCH_BANDWIDTH else EFFICIENCY
     share = shares[step.adapter]
-    return share.times(peak), f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+    words = f"a prediction: {share.low:.0%} to {share.high:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+    return share.times(peak), words + (", as dense models reach" if step.is_sparse else "")
 
 
 def peak_of(step: Step, device: Device, figures: Figures | None) -> float | None:
