@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -49,3 +50,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} accelerator{'s' if needed > 1 else ''}")
+
+
+@pytest.fixture(autouse=True)
+def _autocast_ends_with_the_test() -> Iterator[None]:
+    """Fail the test that leaves autocast on: later ones would train on casts that are never renewed."""
+    yield
+    if torch := sys.modules.get("torch"):
+        assert not torch.is_autocast_enabled("cpu"), "the test left autocast on"

@@ -226,7 +226,10 @@ def test_a_4_bit_weight_is_in_the_compute_type_while_it_is_used():
 def test_adapters_of_a_4_bit_base_share_an_input_on_cuda_unless_they_have_dropout(rate):
     """PEFT asks whether CUDA has autocast, and then casts nothing itself."""
     adapter, facts = QloraAdapter(rank=8, dropout=rate), facts_of(build(2))
-    with mock.patch.object(torch, "is_autocast_enabled", lambda *_device: True):
+    real = torch.is_autocast_enabled
+    # Autocast asks too, to restore later what was before: of other devices it is told the truth.
+    with mock.patch.object(torch, "is_autocast_enabled", lambda device="cuda": device == "cuda" or real(device)):
         measured = saved_bytes(4, adapter, "bfloat16", "even") - saved_bytes(2, adapter, "bfloat16", "even")
     predicted = 2 * TOKENS * activation_bytes_per_layer(facts, adapter, "bfloat16", mask_length=None)
     assert predicted + cast_weights_bytes(facts, adapter, "bfloat16") == measured
+    assert not real("cpu") and not real("cuda")
