@@ -159,3 +159,13 @@ def test_a_long_sequence_is_a_fifth_of_the_device():
     plan = BACKEND["sequences of 32k and more: context parallel"].plan()
     one = plan.memory.parts["activations"] / plan.micro_batch_size
     assert one == pytest.approx(plan.device.memory_total_bytes / 5, rel=0.25)
+
+
+def test_gradients_are_summed_in_every_micro_batch_where_they_do_not_fit_undivided():
+    plan = SIZES["30B to 70B on 8 x 80 GB: FSDP2 with reshard"].plan()
+    assert plan.gradient_accumulation_steps > 1 and plan.layout.sync_each_batch
+    (reason,) = (reason for reason in plan.reasons if reason.topic == "layout")
+    assert "gradients are summed in every micro-batch, since they would not fit undivided" in reason.why
+    # Undivided they take two bytes a parameter, which is more than is left.
+    left = plan.memory_limit_bytes - plan.memory.total_bytes
+    assert 2 * plan.num_params > left
