@@ -35,6 +35,11 @@ class Candidate(NamedTuple):
     num_nodes: int
     why: str
 
+    @property
+    def devices_per_node(self) -> int:
+        """Devices that are used of each node."""
+        return self.layout.num_processes // self.num_nodes
+
 
 @dataclass(frozen=True)
 class Spread:

@@ -49,6 +49,11 @@ class Layout(Facts):
         return self.dp_shard_size * self.cp_size * self.sp_size
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything leaves the devices."""
+        return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
+
+    @property
     def name(self) -> str:
         """The layout in words: `FSDP2, hybrid shard`."""
         words = [_ENGINES[self.strategy]]

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
-from tunekit.planner.beyond import beyond
+from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
+from tunekit.planner.layout import Layout
 from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate
 from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
@@ -95,7 +96,7 @@ def resolve(
         data=data,
         schedule=schedule,
         memory=found.memory,
-        memory_limit_bytes=setting.limit_bytes(layout.num_processes // chosen.candidate.num_nodes),
+        memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
             device_reason(hardware, layout, chosen.candidate.num_nodes),
@@ -174,7 +175,7 @@ class _Chosen:
         why = self.candidate.why
         if setting.recipe.parallel.strategy != "auto":
             why = f"as in the recipe; {why}"
-        if self.fit.layout.offload_optimizer_device != "none":
+        if self.fit.layout.offloads:
             if setting.host_limit_bytes is None:
                 why += "; whether this machine has that much main memory is not known"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
@@ -189,22 +190,26 @@ def _without_offload(setting: Setting) -> Iterator[str]:
     others = [LoraAdapter(), QloraAdapter()] if isinstance(asked, FullAdapter) else [QloraAdapter()]
     for adapter in others if not isinstance(asked, QloraAdapter) else []:
         other = replace(setting, recipe=setting.recipe.model_copy(update={"adapter": adapter}))
-        for candidate in candidates(other):
-            stays = candidate.layout.offload_optimizer_device == candidate.layout.offload_param_device == "none"
-            if stays and refusal(other, candidate.layout) is None:
-                memory = least(other, candidate.layout, candidate.num_nodes)
-                if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
-                    yield f"with adapter.type={adapter.type} all would stay on the devices"
-                    return
+        on_devices = (layout for layout, _ in _that_fit(other) if not layout.offloads)
+        if next(on_devices, None) is not None:
+            yield f"with adapter.type={adapter.type} all would stay on the devices"
+            return
+
+
+def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
+    """The layouts in which a recipe can be run and fits, and the least that each needs."""
+    for candidate in candidates(setting):
+        if refusal(setting, candidate.layout) is None:
+            memory = least(setting, candidate.layout, candidate.num_nodes)
+            if setting.fits(memory, candidate.devices_per_node):
+                yield candidate.layout, memory
 
 
 def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:
     """Where another engine is expected to be faster: what sends weights over the network, or to the processor."""
-    layout, recipe = candidate.layout, setting.recipe
-    crosses = layout.num_shards > layout.num_processes // candidate.num_nodes
-    if not isinstance(recipe.adapter, FullAdapter) or not (crosses or layout.offload_optimizer_device != "none"):
+    if not (candidate.layout.num_shards > candidate.devices_per_node or candidate.layout.offloads):
         return
-    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    other = _other_engine(setting)
     if other is None or other.num_nodes > other.asked_nodes or other.tokens_per_second is None:
         return
     ours = None if speed is None else speed.tokens_per_second
@@ -236,7 +241,7 @@ def _choose(setting: Setting) -> _Chosen:
         if found is not None:
             return _Chosen(candidate, found, tuple(rejected))
         needed = least(setting, layout, candidate.num_nodes)
-        per_node = layout.num_processes // candidate.num_nodes
+        per_node = candidate.devices_per_node
         why = setting.why_not(needed, per_node)
         rejected.append(Rejected(layout=layout, why=why, needed_bytes=needed.total_bytes))
         if nearest is None or needed.total_bytes < nearest[0].total_bytes:
@@ -251,7 +256,7 @@ def _choose(setting: Setting) -> _Chosen:
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
         f"{gib(limit)} may be used{much}",
-        hint="\n".join([_what_would_fit(setting), *_elsewhere(setting)]) + tried,
+        hint="\n".join([what_would_fit(setting), *_elsewhere(setting)]) + tried,
         needed_bytes=smallest.total_bytes if over > 0 else None,
         limit_bytes=limit,
     )
@@ -259,11 +264,16 @@ def _choose(setting: Setting) -> _Chosen:
 
 def _elsewhere(setting: Setting) -> list[str]:
     """Where to start with another engine, for all weights of a model that many devices are needed for."""
-    recipe = setting.recipe
-    if not isinstance(recipe.adapter, FullAdapter) or setting.hardware.num_accelerators < 2:
-        return []
-    other = beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
+    other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
     return [] if other is None else other.words()
+
+
+def _other_engine(setting: Setting) -> Beyond | None:
+    """A layout of another engine to start from, which there is for training all weights."""
+    recipe = setting.recipe
+    if not isinstance(recipe.adapter, FullAdapter):
+        return None
+    return beyond(setting.model, setting.hardware, batch=recipe.train.global_batch_size, length=recipe.data.max_length)
 
 
 def _machine(setting: Setting) -> str:
@@ -284,30 +294,15 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     )
 
 
-def smallest_change(recipe: Recipe, hardware: Hardware, model: ModelFacts, limit_bytes: int | None = None) -> str:
-    """The smallest single change of a recipe with which it fits, in words.
-
-    Args:
-        recipe: The recipe that does not fit.
-        hardware: The machine.
-        model: The model.
-        limit_bytes: What may be used of each device, where it turned out to be less than what is free.
-    """
-    return _what_would_fit(setting_of(recipe, hardware, model, limit_bytes=limit_bytes))
-
-
-def _what_would_fit(setting: Setting) -> str:
+def what_would_fit(setting: Setting) -> str:
+    """The smallest single change of a recipe with which it fits, in words."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
     free = setting.recipe.model_copy(update={"train": train})
     for change, changed in _changes(setting.recipe, free):
         other = replace(setting, recipe=changed)
-        for candidate in candidates(other):
-            if refusal(other, candidate.layout) is not None:
-                continue
-            memory = least(other, candidate.layout, candidate.num_nodes)
-            if other.fits(memory, candidate.layout.num_processes // candidate.num_nodes):
-                how = "" if candidate.layout.num_processes == 1 else f" ({candidate.layout.name})"
-                return f"{change} would fit with {gib(memory.total_bytes)}{how}"
+        for layout, memory in _that_fit(other):
+            how = "" if layout.num_processes == 1 else f" ({layout.name})"
+            return f"{change} would fit with {gib(memory.total_bytes)}{how}"
     return "no single change of the recipe would fit; take a smaller model or a device with more memory"
 
 

@@ -6,7 +6,7 @@ from tunekit.planner.facts import Facts, Hardware, ModelFacts
 from tunekit.planner.fit import divisors
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.plan import Plan, gib
-from tunekit.planner.resolve import setting_of, smallest_change
+from tunekit.planner.resolve import setting_of, what_would_fit
 
 CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
 """Parts that are the same in all phases of a step, so that their plan can be compared with what is held at any time."""
@@ -92,4 +92,4 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
                 again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
                 changes = " and ".join(change for change in (smaller, again) if change)
                 return f"{changes} would fit with {gib(memory.total_bytes)}, and the result stays the same"
-    return smallest_change(plan.recipe, hardware, model, limit_bytes)
+    return what_would_fit(setting)
