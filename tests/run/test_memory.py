@@ -1,6 +1,7 @@
 """Memory of real runs: what they held by part, and what they say when it runs out."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -92,9 +93,10 @@ except tunekit.TunekitError as error:
 def train_within(workspace, recipe, when, room, folder) -> Run:
     """A run in which the process may not take more than `room` MiB from an event on."""
     arguments = json.dumps([recipe, when, room, str(folder)])
-    answer = subprocess.run(
-        [sys.executable, "-c", LIMITED, arguments], cwd=workspace, capture_output=True, text=True, check=False
-    )
+    # The limit is one of address space, of which every further thread reserves some that no plan counts.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LIMITED, arguments]
+    answer = subprocess.run(command, cwd=workspace, env=one_thread, capture_output=True, text=True, check=False)
     assert "Traceback" not in answer.stderr, answer.stderr
     return Run(folder)
 
