@@ -137,7 +137,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
 def train(
     source: Source | Plan, overrides: Sequence[str] = (), *, on_event: Callable[[Event], None] | None = None
 ) -> Run:
-    """Train, in this process, and return the finished run.
+    """Train, in as many processes as the plan has, and return the finished run.
 
     Args:
         source: The recipe, or a plan of it.
@@ -147,12 +147,12 @@ def train(
     Raises:
         TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
     """
-    from tunekit.run.worker import work
+    from tunekit.run.launch import launch
 
     recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
     _refuse_untrained(recipe)
     lookup = Lookup([None], probe_model)
-    _check_runs(lookup.plan(recipe))
+    lookup.plan(recipe)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     words = StringIO()
     with library_words_to(words):
@@ -163,17 +163,8 @@ def train(
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
-    work(run, on_event)
+    launch(run, on_event)
     return run
-
-
-def _check_runs(plan: Plan) -> None:
-    """Refuse to train in a layout that is only planned for so far."""
-    if plan.layout.strategy != "single":
-        raise PlanError(
-            f"{plan.layout.name} over {plan.layout.num_processes} devices can be planned, but not trained in yet",
-            hint="set parallel.strategy=single to train on one device",
-        )
 
 
 def data_report(

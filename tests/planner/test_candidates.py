@@ -10,7 +10,6 @@ import pytest
 
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
-from tunekit.api import _check_runs
 from tunekit.errors import PlanError
 from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
 from tunekit.planner.machines import find_machine
@@ -237,13 +236,3 @@ def test_a_forced_micro_batch_that_does_not_divide_the_batch_is_refused_on_many_
     asked = recipe(train={"global_batch_size": 16, "micro_batch_size": 3})
     with pytest.raises(PlanError, match=r"train\.micro_batch_size: 3 does not divide train\.global_batch_size 16"):
         resolve(asked, find_machine("8xh100").hardware(), LLAMA_1B, ROWS)
-
-
-def test_training_in_several_processes_is_refused_until_it_is_there():
-    """The plan is for a machine with several accelerators, which this one need not be."""
-    hardware = find_machine("8xh100").hardware()
-    _check_runs(resolve(recipe(parallel={"strategy": "single"}), hardware, LLAMA_1B, ROWS))
-    with pytest.raises(
-        PlanError, match=r"DDP over 8 devices can be planned, but not trained in yet; set parallel\.str"
-    ):
-        _check_runs(resolve(recipe(), hardware, LLAMA_1B, ROWS))

@@ -1,7 +1,7 @@
 """Supervised fine-tuning through TRL's SFTTrainer, on rows that tunekit has tokenised, masked and packed."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
 from tunekit.planner.plan import Plan, Schedule
@@ -30,6 +30,7 @@ def build(
     eval_dataset: "Dataset | None",
     checkpoints: Path,
     callbacks: "list[TrainerCallback]",
+    engine: dict[str, Any],
 ) -> "SFTTrainer":
     """A trainer over token ids and labels.
 
@@ -45,13 +46,16 @@ def build(
         eval_dataset: The same for evaluation.
         checkpoints: Folder of the checkpoints.
         callbacks: What watches the training.
+        engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
     from trl import SFTTrainer
 
     trainer = SFTTrainer(
         model=model,
-        args=_config(method, train, data, plan, schedule, checkpoints, evaluate=eval_dataset is not None),
+        args=_config(
+            method, train, data, plan, schedule, checkpoints, engine=engine, evaluate=eval_dataset is not None
+        ),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
@@ -69,6 +73,7 @@ def _config(
     schedule: Schedule,
     checkpoints: Path,
     *,
+    engine: dict[str, Any],
     evaluate: bool,
 ) -> "SFTConfig":
     from trl import SFTConfig
@@ -109,5 +114,6 @@ def _config(
         save_total_limit=2,
         report_to="none",
         disable_tqdm=True,
+        **engine,
         **method.trainer_args,
     )

@@ -63,9 +63,11 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
     """The most devices that get equal parts of the batch; None if there are too few for one sequence."""
     hardware, train = setting.hardware, setting.recipe.train
     batch = train.global_batch_size // (train.micro_batch_size or 1)
-    per_node = len(hardware.accelerators)
+    per_node, asked = len(hardware.accelerators), setting.recipe.parallel.num_processes
     nodes = ((num_nodes, per_node) for num_nodes in range(hardware.num_nodes, 1, -1))
     for num_nodes, used in (*nodes, *((1, used) for used in range(per_node, 0, -1))):
+        if asked not in (None, num_nodes * used):
+            continue
         sequences, rest = divmod(num_nodes * used, per_sequence)
         if sequences and not rest and batch % sequences == 0:
             return Spread(num_nodes, used)
@@ -102,8 +104,9 @@ def _is_asked_for(asked: ParallelSection, layout: Layout) -> bool:
 
 
 def _single(setting: Setting) -> Iterator[Candidate]:
-    alone = setting.hardware.num_accelerators <= 1 or setting.recipe.parallel.strategy == "single"
-    if alone:
+    asked = setting.recipe.parallel
+    alone = setting.hardware.num_accelerators <= 1 or asked.strategy == "single"
+    if alone and asked.num_processes in (None, 1):
         one = setting.hardware.num_accelerators <= 1
         yield Candidate(Layout(), 1, "there is one device" if one else "one device, and no exchange")
 

@@ -148,15 +148,29 @@ def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
         )
 
 
+def _those(hardware: Hardware) -> str:
+    """The machine in words."""
+    if not hardware.accelerators:
+        return f"there are {hardware.num_nodes} nodes" if hardware.num_nodes > 1 else f"this is {hardware.device.name}"
+    return f"there are {hardware.num_accelerators}"
+
+
 def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
     """Refuse what contradicts itself or the machine; what a library cannot do is refused by layout."""
     asked = recipe.parallel
+    if (asked.num_processes or 1) > max(1, hardware.num_accelerators):
+        raise PlanError(
+            f"parallel.num_processes: {asked.num_processes} processes need as many accelerators, of the same number "
+            f"in each node; {_those(hardware)}",
+            hint="each process computes on one of its own",
+        )
     several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(asked)[name] or 1) > 1]
     if asked.strategy in ("ddp", "fsdp2", "zero1"):
         several.insert(0, "strategy")
     if several and hardware.num_accelerators < 2:
         what = f"parallel.{several[0]}: {dict(asked)[several[0]]} needs several accelerators"
-        raise PlanError(f"{what}; this is {hardware.device.name}", hint="leave it to the plan")
+        hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
+        raise PlanError(f"{what}; this is {hardware.device.name}", hint=hint)
     if asked.strategy not in ("auto", "single") and not hardware.accelerators:
         raise PlanError(
             f"parallel.strategy: {asked.strategy} needs accelerators; this is {hardware.device.name}",

@@ -114,6 +114,19 @@ class Hardware(Facts):
         """Accelerators of all nodes."""
         return self.num_nodes * len(self.accelerators)
 
+    def with_processes(self, num: int | None) -> "Hardware":
+        """The machine as `num` processes find it: without accelerators, each has its share of the main memory."""
+        if self.accelerators or self.cpu is None or num is None or num % self.num_nodes:
+            return self
+        of_a_node = num // self.num_nodes
+        if num == 1:
+            return self
+        parts = {
+            "memory_total_bytes": self.cpu.memory_total_bytes // of_a_node,
+            "memory_free_bytes": self.cpu.memory_free_bytes // of_a_node,
+        }
+        return self.model_copy(update={"accelerators": (self.cpu.model_copy(update=parts),) * of_a_node})
+
 
 @dataclass(frozen=True)
 class Shapes:

@@ -88,6 +88,10 @@ class Plan(Facts):
     gradient_accumulation_steps: int
     dataloader_num_workers: int
     """Processes that make micro-batches beside each that computes."""
+    environment: Mapping[str, str] = {}
+    """Variables that every process finds in its environment."""
+    timeout_seconds: int = 600
+    """How long a process waits for the others in an exchange."""
     learning_rate: float
     num_params: int
     num_trainable_params: int

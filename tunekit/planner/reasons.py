@@ -39,9 +39,11 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
     """What the run computes on."""
     device, used = hardware.device, layout.num_processes
     if device.kind == "cpu":
-        why = f"no accelerator was found; one process uses all {hardware.num_cores} cores"
+        share = "one process uses all" if used == num_nodes else f"{used // num_nodes} processes share the"
+        why = f"no accelerator was found; {share} {hardware.num_cores} cores"
         why += f"; {hardware.note}" if hardware.note else ""
-        return Reason(topic="device", choice=device.name, why=why)
+        where = f" in {num_nodes} nodes" if num_nodes > 1 else ""
+        return Reason(topic="device", choice=f"{device.name}{where}", why=why)
     choice = device.name if used == 1 else f"{used} x {device.name}"
     if num_nodes > 1:
         choice += f" in {num_nodes} nodes"

@@ -7,6 +7,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
+from tunekit.planner.environment import TIMEOUT_SECONDS, environment_of, environment_reasons
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
 from tunekit.planner.layout import Layout
@@ -50,6 +51,7 @@ def resolve(
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
+    hardware = hardware.with_processes(recipe.parallel.num_processes)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice)
@@ -77,6 +79,7 @@ def resolve(
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
+    environment = environment_of(hardware, layout, chosen.candidate.num_nodes)
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -89,6 +92,8 @@ def resolve(
         gradient_checkpointing=found.gradient_checkpointing,
         micro_batch_size=found.micro_batch_size,
         gradient_accumulation_steps=found.gradient_accumulation_steps,
+        environment=environment,
+        timeout_seconds=TIMEOUT_SECONDS,
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
         num_params=model.num_params,
@@ -112,6 +117,7 @@ def resolve(
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
+            *environment_reasons(environment),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),
@@ -145,6 +151,7 @@ def setting_of(
         records: Finished runs, from which the reserve is told.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
     """
+    hardware = hardware.with_processes(recipe.parallel.num_processes)
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
     learned = reserve_share(records, device)

@@ -562,6 +562,10 @@ class ParallelSection(Section):
     """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the first that fits, in
     the order of their cost; the plan says what ruled the others out."""
 
+    num_processes: Annotated[int, Field(gt=0)] | None = None
+    """Processes in all, one for each device. On a machine without accelerators they share the processor. Left out: as
+    many as there are accelerators for, and one without any."""
+
     dp_shard_size: Annotated[int, Field(gt=0)] | None = None
     """Devices that divide weights, gradients and optimizer states among them; groups of them hold a copy each (hybrid
     shard). Left out: the plan chooses."""
@@ -588,6 +592,9 @@ class ParallelSection(Section):
 
     nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
     """Folder on a fast local disk, for what is offloaded to `nvme`. Without it nothing is."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the processes are started again after one of them failed, each time from the last checkpoint."""
 
 
 class OutputSection(Section):

@@ -9,29 +9,31 @@ from transformers import TrainerCallback
 
 from tunekit.errors import RunError
 from tunekit.planner.memory import Part
-from tunekit.run.events import EventLog
 from tunekit.run.memory import held_bytes, resident_bytes
-from tunekit.run.run import Run
+from tunekit.run.record import Record
+from tunekit.run.verify import verify
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
     """Writes logged metrics, evaluations and checkpoints as events, with tokens per second of the steps alone.
 
     Args:
-        run: The run whose status follows the steps.
-        log: Where events go.
+        record: Where events go, and the status that follows the steps.
         asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
-    def __init__(self, run: Run, log: EventLog, asked_to_stop: Event, *, full: bool) -> None:
-        self.run = run
-        self.log = log
+    trainer: "Trainer"
+    """The trainer, once there is one."""
+
+    def __init__(self, record: Record, asked_to_stop: Event, *, full: bool) -> None:
+        self.record = record
+        self.plan = record.run.plan
         self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
@@ -76,7 +78,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         model: "Module",
         **kwargs: Any,
     ) -> None:
-        """Measure the model."""
+        """Measure the model, and see that what runs is what was planned."""
+        self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = held_bytes(model, None, full=self.full)
         self.context_bytes = resident_bytes() - sum(self.held.values())
 
@@ -109,7 +112,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.is_in_step = False
         self._waiting_since = time.perf_counter()
         self.seconds += self._waiting_since - self._step_began
-        self.run.update_status(step=state.global_step)
+        self.record.update_status(step=state.global_step)
         if self.asked_to_stop.is_set():
             raise KeyboardInterrupt
 
@@ -124,7 +127,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Write what the trainer logged; a loss that is not a number ends the run."""
         if "eval_loss" in logs:
             self.evaluated_step = state.global_step
-            self.log.write("eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")})
+            self.record.write(
+                "eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")}
+            )
         elif "loss" in logs:
             self._write_step(state.global_step, logs)
         self._waiting_since = time.perf_counter()
@@ -133,7 +138,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         seconds = self.seconds - self._logged_seconds
         tokens = logs.get("num_tokens", 0.0) - self.num_tokens
         self._logged_seconds, self.num_tokens = self.seconds, logs.get("num_tokens", 0.0)
-        self.log.write("log", step=step, tokens_per_second=tokens / seconds if seconds else None, **logs)
+        self.record.write("log", step=step, tokens_per_second=tokens / seconds if seconds else None, **logs)
         if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
             raise RunError(
                 f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
@@ -144,6 +149,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Say where a checkpoint was written."""
-        path = self.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
-        self.log.write("checkpoint", step=state.global_step, path=str(path))
+        path = self.record.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
+        self.record.write("checkpoint", step=state.global_step, path=str(path))
         self._waiting_since = time.perf_counter()

@@ -1,9 +1,11 @@
 """What a process does in a run: read the folder, load, train, save. It decides nothing: the plan did.
 
-The libraries' own words go to the run's log; what matters goes to the events.
+The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
+`python -m tunekit.run.worker FOLDER` by torchrun, and finds its place in its environment.
 """
 
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -17,11 +19,13 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
-from tunekit.run.events import EventLog, Listener
+from tunekit.run.events import Listener
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
+from tunekit.run.place import Place, place_of
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
+from tunekit.run.record import Record
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
@@ -35,77 +39,91 @@ SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
 
 
-def work(run: Run, listener: Listener | None = None) -> None:
+def work(run: Run, listener: Listener | None = None, place: Place | None = None) -> None:
     """Train as the run folder says, in this process. The status says how it ended, whatever happens.
+
+    Args:
+        run: The run.
+        listener: Called with every event.
+        place: Which of its processes this is; its only one where left out.
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
     """
-    log = EventLog(run.path / "events.jsonl", listener)
+    place = place or Place()
+    record = Record(run, place, listener)
+    log = run.path / log_name(place)
     try:
         with (
-            (run.path / "log.txt").open("a", encoding="utf-8") as stream,
+            log.open("a", encoding="utf-8") as stream,
             library_words_to(stream),
             remembered_interrupts() as asked_to_stop,
         ):
-            _train(run, log, asked_to_stop)
+            _train(run, record, asked_to_stop)
     except KeyboardInterrupt:
-        _end(run, log, "interrupted", "interrupted by the user")
+        record.end("interrupted", "interrupted by the user")
         raise
     except TunekitError as error:
-        _end(run, log, "failed", str(error))
+        record.write_error(error)
+        record.end("failed", str(error))
         raise
     except BaseException as error:
-        with (run.path / "log.txt").open("a", encoding="utf-8") as stream:
+        record.write_error(error)
+        with log.open("a", encoding="utf-8") as stream:
             traceback.print_exc(file=stream)
-        _end(run, log, "failed", f"{type(error).__name__}: {error}")
+        record.end("failed", f"{type(error).__name__}: {error}")
         raise
 
 
-def _end(run: Run, log: EventLog, phase: str, reason: str) -> None:
-    run.update_status(phase=phase, exit_reason=reason)
-    log.write("error", message=reason)
-    log.write("phase", phase=phase)
+def log_name(place: Place) -> str:
+    """Name of the file that the libraries' words go to."""
+    return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, log: EventLog, asked_to_stop: Event) -> None:
+def _train(run: Run, record: Record, asked_to_stop: Event) -> None:
     recipe, plan = run.recipe, run.plan
-    _use_planned_device(plan)
+    os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
+    from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(run, log, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    watch = Watch(record, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
     try:
-        _load_train_save(run, log, watch, recipe, plan)
+        join(plan, record.place)
+        _load_train_save(run, record, watch, recipe, plan)
+        leave()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise _memory_error(run, plan, watch, error) from error
 
 
-def _load_train_save(run: Run, log: EventLog, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
+def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.save import save_model
+
     began = time.time()
-    _enter(run, log, "loading")
-    trainer, tokenizer = _build(run, log, watch, recipe, plan, schedule)
+    record.enter("loading")
+    trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = plan.data.format == "messages"
-    _sample(log, "before", trainer, tokenizer, prompts, chat=chat)
-    _enter(run, log, "training")
+    _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+    record.enter("training")
     trainer.train()
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
-    _enter(run, log, "saving")
-    trainer.model.save_pretrained(run.model_path, **_saving(recipe))
-    tokenizer.save_pretrained(run.model_path)
-    _sample(log, "after", trainer, tokenizer, prompts, chat=chat)
-    result = _summary(run, plan, watch, time.time() - began)
-    log.write("result", **result)
-    write_card(run, result)
-    run.update_status(phase="finished", exit_reason="trained to the end")
-    log.write("phase", phase="finished")
+    record.enter("saving")
+    save_model(trainer, plan, run.model_path)
+    _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
+    if record.place.is_main:
+        tokenizer.save_pretrained(run.model_path)
+        result = _summary(run, plan, watch, time.time() - began)
+        record.write("result", **result)
+        write_card(run, result)
+    record.update_status(phase="finished", exit_reason="trained to the end")
+    record.write("phase", phase="finished")
 
 
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
@@ -125,19 +143,15 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     )
 
 
-def _enter(run: Run, log: EventLog, phase: str) -> None:
-    run.update_status(phase=phase)
-    log.write("phase", phase=phase)
-
-
 def _build(
-    run: Run, log: EventLog, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
+    run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[SFTTrainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
+    from tunekit.run.engine import trainer_args
 
     tokenizer = load_tokenizer(recipe.model)
     model = load_model(
@@ -161,14 +175,15 @@ def _build(
         eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=[watch],
+        engine=trainer_args(plan),
     )
     keep_trained_in_float32(trainer.model)
-    _check_device(trainer, plan)
+    watch.trainer = trainer
     if plan.padding_free:
         asked = "data.packing" if recipe.data.packing else "data.padding_free"
         check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
     if num_trained(trainer.model) != plan.num_trainable_params:
-        log.write(
+        record.write(
             "warning",
             message=f"{num_trained(trainer.model):,} parameters are trained, "
             f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
@@ -184,14 +199,6 @@ def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizer
     return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=folder / STREAM_SKIPPED)
 
 
-def _use_planned_device(plan: Plan) -> None:
-    """Show this process one accelerator only, since a trainer takes all that it sees."""
-    if plan.device.visible_as is not None:
-        os.environ["CUDA_VISIBLE_DEVICES" if plan.device.gfx is None else "HIP_VISIBLE_DEVICES"] = (
-            plan.device.visible_as
-        )
-
-
 def forget_overrides(optim: Optim) -> None:
     """Make bitsandbytes forget what it was told of the tensors of an earlier run in this process.
 
@@ -204,22 +211,8 @@ def forget_overrides(optim: Optim) -> None:
         GlobalOptimManager.get_instance().initialize()
 
 
-def _check_device(trainer: "SFTTrainer", plan: Plan) -> None:
-    used = trainer.accelerator.device.type
-    if used != plan.device.kind:
-        raise RunError(
-            f"planned for {plan.device.kind}, but the trainer runs on {used}",
-            hint="`tunekit doctor` says what torch can see",
-        )
-
-
-def _saving(recipe: Recipe) -> dict[str, Any]:
-    """Keyword arguments of save_pretrained: an adapter carries no copy of embeddings that it did not train."""
-    return {} if isinstance(recipe.adapter, FullAdapter) else {"save_embedding_layers": False}
-
-
 def _sample(
-    log: EventLog,
+    record: Record,
     when: str,
     trainer: "SFTTrainer",
     tokenizer: "PreTrainedTokenizerBase",
@@ -249,7 +242,7 @@ def _sample(
                 pad_token_id=tokenizer.pad_token_id,
             )
         answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        log.write("sample", when=when, prompt=prompt, answer=answer.strip())
+        record.write("sample", when=when, prompt=prompt, answer=answer.strip())
     model.train(was_training)
 
 
@@ -276,3 +269,16 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
     }
+
+
+def main() -> None:
+    """Work as one of the processes of the run whose folder is the only argument."""
+    try:
+        work(Run(sys.argv[1]), place=place_of())
+    except TunekitError:
+        # It stands in the run folder, for whoever started this.
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
