@@ -292,8 +292,8 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     """What to say where no layout is left to try."""
     if rejected:
         return PlanError(f"{rejected[0].layout.name}: {rejected[0].why}", hint=refusals[0].hint)
-    given = setting.recipe.parallel.model_dump(exclude_none=True)
-    asked = ", ".join(f"parallel.{name}={value}" for name, value in given.items() if value != "auto")
+    given = setting.recipe.parallel.model_dump(exclude_defaults=True)
+    asked = ", ".join(f"parallel.{name}={value}" for name, value in given.items())
     return PlanError(
         f"{asked}: there is no such layout for {_machine(setting)} and a batch of "
         f"{setting.recipe.train.global_batch_size}",
