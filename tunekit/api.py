@@ -10,6 +10,7 @@ from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
 from tunekit.errors import PlanError, TunekitError
 from tunekit.lookup import LEARNERS, Lookup
+from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
@@ -149,9 +150,32 @@ def train(
     """
     from tunekit.run.launch import launch
 
-    recipe = load_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+    run = make_run(source.recipe if isinstance(source, Plan) else source, overrides, on_event=on_event)
+    launch(run, on_event)
+    return run
+
+
+def make_run(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: Hardware | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Plan, prepare the rows, and make the folder of a run that is yet to be started.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        on_event: Told how far the rows are, and the plan.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or does not fit.
+    """
+    recipe = load_recipe(source, overrides)
     _refuse_untrained(recipe)
-    lookup = Lookup([None], probe_model)
+    lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     words = StringIO()
@@ -163,7 +187,6 @@ def train(
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
-    launch(run, on_event)
     return run
 
 

@@ -30,19 +30,23 @@ class Lookup:
     """What plans are made from: each model and set of rows is looked at once, when it is first needed."""
 
     def __init__(
-        self, machines: Sequence[str | None], look: Callable[[ModelSection], ModelFacts] = sketch_model
+        self,
+        machines: Sequence[str | None],
+        look: Callable[[ModelSection], ModelFacts] = sketch_model,
+        here: Hardware | None = None,
     ) -> None:
         """Find the machines.
 
         Args:
             machines: Their names, None for this one.
             look: How facts of a model are found.
+            here: What counts as this machine; it is looked at where left out.
 
         Raises:
             PlanError: There is no such machine.
         """
         self._machines = {name: find_machine(name) for name in machines if name is not None}
-        self._here: Hardware | None = None
+        self._here = here
         self._look = look
         self._models: dict[str, ModelFacts] = {}
         self._data: dict[str, LoadedData] = {}
