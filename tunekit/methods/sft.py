@@ -49,18 +49,33 @@ def build(
         engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
-    from trl import SFTTrainer
+    from datasets import Dataset
 
-    trainer = SFTTrainer(
+    from tunekit.methods.order import Order, filled, filled_stream, num_empty
+    from tunekit.methods.sft_trainer import DividedSFTTrainer
+
+    order = None
+    at_once = plan.micro_batch_size * plan.layout.num_batches
+    pad = tokenizer.pad_token_id
+    if isinstance(train_dataset, Dataset):
+        num_rows = len(train_dataset)
+        order = Order(num_rows, num_empty(num_rows, at_once), shuffle=data.shuffle, seed=train.seed)
+        train_dataset = filled(train_dataset, at_once, pad)
+    else:
+        train_dataset = filled_stream(train_dataset, at_once * plan.gradient_accumulation_steps, pad)
+    trainer = DividedSFTTrainer(
+        order,
         model=model,
         args=_config(
             method, train, data, plan, schedule, checkpoints, engine=engine, evaluate=eval_dataset is not None
         ),
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=None if eval_dataset is None else filled(eval_dataset, at_once, pad),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
+    trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -91,7 +106,6 @@ def _config(
         weight_decay=train.weight_decay,
         max_grad_norm=train.max_grad_norm,
         seed=train.seed,
-        train_sampling_strategy="random" if data.shuffle else "sequential",
         use_cpu=plan.device.kind == "cpu",
         bf16=plan.autocast and plan.dtype == "bfloat16",
         fp16=plan.autocast and plan.dtype == "float16",

@@ -171,7 +171,7 @@ def _build(
         schedule,
         model=model,
         tokenizer=tokenizer,
-        train_dataset=_train_dataset(run.path / "data", recipe, tokenizer),
+        train_dataset=_train_dataset(run.path / "data", recipe, tokenizer, record.place),
         eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
         checkpoints=run.path / "checkpoints",
         callbacks=[watch],
@@ -191,12 +191,15 @@ def _build(
     return trainer, tokenizer
 
 
-def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "Dataset | IterableDataset":
+def _train_dataset(
+    folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place
+) -> "Dataset | IterableDataset":
     if not recipe.data.streaming:
         return read_dataset(folder / FILES["train"])
     from tunekit.methods import sft
 
-    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=folder / STREAM_SKIPPED)
+    skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
+    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
 
 
 def forget_overrides(optim: Optim) -> None:
