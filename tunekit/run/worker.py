@@ -109,8 +109,14 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = plan.data.format == "messages"
-    _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
-    record.enter("training")
+
+    def look() -> None:
+        if plan.padding_free:
+            asked = "data.packing" if recipe.data.packing else "data.padding_free"
+            check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+        _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+
+    watch.before_training = look
     trainer.train()
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
@@ -151,14 +157,14 @@ def _build(
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.engine import trainer_args
+    from tunekit.run.engine import trainer_args, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     model = load_model(
         recipe.model,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
-        device=plan.device.kind,
+        device=weights_device(plan, record.place),
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
@@ -179,9 +185,6 @@ def _build(
     )
     keep_trained_in_float32(trainer.model)
     watch.trainer = trainer
-    if plan.padding_free:
-        asked = "data.packing" if recipe.data.packing else "data.padding_free"
-        check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
             "warning",
