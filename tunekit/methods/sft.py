@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
+from tunekit.methods.arguments import trainer_arguments
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
 
@@ -79,41 +80,13 @@ def _config(
     from trl import SFTConfig
 
     return SFTConfig(
-        output_dir=str(checkpoints),
-        per_device_train_batch_size=plan.micro_batch_size,
-        per_device_eval_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        max_steps=schedule.num_steps,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
-        warmup_steps=schedule.warmup_steps,
-        optim=train.optim,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        seed=train.seed,
+        **trainer_arguments(train, plan, schedule, checkpoints, evaluate=evaluate),
         train_sampling_strategy="random" if data.shuffle else "sequential",
-        use_cpu=plan.device.kind == "cpu",
-        bf16=plan.autocast and plan.dtype == "bfloat16",
-        fp16=plan.autocast and plan.dtype == "float16",
-        gradient_checkpointing=plan.gradient_checkpointing,
-        dataloader_num_workers=plan.dataloader_num_workers,
-        dataloader_pin_memory=plan.device.kind != "cpu",
         packing=data.packing,
         padding_free=plan.padding_free,
         # The rows are tokenised, truncated and packed already.
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        logging_steps=train.logging_steps,
-        # A NaN must be seen, not shown as 0.
-        logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluate else "no",
-        eval_steps=schedule.eval_steps,
-        eval_on_start=evaluate,
-        save_strategy="steps",
-        save_steps=schedule.save_steps,
-        save_total_limit=2,
-        report_to="none",
-        disable_tqdm=True,
         **engine,
         **method.trainer_args,
     )
