@@ -179,6 +179,8 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
+    if data.format == "prompts":
+        why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length
     counts = (
         (data.num_truncated, f"cut to {cut}"),

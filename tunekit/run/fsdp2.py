@@ -5,7 +5,6 @@ there only while it is computed. Accelerate makes the units when training begins
 that the main process alone has read; the others have its shapes. So nothing may be computed with a model before that.
 """
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
@@ -13,8 +12,6 @@ from tunekit.recipe.schema import FullAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.fsdp import FSDPModule
-    from torch.nn import Parameter
     from transformers import Trainer
 
 

@@ -10,14 +10,15 @@ import time
 import traceback
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
-from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe, SFTMethod
+from tunekit.recipe.schema import DPOMethod, FullAdapter, GRPOMethod, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
 from tunekit.run.events import Listener
 from tunekit.run.interrupt import remembered_interrupts
@@ -30,8 +31,8 @@ from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
-    from trl import SFTTrainer
+    from torch.nn import Module
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
     from tunekit.run.callback import Watch
 
@@ -108,7 +109,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     record.enter("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
-    chat = plan.data.format == "messages"
+    chat = _is_chat(run, plan)
 
     def look() -> None:
         if plan.padding_free:
@@ -151,38 +152,15 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
 
 def _build(
     run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
-) -> "tuple[SFTTrainer, PreTrainedTokenizerBase]":
+) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
-    from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.engine import trainer_args, weights_device
+    from tunekit.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)
-    model = load_model(
-        recipe.model,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
-        attn_implementation=plan.attn_implementation,
-        device=weights_device(plan, record.place),
-        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
-    )
-    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    assert isinstance(recipe.method, SFTMethod), "other methods are refused before a run begins"
-    trainer = sft.build(
-        recipe.method,
-        recipe.train,
-        recipe.data,
-        plan,
-        schedule,
-        model=model,
-        tokenizer=tokenizer,
-        train_dataset=_train_dataset(run.path / "data", recipe, tokenizer, record.place),
-        eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
-        checkpoints=run.path / "checkpoints",
-        callbacks=[watch],
-        engine=trainer_args(plan),
-    )
+    model = attach_adapter(_load_model(recipe, plan, record.place), recipe.adapter, seed=recipe.train.seed)
+    trainer = _build_trainer(run, record.place, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
@@ -192,6 +170,88 @@ def _build(
             f"{plan.num_trainable_params:,} were planned: the memory estimate is off by as much",
         )
     return trainer, tokenizer
+
+
+def _load_model(recipe: Recipe, plan: Plan, place: Place) -> "PreTrainedModel":
+    from tunekit.model.load import load_model
+    from tunekit.run.engine import weights_device
+
+    return load_model(
+        recipe.model,
+        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
+        attn_implementation=plan.attn_implementation,
+        device=weights_device(plan, place),
+        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
+    )
+
+
+class _Shared(TypedDict):
+    """What every method builds its trainer from."""
+
+    model: "Module"
+    tokenizer: "PreTrainedTokenizerBase"
+    checkpoints: Path
+    callbacks: "list[TrainerCallback]"
+    engine: dict[str, Any]
+
+
+def _build_trainer(
+    run: Run,
+    place: Place,
+    watch: "Watch",
+    recipe: Recipe,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    model: "Module",
+    tokenizer: "PreTrainedTokenizerBase",
+) -> "Trainer":
+    """The trainer of the recipe's method, around a model with its adapter."""
+    from tunekit.methods import dpo, grpo, rewards, sft
+    from tunekit.run.engine import trainer_args
+
+    folder, method = run.path / "data", recipe.method
+    numbers = (recipe.train, recipe.data, plan, schedule)
+    shared: _Shared = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "checkpoints": run.path / "checkpoints",
+        "callbacks": [watch],
+        "engine": trainer_args(plan),
+    }
+    read = read_dataset if isinstance(method, SFTMethod) else read_rows
+    evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
+    match method:
+        case SFTMethod():
+            trained = _train_dataset(folder, recipe, tokenizer, place)
+            return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case DPOMethod():
+            twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
+            return dpo.build(
+                method,
+                *numbers,
+                reference=_load_model(recipe, plan, place) if twice else None,
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+        case GRPOMethod():
+            return grpo.build(
+                method,
+                *numbers,
+                base=recipe.model,
+                rewards=rewards.load_rewards(method.rewards),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+
+
+def _is_chat(run: Run, plan: Plan) -> bool:
+    """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
+    if plan.data.format in ("preference", "prompts"):
+        return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
+    return plan.data.format == "messages"
 
 
 def _train_dataset(
@@ -220,7 +280,7 @@ def forget_overrides(optim: Optim) -> None:
 def _sample(
     record: Record,
     when: str,
-    trainer: "SFTTrainer",
+    trainer: "Trainer",
     tokenizer: "PreTrainedTokenizerBase",
     prompts: list[str],
     *,
