@@ -2,7 +2,8 @@
 
 Processes that compute side by side take as many micro-batches each. Where an epoch's rows do not fill the last ones,
 Accelerate repeats rows of its beginning, so that the step is another one than in one process. Here rows without a
-trained token fill them instead: a loss that is a mean over tokens does not see them.
+trained token fill them instead: a loss that is a mean over tokens does not see them. A mean over pairs would, so there
+the last step is filled with pairs of the epoch's beginning, in one process too.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
@@ -25,28 +26,29 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
 
     Args:
         num_rows: Rows to be ordered.
-        num_last: Rows that stand behind them in the dataset, and at the end of every epoch.
+        num_more: How many come behind them at the end of every epoch: rows that stand behind them in the dataset.
+        repeats: Whether the epoch's first rows come there again instead.
         shuffle: Whether rows are shuffled.
         seed: Seed of the order.
     """
 
-    def __init__(self, num_rows: int, num_last: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, num_rows: int, num_more: int, *, repeats: bool, shuffle: bool, seed: int) -> None:
         self.num_rows = num_rows
-        self.num_last = num_last
+        self.num_more = num_more
+        self.repeats = repeats
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
 
     def __len__(self) -> int:
-        return self.num_rows + self.num_last
+        return self.num_rows + self.num_more
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            yield from torch.randperm(self.num_rows, generator=generator).tolist()
-        else:
-            yield from range(self.num_rows)
-        yield from range(self.num_rows, len(self))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
+        yield from rows.tolist()
+        for more in range(self.num_more):
+            yield int(rows[more % self.num_rows]) if self.repeats else self.num_rows + more
 
     def on_epoch_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -55,7 +57,13 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
         self.epoch = int(state.epoch or 0)
 
 
-def num_empty(num_rows: int, multiple: int) -> int:
+def keep_order(trainer: "Trainer", order: Order) -> None:
+    """Make a trainer take its training rows in an order of ours."""
+    trainer._get_train_sampler = lambda train_dataset=None: order
+    trainer.add_callback(order)
+
+
+def num_missing(num_rows: int, multiple: int) -> int:
     """Rows that are missing from a multiple."""
     return -num_rows % multiple
 
@@ -70,11 +78,21 @@ def filled(rows: "Dataset", multiple: int, pad_token_id: int) -> "Dataset":
     """
     from datasets import Dataset, concatenate_datasets
 
-    missing = num_empty(len(rows), multiple)
+    missing = num_missing(len(rows), multiple)
     if missing == 0:
         return rows
     columns = {name: [value] * missing for name, value in _empty(rows.column_names, pad_token_id).items()}
     return concatenate_datasets([rows, Dataset.from_dict(columns, features=rows.features)])
+
+
+def filled_with_first(rows: "Dataset", multiple: int) -> "Dataset":
+    """Rows, and behind them the first ones again until they fill a multiple.
+
+    An order that repeats draws none of these. They are there because Accelerate takes what is in the last micro-batches
+    for repeated, and leaves it out of what is logged, by the number of rows of the dataset.
+    """
+    missing = num_missing(len(rows), multiple)
+    return rows.select([row % len(rows) for row in range(len(rows) + missing)]) if missing else rows
 
 
 def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> "IterableDataset":
@@ -85,7 +103,7 @@ def filled_stream(rows: "IterableDataset", multiple: int, pad_token_id: int) -> 
     """
 
     def fill(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        missing = num_empty(len(batch["input_ids"]), multiple)
+        missing = num_missing(len(batch["input_ids"]), multiple)
         empty = _empty(list(batch), pad_token_id)
         return {name: values + [empty[name]] * missing for name, values in batch.items()}
 

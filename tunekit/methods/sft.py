@@ -52,20 +52,18 @@ def build(
     from datasets import Dataset
     from transformers import PrinterCallback
 
-    from tunekit.methods.order import Order, filled, filled_stream, num_empty
-    from tunekit.methods.sft_trainer import DividedSFTTrainer
+    from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
+    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
 
-    order = None
     at_once = plan.micro_batch_size * plan.layout.num_batches if plan.layout.num_batches > 1 else 1
-    pad = tokenizer.pad_token_id
+    pad, order = tokenizer.pad_token_id, None
     if isinstance(train_dataset, Dataset):
-        num_rows = len(train_dataset)
-        order = Order(num_rows, num_empty(num_rows, at_once), shuffle=data.shuffle, seed=train.seed)
+        num_rows, missing = len(train_dataset), num_missing(len(train_dataset), at_once)
+        order = Order(num_rows, missing, repeats=False, shuffle=data.shuffle, seed=train.seed)
         train_dataset = filled(train_dataset, at_once, pad)
     else:
         train_dataset = filled_stream(train_dataset, train.global_batch_size, pad)
-    trainer = DividedSFTTrainer(
-        order,
+    trainer = TokenMeanSFTTrainer(
         model=model,
         args=_config(
             method, train, data, plan, schedule, checkpoints, engine=engine, evaluate=eval_dataset is not None
@@ -75,6 +73,8 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    if order is not None:
+        keep_order(trainer, order)
     # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
     trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.remove_callback(PrinterCallback)

@@ -1,37 +1,25 @@
-"""TRL's SFTTrainer with the same rows in each step, and the same evaluation, however they are divided."""
+"""TRL's SFTTrainer with an evaluation that is the same however its rows are divided."""
 
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 
-from tunekit.methods.order import Order
 
-
-class DividedSFTTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer whose rows come in an order of ours, and whose evaluation is a mean over tokens.
+class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer whose evaluation is a mean over tokens, as its training is.
 
     The trainer's own evaluation is a mean over micro-batches: it changes with their size, and a row repeated to fill
     the last one counts twice.
-
-    Args:
-        order: The order of the training rows; None for a stream, which has its own.
-        given: As for SFTTrainer.
     """
 
-    def __init__(self, order: Order | None, **given: Any) -> None:
+    def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.order = order
-        if order is not None:
-            self.add_callback(order)
         self._nats = 0.0
         self._num_tokens = 0
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        return self.order
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one micro-batch, and count its loss by its tokens."""
