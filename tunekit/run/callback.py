@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     trainer: "Trainer"
     """The trainer, once there is one."""
+    before_training: Callable[[], None]
+    """What else is to be done with the model before the first step, when it is where it is trained."""
 
     def __init__(self, record: Record, asked_to_stop: Event, *, full: bool) -> None:
         self.record = record
@@ -82,6 +85,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = held_bytes(model, None, full=self.full)
         self.context_bytes = resident_bytes() - sum(self.held.values())
+        self.before_training()
+        self.record.enter("training")
 
     def on_optimizer_step(
         self,

@@ -110,8 +110,14 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
-    record.enter("training")
+
+    def look() -> None:
+        if plan.padding_free:
+            asked = "data.packing" if recipe.data.packing else "data.padding_free"
+            check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+        _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+
+    watch.before_training = look
     trainer.train()
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
@@ -151,15 +157,14 @@ def _build(
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
+    from tunekit.run.engine import weights_device
 
     tokenizer = load_tokenizer(recipe.model)
-    model = attach_adapter(_load_model(recipe, plan), recipe.adapter, seed=recipe.train.seed)
+    model = _load_model(recipe, plan, device=weights_device(plan, record.place))
+    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
     watch.trainer = trainer
-    if plan.padding_free:
-        asked = "data.packing" if recipe.data.packing else "data.padding_free"
-        check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
             "warning",
@@ -169,14 +174,14 @@ def _build(
     return trainer, tokenizer
 
 
-def _load_model(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
+def _load_model(recipe: Recipe, plan: Plan, *, device: str) -> "PreTrainedModel":
     from tunekit.model.load import load_model
 
     return load_model(
         recipe.model,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
-        device=plan.device.kind,
+        device=device,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
 
@@ -225,7 +230,7 @@ def _build_trainer(
             return dpo.build(
                 method,
                 *numbers,
-                reference=_load_model(recipe, plan) if twice else None,
+                reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,
