@@ -6,7 +6,7 @@ for each completion, or None for one that it has nothing to say of.
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunekit.errors import RunError
@@ -16,7 +16,7 @@ _SHOWN = 200
 """Letters of a prompt and of a completion that an error shows."""
 
 
-def load_rewards(paths: list[str]) -> list[Callable[..., Any]]:
+def load_rewards(paths: Sequence[str]) -> list[Callable[..., Any]]:
     """The functions that a recipe names, each called as TRL calls it.
 
     Raises:

@@ -157,10 +157,12 @@ def _build(
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
+    from tunekit.run.engine import weights_device
 
     tokenizer = load_tokenizer(recipe.model)
-    model = attach_adapter(_load_model(recipe, plan, record.place), recipe.adapter, seed=recipe.train.seed)
-    trainer = _build_trainer(run, record.place, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
+    model = _load_model(recipe, plan, device=weights_device(plan, record.place))
+    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+    trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
@@ -172,15 +174,14 @@ def _build(
     return trainer, tokenizer
 
 
-def _load_model(recipe: Recipe, plan: Plan, place: Place) -> "PreTrainedModel":
+def _load_model(recipe: Recipe, plan: Plan, *, device: str) -> "PreTrainedModel":
     from tunekit.model.load import load_model
-    from tunekit.run.engine import weights_device
 
     return load_model(
         recipe.model,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
-        device=weights_device(plan, place),
+        device=device,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
 
@@ -197,7 +198,6 @@ class _Shared(TypedDict):
 
 def _build_trainer(
     run: Run,
-    place: Place,
     watch: "Watch",
     recipe: Recipe,
     plan: Plan,
@@ -223,14 +223,14 @@ def _build_trainer(
     evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
     match method:
         case SFTMethod():
-            trained = _train_dataset(folder, recipe, tokenizer, place)
+            trained = _train_dataset(folder, recipe, tokenizer, watch.record.place)
             return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
         case DPOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
             return dpo.build(
                 method,
                 *numbers,
-                reference=_load_model(recipe, plan, place) if twice else None,
+                reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,
