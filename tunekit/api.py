@@ -5,7 +5,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tunekit.data.load import load_data
+from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
 from tunekit.errors import PlanError, TunekitError
@@ -16,9 +16,9 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.schema import GRPOMethod, Recipe, SFTMethod
 from tunekit.run.events import Event
-from tunekit.run.prepare import prepare, record
+from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 
@@ -129,7 +129,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
         TunekitError: There is a fault.
     """
     recipe = load_recipe(source, overrides)
-    _refuse_untrained(recipe)
+    _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     lookup.plan(recipe)
     return lookup.data(recipe).notes
@@ -174,13 +174,13 @@ def make_run(
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
     recipe = load_recipe(source, overrides)
-    _refuse_untrained(recipe)
+    _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     words = StringIO()
     with library_words_to(words):
-        prepared = prepare(recipe, data, _progress_to(on_event))
+        prepared = _prepare(recipe, data, _progress_to(on_event))
         final = resolve(record(recipe, data), lookup.hardware(None), model, prepared.facts, lookup.records)
         run = Run.create(final)
         prepared.save(run.path / "data")
@@ -209,23 +209,38 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe = load_recipe(source, overrides)
-    _refuse_untrained(recipe)
+    if not isinstance(recipe.method, SFTMethod):
+        raise TunekitError(
+            f"method.type: rows of {recipe.method.type} are tokenised by TRL when a run begins, and have no report",
+            hint="`tunekit check` reads and checks them",
+        )
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
         return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
 
 
-def _refuse_untrained(recipe: Recipe) -> None:
-    """Refuse what needs a method that can be planned only.
+def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
+    """What a run trains on: sequences for supervised fine-tuning, and rows for what TRL tokenises itself."""
+    make = prepare if isinstance(recipe.method, SFTMethod) else prepare_rows
+    return make(recipe, data, on_progress)
+
+
+def _refuse_untrainable(recipe: Recipe) -> None:
+    """Refuse what can be planned but not trained.
 
     Raises:
-        TunekitError: The method is not trained by this version.
+        TunekitError: Something that training needs is missing, or not there yet.
     """
-    method = recipe.method.type
-    if method != "sft":
+    method = recipe.method
+    if isinstance(method, GRPOMethod) and not method.rewards:
         raise TunekitError(
-            f"method.type: {method} can be planned but not trained yet",
-            hint="`tunekit plan` says what it would need; method sft can be trained",
+            "method.rewards: names no function, and grpo learns from nothing else",
+            hint="name one of your own, such as my_rewards:score",
+        )
+    if recipe.data.streaming and not isinstance(method, SFTMethod):
+        raise TunekitError(
+            f"data.streaming: rows of {method.type} can be planned but not trained as a stream",
+            hint="leave it out: rows are kept on the disk, not in memory",
         )
 
 

@@ -1,6 +1,103 @@
-"""Direct preference optimisation. It can be planned; TRL's DPOTrainer is not built here yet."""
+"""Direct preference optimisation through TRL's DPOTrainer, which tokenises the pairs that tunekit has read."""
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
+from tunekit.methods.arguments import trainer_arguments
+from tunekit.methods.reference import refer_to_base
+from tunekit.planner.plan import Plan, Schedule
+from tunekit.recipe.schema import DataSection, DPOMethod, TrainSection
 
 LEARNER = Learner("dpo", ("preference",))
 """What it learns from."""
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.nn import Module
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from trl import DPOTrainer
+
+
+def room(method: DPOMethod, data: DataSection) -> Room:
+    """How long pairs may be: a prompt leaves room for one token of an answer at least, else TRL leaves the pair out."""
+    return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
+
+
+def build(
+    method: DPOMethod,
+    train: TrainSection,
+    data: DataSection,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    model: "Module",
+    reference: "PreTrainedModel | None",
+    tokenizer: "PreTrainedTokenizerBase",
+    train_dataset: "Dataset",
+    eval_dataset: "Dataset | None",
+    checkpoints: Path,
+    callbacks: "list[TrainerCallback]",
+    engine: dict[str, Any],
+) -> "DPOTrainer":
+    """A trainer over preference pairs.
+
+    Args:
+        method: The strength of the reference, and what else goes to DPOConfig.
+        train: The optimisation.
+        data: The longest sequence, and whether pairs are shuffled.
+        plan: Precision, micro-batch and memory choices.
+        schedule: Steps.
+        model: The model with its adapter.
+        reference: The model before training, where it is a second one. Without, it is the model without its adapter,
+            or its log-probabilities are computed beforehand.
+        tokenizer: For the pairs, and saved with each checkpoint.
+        train_dataset: Columns `prompt`, `chosen` and `rejected`, all texts or all messages.
+        eval_dataset: The same for evaluation.
+        checkpoints: Folder of the checkpoints.
+        callbacks: What watches the training.
+        engine: Arguments of TRL's config that choose how the run is spread.
+    """
+    from transformers import PrinterCallback
+    from trl import DPOConfig, DPOTrainer
+
+    from tunekit.methods.order import Order, filled_with_first, keep_order, num_missing
+
+    shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
+    if eval_dataset is not None:
+        shared["per_device_eval_batch_size"] = even_size(
+            plan.micro_batch_size, len(eval_dataset), num_batches=plan.layout.num_batches
+        )
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=DPOConfig(
+            **shared,
+            max_length=data.max_length,
+            beta=method.beta,
+            precompute_ref_log_probs=method.precompute_ref_log_probs,
+            **engine,
+            **method.trainer_args,
+        ),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    num_pairs = len(trainer.train_dataset)
+    missing = num_missing(num_pairs, train.global_batch_size)
+    trainer.train_dataset = filled_with_first(trainer.train_dataset, train.global_batch_size)
+    keep_order(trainer, Order(num_pairs, missing, repeats=True, shuffle=data.shuffle, seed=train.seed))
+    refer_to_base(trainer.model)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def even_size(micro_batch_size: int, num_pairs: int, *, num_batches: int) -> int:
+    """Pairs that each process evaluates at once, so that none has fewer: the mean over them is one over pairs.
+
+    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
+    """
+    sizes = range(micro_batch_size, 0, -1)
+    return next((size for size in sizes if num_pairs % (size * num_batches) == 0), 1)

@@ -1,6 +1,109 @@
-"""Group relative policy optimisation. It can be planned; TRL's GRPOTrainer is not built here yet."""
+"""Group relative policy optimisation through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
+from tunekit.methods.arguments import trainer_arguments
+from tunekit.methods.reference import refer_to_base
+from tunekit.planner.plan import Plan, Schedule
+from tunekit.recipe.schema import DataSection, GRPOMethod, ModelSection, TrainSection
 
 LEARNER = Learner("grpo", ("prompts",))
 """What it learns from."""
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.nn import Module
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from trl import GRPOTrainer
+
+
+def room(method: GRPOMethod, data: DataSection) -> Room:
+    """How long prompts may be: TRL cuts none, so that they leave room for the longest answer."""
+    return Room(max_length=data.max_length, max_prompt_length=data.max_length - method.max_completion_length)
+
+
+def build(
+    method: GRPOMethod,
+    train: TrainSection,
+    data: DataSection,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    model: "Module",
+    base: ModelSection,
+    rewards: list[Callable[..., Any]],
+    tokenizer: "PreTrainedTokenizerBase",
+    train_dataset: "Dataset",
+    eval_dataset: "Dataset | None",
+    checkpoints: Path,
+    callbacks: "list[TrainerCallback]",
+    engine: dict[str, Any],
+) -> "GRPOTrainer":
+    """A trainer over prompts.
+
+    Args:
+        method: The groups, and what else goes to GRPOConfig.
+        train: The optimisation.
+        data: Whether prompts are shuffled.
+        plan: Precision, micro-batch and memory choices.
+        schedule: Steps.
+        model: The model with its adapter.
+        base: Where TRL finds the reference, if that is a second model.
+        rewards: Functions of TRL's signature.
+        tokenizer: For the prompts, and saved with each checkpoint.
+        train_dataset: A column `prompt` of texts or messages, and others for the rewards.
+        eval_dataset: The same for evaluation.
+        checkpoints: Folder of the checkpoints.
+        callbacks: What watches the training.
+        engine: Arguments of TRL's config that choose how the run is spread.
+    """
+    from transformers import PrinterCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
+    num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
+    shared["per_device_eval_batch_size"] = _whole_groups(
+        plan.micro_batch_size, num_generations, num_batches=plan.layout.num_batches
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=rewards,
+        args=GRPOConfig(
+            **shared,
+            shuffle_dataset=data.shuffle,
+            num_generations=method.num_generations,
+            max_completion_length=method.max_completion_length,
+            # All answers of a step at once, and so many steps on them.
+            steps_per_generation=plan.gradient_accumulation_steps,
+            num_iterations=method.num_iterations,
+            beta=method.beta,
+            use_vllm=False,
+            # Of a second model, which TRL loads from where the first came from.
+            model_init_kwargs=_of(base) if method.beta else None,
+            **engine,
+            **method.trainer_args,
+        ),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    refer_to_base(trainer.model)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _of(base: ModelSection) -> dict[str, Any]:
+    return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
+
+
+def _whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:
+    """Answers that each process evaluates at once: micro-batches until all processes together have whole groups."""
+    size = micro_batch_size
+    while size * num_batches % num_generations:
+        size += micro_batch_size
+    return size

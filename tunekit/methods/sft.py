@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
+from tunekit.methods.arguments import trainer_arguments
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
 
@@ -48,19 +49,34 @@ def build(
         callbacks: What watches the training.
         engine: Arguments of TRL's config that choose how the run is spread.
     """
+    from datasets import Dataset
     from transformers import PrinterCallback
-    from trl import SFTTrainer
 
-    trainer = SFTTrainer(
+    from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
+    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+
+    at_once = plan.micro_batch_size * plan.layout.num_batches if plan.layout.num_batches > 1 else 1
+    pad, order = tokenizer.pad_token_id, None
+    if isinstance(train_dataset, Dataset):
+        num_rows, missing = len(train_dataset), num_missing(len(train_dataset), at_once)
+        order = Order(num_rows, missing, repeats=False, shuffle=data.shuffle, seed=train.seed)
+        train_dataset = filled(train_dataset, at_once, pad)
+    else:
+        train_dataset = filled_stream(train_dataset, train.global_batch_size, pad)
+    trainer = TokenMeanSFTTrainer(
         model=model,
         args=_config(
             method, train, data, plan, schedule, checkpoints, engine=engine, evaluate=eval_dataset is not None
         ),
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=None if eval_dataset is None else filled(eval_dataset, at_once, pad),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    if order is not None:
+        keep_order(trainer, order)
+    # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
+    trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -79,41 +95,12 @@ def _config(
     from trl import SFTConfig
 
     return SFTConfig(
-        output_dir=str(checkpoints),
-        per_device_train_batch_size=plan.micro_batch_size,
-        per_device_eval_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        max_steps=schedule.num_steps,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
-        warmup_steps=schedule.warmup_steps,
-        optim=train.optim,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        seed=train.seed,
-        train_sampling_strategy="random" if data.shuffle else "sequential",
-        use_cpu=plan.device.kind == "cpu",
-        bf16=plan.autocast and plan.dtype == "bfloat16",
-        fp16=plan.autocast and plan.dtype == "float16",
-        gradient_checkpointing=plan.gradient_checkpointing,
-        dataloader_num_workers=plan.dataloader_num_workers,
-        dataloader_pin_memory=plan.device.kind != "cpu",
+        **trainer_arguments(train, plan, schedule, checkpoints, evaluate=evaluate),
         packing=data.packing,
         padding_free=plan.padding_free,
         # The rows are tokenised, truncated and packed already.
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        logging_steps=train.logging_steps,
-        # A NaN must be seen, not shown as 0.
-        logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluate else "no",
-        eval_steps=schedule.eval_steps,
-        eval_on_start=evaluate,
-        save_strategy="steps",
-        save_steps=schedule.save_steps,
-        save_total_limit=2,
-        report_to="none",
-        disable_tqdm=True,
         **engine,
         **method.trainer_args,
     )

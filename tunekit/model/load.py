@@ -3,6 +3,9 @@
 Only safetensors weights are read, since opening pickled ones can run code.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,11 +67,14 @@ def load_model(
 ) -> "PreTrainedModel":
     """The model on its device.
 
+    With `meta` for a device nothing is read: its weights are on the CPU and have shapes and types, but nobody wrote
+    them, and its memory is not touched. That is for processes that are given their parts of weights by another one.
+
     Args:
         section: Which model.
         dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
         attn_implementation: Attention implementation by its transformers name.
-        device: Where the weights go: `cpu` or `cuda`.
+        device: Where the weights go: `cpu`, `cuda` or `meta`.
         quantization: How to quantise the linear layers to 4 bits, or None.
 
     Raises:
@@ -87,24 +93,58 @@ def load_model(
             bnb_4bit_compute_dtype=torch_dtype,
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_folder(section),
-            revision=section.revision,
-            dtype=torch_dtype,
-            attn_implementation=attn_implementation,
-            quantization_config=config,
-            trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
-            device_map={"": device},
-        )
+        with _keeping_buffers() if device == "meta" else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_folder(section),
+                revision=section.revision,
+                dtype=torch_dtype,
+                attn_implementation=attn_implementation,
+                quantization_config=config,
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,
+                device_map={"": device},
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint="see the log for the whole message",
         ) from error
+    if device == "meta":
+        _give_unwritten_memory(model)
     if quantization is not None:
         keep_quantised_layout(model)
     return model
+
+
+@contextlib.contextmanager
+def _keeping_buffers() -> Iterator[None]:
+    """Within it, transformers computes the buffers of a model on `meta` that no checkpoint holds, on the CPU.
+
+    It does so in the processes of FSDP that are to be given their weights (transformers 5.23, `is_fsdp_enabled`),
+    and reads the weights in all of them nevertheless, unless they are on `meta`.
+    """
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    os.environ.update(dict.fromkeys(names, "true"))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _give_unwritten_memory(model: "PreTrainedModel") -> None:
+    """Move the weights of a model from `meta` to the CPU, so that each has an address to be told by.
+
+    Accelerate finds the weights of an optimizer by their addresses, and on `meta` they have none.
+    """
+    import torch
+
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    model.tie_weights()
 
 
 def keep_quantised_layout(model: "PreTrainedModel") -> None:

@@ -19,7 +19,11 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int) -> dict[s
         num_nodes: Nodes in use.
     """
     of_a_node = layout.num_processes // num_nodes
-    return {**_visible_devices(hardware, of_a_node, num_nodes), **_threads(hardware, of_a_node)}
+    return {
+        **_visible_devices(hardware, of_a_node, num_nodes),
+        **_threads(hardware, of_a_node),
+        **_accelerator(hardware, layout),
+    }
 
 
 def _visible_devices(hardware: Hardware, of_a_node: int, num_nodes: int) -> dict[str, str]:
@@ -36,6 +40,11 @@ def _threads(hardware: Hardware, of_a_node: int) -> dict[str, str]:
     if of_a_node == 1 or hardware.num_cores is None:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores // of_a_node))}
+
+
+def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
+    """What DeepSpeed computes on, which it would guess, with words about it."""
+    return {"DS_ACCELERATOR": hardware.device.kind} if layout.strategy.startswith("zero") else {}
 
 
 def environment_reasons(environment: Mapping[str, str]) -> Iterator[Reason]:

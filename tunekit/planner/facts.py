@@ -88,6 +88,8 @@ class Hardware(Facts):
     num_cores: int | None = None
     flash_attn: bool | None = False
     """Whether the flash-attn package is installed; None where it cannot be known."""
+    deepspeed: bool | None = None
+    """The same of DeepSpeed."""
     num_nodes: int = 1
     figures: Figures | None = None
     """Of each accelerator."""

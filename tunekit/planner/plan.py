@@ -12,6 +12,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
+from tunekit.planner.zero import ZeroBuckets
 from tunekit.recipe.schema import Recipe
 
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
@@ -92,6 +93,10 @@ class Plan(Facts):
     """Variables that every process finds in its environment."""
     timeout_seconds: int = 600
     """How long a process waits for the others in an exchange."""
+    zero_buckets: ZeroBuckets | None = None
+    """What DeepSpeed exchanges at once; None for other engines."""
+    pad_to_multiple_of: int | None = None
+    """What the length of a micro-batch is padded to a multiple of, where sequences are divided."""
     learning_rate: float
     num_params: int
     num_trainable_params: int

@@ -33,6 +33,7 @@ from tunekit.planner.reasons import (
 from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
+from tunekit.planner.zero import zero_buckets
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
 
@@ -94,6 +95,7 @@ def resolve(
         gradient_accumulation_steps=found.gradient_accumulation_steps,
         environment=environment,
         timeout_seconds=TIMEOUT_SECONDS,
+        zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
         num_params=model.num_params,

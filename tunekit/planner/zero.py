@@ -2,13 +2,14 @@
 
 Weights and gradients are in the compute type, and float32 copies of what is trained lie beside them: 2 + 2 + 12 bytes a
 parameter with Adam. Stage 1 divides the copies and the optimizer's states, stage 2 the gradients too, stage 3 also the
-weights (arXiv 1910.02054, section 5). Nothing of this is traced; the buckets are those of transformers' `auto`.
+weights (arXiv 1910.02054, section 5). Nothing of this is traced. The buckets are what transformers' `auto` would make
+of them, but no larger than what is trained.
 """
 
 from collections.abc import Iterator
 
 from tunekit.planner.activations import Head, Layers
-from tunekit.planner.facts import ModelFacts
+from tunekit.planner.facts import Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, weights_bytes
@@ -17,8 +18,26 @@ from tunekit.recipe.schema import FullAdapter, LoraAdapter
 SUB_GROUP_PARAMS = 10**9
 """Parameters that stage 3 updates at a time (DeepSpeed's `sub_group_size`)."""
 
-PREFETCH_SHARE = 0.9
-"""Weights that stage 3 gathers ahead, in squares of the hidden size: transformers' `auto`."""
+
+class ZeroBuckets(Facts):
+    """Sizes of what DeepSpeed puts together for one exchange, in parameters."""
+
+    reduced: int
+    """Gradients that are summed at once (`reduce_bucket_size`)."""
+    prefetched: int
+    """Weights that stage 3 gathers ahead of their use (`stage3_prefetch_bucket_size`)."""
+    persistent: int
+    """Size of a weight below which stage 3 leaves it whole on each device (`stage3_param_persistence_threshold`)."""
+
+
+def zero_buckets(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> ZeroBuckets:
+    """The sizes for a model, which both the memory estimate and the configuration of the engine go by."""
+    square = model.hidden_size**2
+    return ZeroBuckets(
+        reduced=min(square, num_trainable_params(model, adapter)),
+        prefetched=int(0.9 * square),
+        persistent=10 * model.hidden_size,
+    )
 
 
 def zero_kept(
@@ -74,13 +93,13 @@ def zero_needs(
     if layout.strategy != "zero1" and layout.offload_optimizer_device != "none":
         gradients = 0
     before = gradients if accumulates else 0
+    sizes = zero_buckets(model, adapter)
     # One bucket is filled while the other is reduced.
-    square = e * model.hidden_size**2
-    buckets = 2 * square if full else 0
+    buckets = 2 * e * sizes.reduced
     layer = ahead = gathered_table = 0
     if layout.strategy == "zero3":
         whole = model.num_params + (0 if full else trained) - (1 if model.has_tied_head else 2) * table
-        layer, ahead, gathered_table = e * whole // model.num_layers, int(PREFETCH_SHARE * square), e * table
+        layer, ahead, gathered_table = e * whole // model.num_layers, e * sizes.prefetched, e * table
     layer_gradients = e * (trained - (table if full else 0)) // model.num_layers if layout.strategy != "zero1" else 0
     around = layer + ahead + layer_gradients + buckets
     kept = layers.kept + layers.shared

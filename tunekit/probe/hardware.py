@@ -67,6 +67,7 @@ def probe_node() -> Hardware:
         unused=unused,
         num_cores=num_cores(),
         flash_attn=find_spec("flash_attn") is not None,
+        deepspeed=find_spec("deepspeed") is not None,
         figures=figures_of(used),
         note="; ".join(notes) or None,
     )

@@ -219,7 +219,7 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
 def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
     """The user's own functions that cannot be found."""
     found = []
-    for key, value in _formats(_mapping(values.get("data"))):
+    for key, value in (*_formats(_mapping(values.get("data"))), *_rewards(_mapping(values.get("method")))):
         if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) is not None:
             try:
                 find_function(value)
@@ -240,6 +240,13 @@ def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
             )
         else:
             yield ("data", name, "format"), _mapping(given).get("format")
+
+
+def _rewards(method: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """Where a method names rewards."""
+    given = method.get("rewards")
+    if isinstance(given, list):
+        yield from ((("method", "rewards", position), value) for position, value in enumerate(given))
 
 
 def _both_lengths(values: dict[str, Any]) -> bool:

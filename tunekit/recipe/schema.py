@@ -393,12 +393,12 @@ class SFTMethod(Section):
 
 
 class DPOMethod(Section):
-    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer). Planned only, so far."""
+    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer)."""
 
     shorthand = "type"
 
     type: Literal["dpo"] = "dpo"
-    """Direct preference optimisation, on preference pairs (arXiv 2305.18290). It can be planned, not trained yet."""
+    """Direct preference optimisation, on preference pairs (arXiv 2305.18290)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the model is held to what it was before training: the higher, the closer it stays."""
@@ -413,12 +413,17 @@ class DPOMethod(Section):
 
 
 class GRPOMethod(Section):
-    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer). Planned only."""
+    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
 
     shorthand = "type"
 
     type: Literal["grpo"] = "grpo"
-    """Group relative policy optimisation, on prompts (arXiv 2402.03300). It can be planned, not trained yet."""
+    """Group relative policy optimisation, on prompts (arXiv 2402.03300)."""
+
+    rewards: list[Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]] = []
+    """Functions of your own that judge answers, `module:function` each; their values are summed. Each is called with
+    `prompts`, `completions` and every other column of the rows, a list each, and returns a number for each completion,
+    or None where it has nothing to say (TRL's signature). Training needs one at least, a plan none."""
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""

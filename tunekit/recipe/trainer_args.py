@@ -119,9 +119,11 @@ OWNED_BY_METHOD = {
         "beta": "use method.beta",
         "precompute_ref_batch_size": _BATCHES,
         "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
+        "truncation_mode": "answers are cut at their end",
     },
     "grpo": {
         "beta": "use method.beta",
+        "ds3_gather_for_generation": _DEVICES,
         "generation_batch_size": _GENERATION,
         "max_completion_length": "use method.max_completion_length",
         "num_generations": "use method.num_generations",

@@ -1,6 +1,7 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
 import math
+from collections.abc import Callable
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     trainer: "Trainer"
     """The trainer, once there is one."""
+    before_training: Callable[[], None]
+    """What else is to be done with the model before the first step, when it is where it is trained."""
 
     def __init__(self, record: Record, asked_to_stop: Event, *, full: bool) -> None:
         self.record = record
@@ -82,6 +85,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = held_bytes(model, None, full=self.full)
         self.context_bytes = resident_bytes() - sum(self.held.values())
+        self.before_training()
+        self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
 
     def on_optimizer_step(

@@ -64,8 +64,11 @@ def _states(optimizer: "Optimizer") -> "Iterator[Tensor]":
 
 
 def _sum_bytes(tensors: "Iterable[Tensor]") -> int:
-    """Bytes of tensors, what is shared counted once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    """Bytes of tensors in this process, what is shared counted once. Of a divided one it has a part."""
+    from torch.distributed.tensor import DTensor
+
+    held = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
 class Peaks(TypedDict):

@@ -1,19 +1,23 @@
 """Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tunekit.data.alignment import AlignmentSplit, Room, measure_data
+from tunekit.data.formats import Row, counted
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.measure import report_data
 from tunekit.data.mixture import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.remote import is_url, without_user
 from tunekit.data.report import DataReport
+from tunekit.data.rows import Skipped
+from tunekit.methods import dpo, grpo
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.schema import DataSource, Recipe, Sources
+from tunekit.recipe.schema import DataSource, DPOMethod, GRPOMethod, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -52,9 +56,31 @@ class PreparedData:
             split.prepared.link_to(folder / FILES[split.name])
         (folder / "report.json").write_text(json.dumps(self.report.to_dict(), ensure_ascii=False), encoding="utf-8")
         (folder / "report.html").write_text(self.report.to_html(), encoding="utf-8")
-        if self.report.skipped:
-            lines = (json.dumps(asdict(skipped), ensure_ascii=False) + "\n" for skipped in self.report.skipped)
-            (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
+        _save_skipped(folder, self.report.skipped)
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """The rows of a run that TRL tokenises itself, and what was counted in them."""
+
+    splits: tuple[AlignmentSplit, ...]
+    facts: DataFacts
+    notes: tuple[str, ...]
+    """What the user should see before the training starts, a sentence each."""
+    skipped: tuple[Skipped, ...]
+
+    def save(self, folder: Path) -> None:
+        """Put the rows where the processes of the run read them."""
+        folder.mkdir()
+        for split in self.splits:
+            split.save(folder / FILES[split.name])
+        _save_skipped(folder, self.skipped)
+
+
+def _save_skipped(folder: Path, skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        lines = (json.dumps(asdict(bad), ensure_ascii=False) + "\n" for bad in skipped)
+        (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def prepare(
@@ -106,6 +132,55 @@ def _facts(splits: tuple[Split, ...]) -> DataFacts:
         num_split=sum(report.num_split for report in reports),
         num_dropped=sum(report.num_dropped for report in reports),
     )
+
+
+def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
+    """Measure the rows of a method whose trainer tokenises them, and leave out those that are too long.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+
+    Raises:
+        DataError: No row is left, or the rows do not fit the chat template.
+    """
+    splits = measure_data(recipe.data, data, load_tokenizer(recipe.model), _room(recipe), on_progress)
+    train, shares = splits[0], splits[0].shares
+    evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
+    facts = DataFacts(
+        num_train=sum(share.num_sequences for share in shares),
+        num_eval=evaluated,
+        tokenized=True,
+        format=train.sources[0].rows.format,
+        sources=tuple(
+            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens) for share in shares
+        ),
+        num_train_tokens=sum(share.num_tokens for share in shares),
+        num_trainable_tokens=sum(source.num_trainable_tokens for source in train.sources),
+        longest_tokens=max(source.longest_tokens for source in train.sources),
+        num_rows=sum(len(source.rows) for source in train.sources),
+        num_truncated=sum(source.num_truncated for source in train.sources),
+        num_split=0,
+        num_dropped=sum(source.num_dropped for source in train.sources),
+    )
+    return PreparedRows(splits, facts, (*data.notes, *_left_out(recipe, splits)), data.skipped)
+
+
+def _room(recipe: Recipe) -> Room:
+    match recipe.method:
+        case DPOMethod() as method:
+            return dpo.room(method, recipe.data)
+        case GRPOMethod() as method:
+            return grpo.room(method, recipe.data)
+    raise AssertionError(f"{recipe.method.type} has its rows tokenised by tunekit")
+
+
+def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
+    limit = _room(recipe).max_prompt_length
+    for source in (source for split in splits for source in split.sources if source.num_dropped):
+        left_out = counted(source.num_dropped, "row")
+        yield f"{source.rows.source}: {left_out} left out: the prompt has more than {limit:,} tokens"
 
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
@@ -162,6 +237,13 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
+def _question(prompt: str | list[Row]) -> str | None:
+    """A prompt as a text; None for a conversation of more than one question."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[0]["content"] if [turn["role"] for turn in prompt] == ["user"] else None
+
+
 def _prompts(rows: Rows) -> list[str]:
     """The first different prompts of the rows: first user turns, or prompts that are plain text."""
     prompts: dict[str, None] = {}
@@ -171,6 +253,8 @@ def _prompts(rows: Rows) -> list[str]:
             prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
         elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
             prompt = row["prompt"]
+        elif rows.format in ("preference", "prompts"):
+            prompt = _question(row["prompt"])
         if prompt:
             prompts.setdefault(prompt)
         if len(prompts) == NUM_SAMPLE_PROMPTS:

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import FullAdapter
+from tunekit.run import fsdp2, zero
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Trainer
 
 
@@ -18,8 +20,21 @@ def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
         plan: How it was spread.
         folder: Where to.
     """
+    state = full_state(trainer, plan)
     # An adapter carries no copy of embeddings that it did not train.
     how = {} if isinstance(plan.recipe.adapter, FullAdapter) else {"save_embedding_layers": False}
     if trainer.accelerator.is_main_process:
-        trainer.model.save_pretrained(folder, **how)
+        trainer.model.save_pretrained(folder, state_dict=state, **how)
     trainer.accelerator.wait_for_everyone()
+
+
+def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor] | None":
+    """The trained weights as a whole on the CPU of the main process; None where each process has them anyway.
+
+    Called by all processes together.
+    """
+    if plan.layout.strategy == "fsdp2":
+        return fsdp2.full_state(trainer, plan)
+    if plan.layout.strategy.startswith("zero"):
+        return zero.full_state(trainer, plan)
+    return None

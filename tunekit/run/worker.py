@@ -10,14 +10,15 @@ import time
 import traceback
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.errors import RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
-from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe, SFTMethod
+from tunekit.recipe.schema import DPOMethod, FullAdapter, GRPOMethod, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
 from tunekit.run.events import Listener
 from tunekit.run.interrupt import remembered_interrupts
@@ -30,8 +31,8 @@ from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
-    from trl import SFTTrainer
+    from torch.nn import Module
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
     from tunekit.run.callback import Watch
 
@@ -108,9 +109,15 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     record.enter("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
-    chat = plan.data.format == "messages"
-    _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
-    record.enter("training")
+    chat = _is_chat(run, plan)
+
+    def look() -> None:
+        if plan.padding_free:
+            asked = "data.packing" if recipe.data.packing else "data.padding_free"
+            check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+        _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+
+    watch.before_training = look
     trainer.train()
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
@@ -146,43 +153,19 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
 
 def _build(
     run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
-) -> "tuple[SFTTrainer, PreTrainedTokenizerBase]":
+) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
-    from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.engine import trainer_args
+    from tunekit.model.load import load_tokenizer
+    from tunekit.run.engine import weights_device
 
     tokenizer = load_tokenizer(recipe.model)
-    model = load_model(
-        recipe.model,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
-        attn_implementation=plan.attn_implementation,
-        device=plan.device.kind,
-        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
-    )
+    model = _load_model(recipe, plan, device=weights_device(plan, record.place))
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    assert isinstance(recipe.method, SFTMethod), "other methods are refused before a run begins"
-    trainer = sft.build(
-        recipe.method,
-        recipe.train,
-        recipe.data,
-        plan,
-        schedule,
-        model=model,
-        tokenizer=tokenizer,
-        train_dataset=_train_dataset(run.path / "data", recipe, tokenizer),
-        eval_dataset=read_dataset(run.path / "data" / FILES["eval"]) if plan.data.num_eval else None,
-        checkpoints=run.path / "checkpoints",
-        callbacks=[watch],
-        engine=trainer_args(plan),
-    )
+    trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
     watch.trainer = trainer
-    if plan.padding_free:
-        asked = "data.packing" if recipe.data.packing else "data.padding_free"
-        check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
             "warning",
@@ -192,12 +175,95 @@ def _build(
     return trainer, tokenizer
 
 
-def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "Dataset | IterableDataset":
+def _load_model(recipe: Recipe, plan: Plan, *, device: str) -> "PreTrainedModel":
+    from tunekit.model.load import load_model
+
+    return load_model(
+        recipe.model,
+        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
+        attn_implementation=plan.attn_implementation,
+        device=device,
+        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
+    )
+
+
+class _Shared(TypedDict):
+    """What every method builds its trainer from."""
+
+    model: "Module"
+    tokenizer: "PreTrainedTokenizerBase"
+    checkpoints: Path
+    callbacks: "list[TrainerCallback]"
+    engine: dict[str, Any]
+
+
+def _build_trainer(
+    run: Run,
+    watch: "Watch",
+    recipe: Recipe,
+    plan: Plan,
+    schedule: Schedule,
+    *,
+    model: "Module",
+    tokenizer: "PreTrainedTokenizerBase",
+) -> "Trainer":
+    """The trainer of the recipe's method, around a model with its adapter."""
+    from tunekit.methods import dpo, grpo, rewards, sft
+    from tunekit.run.engine import trainer_args
+
+    folder, method = run.path / "data", recipe.method
+    numbers = (recipe.train, recipe.data, plan, schedule)
+    shared: _Shared = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "checkpoints": run.path / "checkpoints",
+        "callbacks": [watch],
+        "engine": trainer_args(plan),
+    }
+    read = read_dataset if isinstance(method, SFTMethod) else read_rows
+    evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
+    match method:
+        case SFTMethod():
+            trained = _train_dataset(folder, recipe, tokenizer, watch.record.place)
+            return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case DPOMethod():
+            twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
+            return dpo.build(
+                method,
+                *numbers,
+                reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+        case GRPOMethod():
+            return grpo.build(
+                method,
+                *numbers,
+                base=recipe.model,
+                rewards=rewards.load_rewards(method.rewards),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+
+
+def _is_chat(run: Run, plan: Plan) -> bool:
+    """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
+    if plan.data.format in ("preference", "prompts"):
+        return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
+    return plan.data.format == "messages"
+
+
+def _train_dataset(
+    folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place
+) -> "Dataset | IterableDataset":
     if not recipe.data.streaming:
         return read_dataset(folder / FILES["train"])
     from tunekit.methods import sft
 
-    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=folder / STREAM_SKIPPED)
+    skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
+    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
 
 
 def forget_overrides(optim: Optim) -> None:
@@ -215,7 +281,7 @@ def forget_overrides(optim: Optim) -> None:
 def _sample(
     record: Record,
     when: str,
-    trainer: "SFTTrainer",
+    trainer: "Trainer",
     tokenizer: "PreTrainedTokenizerBase",
     prompts: list[str],
     *,

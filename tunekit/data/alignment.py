@@ -1,0 +1,211 @@
+"""Preference pairs and prompts as TRL's alignment trainers read them: whole rows, measured, without those too long.
+
+TRL applies the chat template and tokenises by itself when a run begins. Here the rows are only measured, by the same
+rules, so that the plan knows them: the answers of a pair are cut at the longest sequence, a pair whose prompt alone
+fills it is left out, as TRL does, and so is a prompt that leaves no room for an answer.
+
+A row is kept as JSON in a single Arrow column: a column of Arrow gives every mapping in it the keys of all others, and
+templates and rewards would find keys that stand in no source.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.chat import common_prefix_length
+from tunekit.data.formats import Row, counted
+from tunekit.data.load import LoadedData
+from tunekit.data.mixture import Mixing, mix
+from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
+from tunekit.data.rows import Rows
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+_COLUMN = "row"
+_BATCH_ROWS = 1000
+_TOLD_EVERY = 500
+
+
+@dataclass(frozen=True)
+class Room:
+    """How long a prompt with its answer may be, in tokens.
+
+    Attributes:
+        max_length: Both together; longer answers are cut.
+        max_prompt_length: The prompt alone; longer ones are left out.
+    """
+
+    max_length: int
+    max_prompt_length: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a source that are trained on.
+
+    Attributes:
+        rows: The source.
+        kept: Indices of its rows that leave room for an answer, rising.
+        num_tokens: Tokens of each of them, of both answers with their prompt, or of a prompt alone.
+        num_trainable_tokens: Of all of them, those of answers.
+        num_truncated: Rows with an answer that is cut.
+        longest_tokens: Tokens of the longest sequence before anything was cut or left out.
+    """
+
+    rows: Rows
+    kept: tuple[int, ...]
+    num_tokens: "np.ndarray"
+    num_trainable_tokens: int
+    num_truncated: int
+    longest_tokens: int
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are left out."""
+        return len(self.rows) - len(self.kept)
+
+
+@dataclass(frozen=True)
+class AlignmentSplit:
+    """The rows of one split, and how they are mixed.
+
+    Attributes:
+        name: `train` or `eval`.
+        sources: What is trained on of each source.
+        mixing: How much of each, and in which order.
+    """
+
+    name: str
+    sources: tuple[Measured, ...]
+    mixing: Mixing
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """What is taken of each source."""
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        shares = []
+        for number, source in enumerate(self.sources):
+            taken = chosen.index[chosen.source == number]
+            shares.append(SourceShare(source.rows.source, len(taken), int(source.num_tokens[taken].sum())))
+        return tuple(shares)
+
+    def save(self, path: Path) -> None:
+        """Write the rows in their order."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        schema = pa.schema([(_COLUMN, pa.large_string())])
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for start in range(0, len(chosen.index), _BATCH_ROWS):
+                places = slice(start, start + _BATCH_ROWS)
+                texts = [
+                    json.dumps(self._row(*place), ensure_ascii=False)
+                    for place in zip(chosen.source[places].tolist(), chosen.index[places].tolist(), strict=True)
+                ]
+                writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema=schema))
+
+    def _row(self, source: int, index: int) -> Row:
+        measured = self.sources[source]
+        row: Row = measured.rows.rows[measured.kept[index]]
+        return row
+
+
+def measure_data(
+    section: DataSection,
+    data: LoadedData,
+    tokenizer: "PreTrainedTokenizerBase",
+    room: Room,
+    on_progress: Progress | None = None,
+) -> tuple[AlignmentSplit, ...]:
+    """Measure the rows of a recipe, and leave out those that are too long.
+
+    Returns:
+        `train`, and `eval` if the recipe has one.
+
+    Raises:
+        DataError: No row of a source leaves room for an answer, or the rows do not fit the chat template.
+    """
+    splits = []
+    for name, sources, mixing in (
+        ("train", data.train, mixing_of(section)),
+        ("eval", data.eval, Mixing(mixing="concatenate")),
+    ):
+        if sources:
+            measured = tuple(_measure(rows, tokenizer, room, on_progress) for rows in sources)
+            splits.append(AlignmentSplit(name, measured, mixing))
+    return tuple(splits)
+
+
+def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_progress: Progress | None) -> Measured:
+    import numpy as np
+
+    kept: list[int] = []
+    sizes: list[int] = []
+    num_trainable = num_truncated = longest = 0
+    for index, row in enumerate(rows.rows):
+        try:
+            prompt_tokens, sequences = _lengths(row, tokenizer)
+        except Exception as error:  # a template is the model's or the user's: it may raise anything
+            raise DataError(
+                f"{rows.place(index)}: the row does not fit the chat template: {error}",
+                hint="name another template in model.chat_template, or write prompts as text",
+            ) from error
+        longest = max(longest, prompt_tokens, *sequences)
+        if prompt_tokens <= room.max_prompt_length:
+            cut = [min(length, room.max_length) for length in sequences]
+            kept.append(index)
+            sizes.append(sum(cut) or prompt_tokens)
+            num_trainable += sum(cut) - prompt_tokens * len(cut)
+            num_truncated += cut != sequences
+        if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
+            on_progress(rows.source, index + 1, len(rows))
+    if not kept:
+        raise DataError(
+            f"{rows.source}: none of {counted(len(rows), 'prompt')} leaves room for an answer: they may have "
+            f"{room.max_prompt_length:,} tokens, and the longest row has {longest:,}",
+            hint="raise data.max_length",
+        )
+    lengths = np.array(sizes, dtype=np.int64)
+    return Measured(rows, tuple(kept), lengths, num_trainable, num_truncated, longest)
+
+
+def _lengths(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[int]]:
+    """Tokens of the prompt, and of the prompt with each answer, as TRL counts them."""
+    prompt, answers = row["prompt"], [row[column] for column in ("chosen", "rejected") if column in row]
+    if isinstance(prompt, list):
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+
+        def ids(messages: list[Row], **how: Any) -> Sequence[int]:
+            made = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
+            found: Sequence[int] = made["input_ids"]
+            return found
+
+        given = ids(prompt, add_generation_prompt=True)
+        whole = [ids([*prompt, *answer]) for answer in answers]
+    else:
+        given = tokenizer(prompt)["input_ids"]
+        end = tokenizer.eos_token or ""
+        whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
+    shared = min((common_prefix_length(given, one) for one in whole), default=len(given))
+    return shared, [len(one) for one in whole]
+
+
+def read_rows(path: Path) -> "datasets.Dataset":
+    """Rows that were saved, with what stood in them: memory-mapped, and decoded when they are asked for."""
+    return read_dataset(path).with_transform(_decoded)
+
+
+def _decoded(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns of rows; those that TRL made of them stay as they are."""
+    rows = [json.loads(text) for text in batch.get(_COLUMN, ())]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return {**columns, **{name: values for name, values in batch.items() if name != _COLUMN}}
