@@ -129,7 +129,8 @@ def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
     unknown = speed_of(two, DEVICE, FIGURES, [recorded()], num_steps=1000)
     assert unknown.tokens_per_second is None
     assert unknown.basis == (
-        "how fast the link between the devices of a node is, is not known; a finished run spread like this one will tell"
+        "how fast the link between the devices of a node is, is not known; "
+        "a finished run spread like this one will tell"
     )
     told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, layout=two.layout)], num_steps=1000)
     # 6,000 tokens of 2.8 GFLOP were 8.4 TFLOP/s each; 14 TFLOP of two devices take as long as 7 of one.
