@@ -27,6 +27,7 @@ from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record
 from tunekit.run.run import Run
+from tunekit.run.zero import forget_order
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -115,6 +116,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
         _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+        if plan.layout.strategy == "zero3":
+            forget_order(trainer)
 
     watch.before_training = look
     trainer.train()
@@ -157,17 +160,18 @@ def _build(
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.engine import trainer_args, weights_device
+    from tunekit.run.engine import loading, trainer_args, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
-    model = load_model(
-        recipe.model,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
-        attn_implementation=plan.attn_implementation,
-        device=weights_device(plan, record.place),
-        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
-    )
-    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+    with loading(plan):
+        model = load_model(
+            recipe.model,
+            dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
+            attn_implementation=plan.attn_implementation,
+            device=weights_device(plan, record.place),
+            quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
+        )
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     assert isinstance(recipe.method, SFTMethod), "other methods are refused before a run begins"
     trainer = sft.build(
         recipe.method,
