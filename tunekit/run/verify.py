@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
+from tunekit.run import zero
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -25,7 +26,13 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     accelerator = trainer.accelerator
     _same("processes", plan.layout.num_processes, accelerator.num_processes)
     _same("device", plan.device.kind, accelerator.device.type)
-    return {"num_processes": accelerator.num_processes, "strategy": plan.layout.strategy}
+    engine: dict[str, Any] = {"num_processes": accelerator.num_processes, "strategy": plan.layout.strategy}
+    if plan.layout.strategy.startswith("zero"):
+        runs = zero.found(trainer, plan)
+        for what, value in zero.planned(plan).items():
+            _same(what, value, runs.get(what))
+        engine |= runs
+    return engine
 
 
 def _same(what: str, planned: object, found: object) -> None:
