@@ -9,11 +9,10 @@ from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.schema import FullAdapter
 from tunekit.run.run import Run
 
-
 LOSSES = {
     "sft": "Losses are mean negative log-likelihoods in nats per trained token.",
-    "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than it did before. Accuracies are the "
-    "share of pairs whose better answer gained more, margins by how much.",
+    "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
+    "of pairs whose better answer gained more than the worse, margins how much more.",
     "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
 }
 """What the losses of each method are."""
