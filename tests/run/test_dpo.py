@@ -11,7 +11,7 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit import api
-from tunekit.errors import DataError, RecipeError
+from tunekit.errors import DataError
 from tunekit.run.run import Run
 
 
@@ -169,17 +169,11 @@ def test_a_pair_whose_prompt_leaves_no_room_is_left_out_and_longer_answers_are_c
         tunekit.train(recipe(data={"train": "chats.jsonl", "max_length": 16}))
 
 
-def test_dropout_of_an_adapter_would_be_switched_off_and_is_refused():
-    asked = recipe(adapter={"type": "lora", "dropout": 0.1})
-    with pytest.raises(RecipeError, match=r"adapter.dropout: .*with method dpo"):
-        api.plan(asked)
-
-
 def test_two_processes_have_the_losses_of_one(here):
     alone = tunekit.train(recipe())
     run = api.make_run(recipe(parallel={"num_processes": 2, "strategy": "ddp"}))
     in_processes(2, work_in, str(run.path.resolve()))
-    assert run.status()["state"] == "finished"
+    assert run.state == "finished"
     for kind, name in (("log", "loss"), ("log", "rewards/margins"), ("eval", "eval_loss")):
         expected = [event[name] for event in logged(alone, kind)]
         assert [event[name] for event in logged(run, kind)] == pytest.approx(expected, rel=1e-5, abs=1e-6)
