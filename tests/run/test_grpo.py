@@ -87,7 +87,7 @@ def recipe(*rewards, rows="texts", **sections):
 
 
 def test_the_reward_rises_and_is_in_the_events_and_at_the_end(here):
-    asked = recipe("low", rows="chats", data={"eval": "chats.jsonl"}, train={"max_steps": 12, "global_batch_size": 16})
+    asked = recipe("low", rows="chats", data={"eval": "chats.jsonl"}, train={"max_steps": 24, "global_batch_size": 16})
     run = tunekit.train({**asked, "output": {}})
     rewards = [event["reward"] for event in logged(run)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
