@@ -22,7 +22,8 @@ SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""Optimizers that DeepSpeed can run on the processor: its own AdamW stands in for torch's."""
+"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
+long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Devices that may divide a layer or a sequence."""
@@ -197,7 +198,8 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
 def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
     used = spread(setting) if setting.hardware.accelerators else None
-    if not used or not isinstance(setting.recipe.adapter, FullAdapter):
+    asked = setting.recipe.parallel.offload_optimizer_device == "cpu"
+    if not used or not (asked or isinstance(setting.recipe.adapter, FullAdapter)):
         return
     why = "the processor updates the weights: they cross to the host once a step"
     for strategy in ("zero2", "zero3") if used.num_devices > 1 else ("zero2",):
@@ -218,6 +220,9 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
     for size in _shard_sizes(setting, used):
         sizes = {"dp_replicate_size": used.num_devices // size, "dp_shard_size": size}
         yield Candidate(Layout.model_validate({"strategy": "fsdp2", **sizes, **both}), used.num_nodes, why)
+    if setting.recipe.parallel.strategy == "zero3":
+        layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})
+        yield Candidate(layout, used.num_nodes, why)
 
 
 def _nvme(setting: Setting) -> Iterator[Candidate]:
@@ -255,6 +260,8 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     """Why the libraries cannot run this recipe in a layout correctly, if they cannot."""
     recipe, model = setting.recipe, setting.model
     optim = recipe.train.optim
+    if layout.strategy.startswith("zero") and setting.hardware.deepspeed is False:
+        return Refusal("DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'")
     if isinstance(recipe.adapter, QloraAdapter) and (
         layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
     ):

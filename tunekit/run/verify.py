@@ -29,7 +29,7 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     engine: dict[str, Any] = {"num_processes": accelerator.num_processes, "strategy": plan.layout.strategy}
     if plan.layout.strategy.startswith("zero"):
         runs = zero.found(trainer, plan)
-        for what, value in zero.planned(plan).items():
+        for what, value in zero.planned(trainer, plan).items():
             _same(what, value, runs.get(what))
         engine |= runs
     return engine

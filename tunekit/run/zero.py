@@ -64,6 +64,8 @@ def config(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "gradient_clipping": plan.recipe.train.max_grad_norm,
         "bf16": {"enabled": plan.autocast and plan.dtype == "bfloat16"},
+        # The recipe's optimizer takes its steps wherever the states are.
+        "zero_force_ds_cpu_optimizer": False,
         "fp16": {"enabled": plan.autocast and plan.dtype == "float16"},
     }
 
@@ -94,9 +96,10 @@ def loading(plan: Plan) -> Iterator[None]:
     del held
 
 
-def planned(plan: Plan) -> dict[str, Any]:
+def planned(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     """What `found` is to be the same as."""
     layout = plan.layout
+    optimizer, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
     computed = plan.dtype if plan.autocast else "float32"
     planned: dict[str, Any] = {
         "engine": "DeepSpeedEngine",
@@ -108,6 +111,7 @@ def planned(plan: Plan) -> dict[str, Any]:
         "offload_param_device": layout.offload_param_device,
         "offload_optimizer_device": layout.offload_optimizer_device,
         "dtype": computed,
+        "optimizer": optimizer.__name__,
         "masters": "float32",
         "all that is trained is optimized": True,
     }
@@ -140,15 +144,18 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "states divided over": engine.seq_dp_world_size,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "offload_param_device": "none" if offloads[0] is None else offloads[0].device.value,
-        "offload_optimizer_device": "none" if offloads[1] is None else offloads[1].device.value,
+        "offload_param_device": "none" if offloads[0] is None else offloads[0].device,
+        "offload_optimizer_device": "none" if offloads[1] is None else offloads[1].device,
         "dtype": str(dtype).removeprefix("torch."),
+        "optimizer": type(engine.basic_optimizer).__name__,
         "masters": ", ".join({str(master.dtype).removeprefix("torch.") for master in masters}),
         "all that is trained is optimized": optimized == {id(one) for one in parameters if one.requires_grad},
     }
     if stage == 3:
         size = engine.seq_dp_world_size
-        result["every weight is divided"] = all(one.ds_tensor.ds_numel == -(-one.ds_numel // size) for one in parameters)
+        result["every weight is divided"] = all(
+            one.ds_tensor.ds_numel == -(-one.ds_numel // size) for one in parameters
+        )
     return result
 
 
