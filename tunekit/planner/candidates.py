@@ -258,8 +258,7 @@ class Refusal(NamedTuple):
 
 def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     """Why the libraries cannot run this recipe in a layout correctly, if they cannot."""
-    recipe, model = setting.recipe, setting.model
-    optim = recipe.train.optim
+    recipe, optim = setting.recipe, setting.recipe.train.optim
     if layout.strategy.startswith("zero") and setting.hardware.deepspeed is False:
         return Refusal("DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'")
     if isinstance(recipe.adapter, QloraAdapter) and (
@@ -277,18 +276,31 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
     if layout.cp_size > 1:
         return _ring_refusal(setting)
-    in_one_row = recipe.data.packing or recipe.data.padding_free is True
-    if layout.sp_size > 1 and in_one_row and not setting.attention.startswith("flash_attention"):
-        why = f"{setting.attention} does not keep packed documents apart when they are divided"
-        return Refusal(why, "use flash_attention_2, or rows without packing")
-    slides = model.sliding_window is not None and recipe.data.max_length > model.sliding_window
-    if layout.sp_size > 1 and slides and not setting.attention.startswith("flash_attention"):
-        return Refusal("Ulysses drops the mask that a sliding window needs", "use flash_attention_2")
+    if layout.sp_size > 1:
+        return _ulysses_refusal(setting, layout)
     return None
 
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 """What to use instead of an optimizer that a layout does not run."""
+
+
+def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
+    """Ulysses gives each device whole heads, and no mask."""
+    recipe, model = setting.recipe, setting.model
+    if setting.attention == "eager":
+        return Refusal("Ulysses does not divide eager attention", "use sdpa")
+    if setting.device.kind == "cpu" and layout.num_batches > 1:
+        why = "gloo has no gradients of what only some of the processes exchange"
+        return Refusal(why, f"set parallel.num_processes={layout.sp_size}")
+    if setting.attention.startswith("flash_attention"):
+        return None
+    if recipe.data.packing or recipe.data.padding_free is True:
+        why = f"{setting.attention} does not keep packed documents apart when they are divided"
+        return Refusal(why, "use flash_attention_2, or rows without packing")
+    if model.sliding_window is not None and recipe.data.max_length > model.sliding_window:
+        return Refusal("Ulysses drops the mask that a sliding window needs", "use flash_attention_2")
+    return None
 
 
 def _ring_refusal(setting: Setting) -> Refusal | None:

@@ -104,7 +104,7 @@ def planned(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     planned: dict[str, Any] = {
         "engine": "DeepSpeedEngine",
         "stage": int(layout.strategy[-1]),
-        "rows divided over": layout.num_batches,
+        "sequences divided over": layout.sp_size,
         "states divided over": layout.num_shards,
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
@@ -140,7 +140,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     result = {
         "engine": type(engine).__name__,
         "stage": stage,
-        "rows divided over": engine.dp_world_size,
+        "sequences divided over": engine.sequence_parallel_size,
         "states divided over": engine.seq_dp_world_size,
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
