@@ -102,6 +102,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.engine import after_wrapping
     from tunekit.run.save import save_model
 
     began = time.time()
@@ -111,6 +112,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     chat = plan.data.format == "messages"
 
     def look() -> None:
+        after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
@@ -157,7 +159,7 @@ def _build(
     from tunekit.methods import sft
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
-    from tunekit.run.engine import trainer_args, weights_device
+    from tunekit.run.engine import before_wrapping, trainer_args, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     model = load_model(
@@ -184,6 +186,7 @@ def _build(
         engine=trainer_args(plan),
     )
     keep_trained_in_float32(trainer.model)
+    before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
