@@ -67,8 +67,8 @@ def _mesh(plan: Plan) -> dict[str, Any]:
     sizes = {"dp_replicate_size": layout.dp_replicate_size, "dp_shard_size": layout.dp_shard_size}
     if layout.cp_size == 1:
         return {"parallelism_config": ParallelismConfig(**sizes)}
-    ring = TorchContextParallelConfig(cp_comm_strategy="alltoall")
-    config = ParallelismConfig(**sizes, cp_size=layout.cp_size, cp_backend="torch", cp_handler=ring)
+    handler = TorchContextParallelConfig(cp_comm_strategy="allgather")
+    config = ParallelismConfig(**sizes, cp_size=layout.cp_size, cp_backend="torch", cp_handler=handler)
     # Each device has two parts of a sequence, one of its begin and one of its end, so that all have as much to do.
     return {"parallelism_config": config, "pad_to_multiple_of": 2 * layout.cp_size}
 
@@ -92,7 +92,6 @@ def gather_head(trainer: "Trainer") -> None:
     finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
     """
     from torch.distributed.fsdp import FSDPModule
-
     from transformers import PreTrainedModel
 
     model = trainer.model
@@ -136,7 +135,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     held, total = _held_bytes(model)
     return {
         "engine": "fsdp2",
-        "mesh": _found_mesh(model),
+        "mesh": _found_mesh(trainer),
         "compute_dtype": _names(compute),
         "reduce_dtype": _names(reduce),
         "reshard_after_forward": _reshards(model),
@@ -174,13 +173,12 @@ def _names(dtypes: "set[torch.dtype]") -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _found_mesh(model: "Module") -> dict[str, int]:
-    """The mesh of real parameters. One of one dimension is of shards, one of two of their replicas besides."""
-    from torch.distributed.tensor import DTensor
-
-    shapes = {tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)}
-    (shape,) = shapes
-    return dict(zip(("dp_replicate", "dp_shard")[-len(shape) :], shape, strict=True))
+def _found_mesh(trainer: "Trainer") -> dict[str, int]:
+    """Accelerate's mesh; it makes none of a single dimension."""
+    mesh = trainer.accelerator.torch_device_mesh
+    if mesh is None:
+        return {"dp_shard": trainer.accelerator.num_processes}
+    return {name: size for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1}
 
 
 def _reshards(model: "Module") -> bool:
