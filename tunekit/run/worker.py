@@ -28,7 +28,6 @@ from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record
 from tunekit.run.run import Run
-from tunekit.run.zero import forget_order
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -107,6 +106,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
 
     began = time.time()
@@ -116,12 +116,12 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     chat = _is_chat(run, plan)
 
     def look() -> None:
+        after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
         _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
-        if plan.layout.strategy == "zero3":
-            forget_order(trainer)
+        before_steps(trainer, plan)
 
     watch.before_training = look
     trainer.train()
@@ -163,7 +163,7 @@ def _build(
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
-    from tunekit.run.engine import loading, weights_device
+    from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
@@ -171,6 +171,7 @@ def _build(
         model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
+    before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
@@ -237,6 +238,7 @@ def _build_trainer(
             return dpo.build(
                 method,
                 *numbers,
+                base=recipe.model,
                 reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,

@@ -13,7 +13,7 @@ from tunekit.planner.zero import SUB_GROUP_PARAMS
 from tunekit.recipe.schema import FullAdapter
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
     from torch.nn import Module, Parameter
     from transformers import Trainer
 
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 def join(plan: Plan) -> None:
     """Have DeepSpeed take over the process group that is there, before anything of its own is made.
 
-    On a processor it compiles an operation for that the first time it runs, which takes half a minute.
+    On a processor it would compile sums over shared memory for that, for half a minute, which only its inference uses
+    (deepspeed 0.19, `TorchBackend`). What it may compile stands in a table that is there to be edited.
     """
     import deepspeed
 
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__ or plan.device.kind == "cuda"
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if plan.device.kind == "cuda" else "gloo"
     deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.timeout_seconds), verbose=False)
 
@@ -64,6 +67,8 @@ def config(plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "gradient_clipping": plan.recipe.train.max_grad_norm,
         "bf16": {"enabled": plan.autocast and plan.dtype == "bfloat16"},
+        # The recipe's optimizer takes its steps wherever the states are.
+        "zero_force_ds_cpu_optimizer": False,
         "fp16": {"enabled": plan.autocast and plan.dtype == "float16"},
     }
 
@@ -95,63 +100,59 @@ def loading(plan: Plan) -> Iterator[None]:
 
 
 def planned(plan: Plan) -> dict[str, Any]:
-    """What `found` is to be the same as."""
-    layout = plan.layout
-    computed = plan.dtype if plan.autocast else "float32"
-    planned: dict[str, Any] = {
-        "engine": "DeepSpeedEngine",
-        "stage": int(layout.strategy[-1]),
-        "rows divided over": layout.num_batches,
-        "states divided over": layout.num_shards,
-        "micro_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "offload_param_device": layout.offload_param_device,
-        "offload_optimizer_device": layout.offload_optimizer_device,
-        "dtype": computed,
-        "masters": "float32",
-        "all that is trained is optimized": True,
+    """What `found` should give besides what every engine has."""
+    return {
+        "offload_param_device": plan.layout.offload_param_device,
+        "offload_optimizer_device": plan.layout.offload_optimizer_device,
+        "is_recipes_optimizer": True,
     }
-    if layout.strategy == "zero3":
-        planned["every weight is divided"] = True
-    return planned
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """What runs once the model is wrapped, by the names of `planned`."""
+    """What runs, by the names of the `engine` event, and the parameters that are not where they should be."""
     from deepspeed import DeepSpeedEngine
 
     engine = trainer.model_wrapped
-    if not isinstance(engine, DeepSpeedEngine):
-        return {"engine": type(engine).__name__}
-    optimizer = engine.optimizer
-    parameters = list(engine.module.parameters())
-    stage = engine.zero_optimization_stage()
+    assert isinstance(engine, DeepSpeedEngine), type(engine)
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    named = list(engine.module.named_parameters())
+    size, sequences = engine.seq_dp_world_size, engine.sequence_parallel_size
     if stage == 3:
         groups, masters = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        sizes = {name: (one.ds_tensor.ds_numel, one.ds_numel) for name, one in named}
+        misplaced = [name for name, (part, whole) in sizes.items() if part != -(-whole // size)]
+        local_share = sum(part for part, _ in sizes.values()) / sum(whole for _, whole in sizes.values())
     else:
         groups, masters = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
-    optimized = {id(parameter) for group in groups for parameter in group}
-    offloads = engine.zero_offload_param(), engine.zero_offload_optimizer()
-    dtype, _ = engine.get_data_types()
-    result = {
-        "engine": type(engine).__name__,
-        "stage": stage,
-        "rows divided over": engine.dp_world_size,
-        "states divided over": engine.seq_dp_world_size,
+        misplaced = []
+        trained = sum(one.numel() for _, one in named if one.requires_grad)
+        local_share = sum(master.numel() for master in masters) / trained
+    updated = {id(parameter) for group in groups for parameter in group}
+    param, states = engine.zero_offload_param(), engine.zero_offload_optimizer()
+    computed, _ = engine.get_data_types()
+    asked, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    mesh = {"dp_shard": size // sequences, "sp": sequences}
+    return {
+        "engine": f"zero{stage}",
+        "mesh": {name: number for name, number in mesh.items() if number > 1},
         "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "offload_param_device": "none" if offloads[0] is None else offloads[0].device.value,
-        "offload_optimizer_device": "none" if offloads[1] is None else offloads[1].device.value,
-        "dtype": str(dtype).removeprefix("torch."),
-        "masters": ", ".join({str(master.dtype).removeprefix("torch.") for master in masters}),
-        "all that is trained is optimized": optimized == {id(one) for one in parameters if one.requires_grad},
+        "trained_dtype": ", ".join(sorted({_name(master.dtype) for master in masters})),
+        "compute_dtype": _name(computed),
+        "reduce_dtype": _name(engine.communication_data_type),
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "is_recipes_optimizer": type(engine.basic_optimizer) is asked,
+        "offload_param_device": "none" if param is None else param.device,
+        "offload_optimizer_device": "none" if states is None else states.device,
+        # Of all weights in stage 3; below, of the float32 copies that the optimizer updates.
+        "local_share": round(local_share, 4),
+        "misplaced": misplaced,
+        "not_updated": [name for name, one in named if one.requires_grad and id(one) not in updated],
     }
-    if stage == 3:
-        size = engine.seq_dp_world_size
-        result["every weight is divided"] = all(
-            one.ds_tensor.ds_numel == -(-one.ds_numel // size) for one in parameters
-        )
-    return result
+
+
+def _name(kind: "dtype") -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def forget_order(trainer: "Trainer") -> None:
