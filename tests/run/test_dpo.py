@@ -11,7 +11,7 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit import api
-from tunekit.errors import DataError
+from tunekit.errors import DataError, PlanError
 from tunekit.run.run import Run
 
 
@@ -167,6 +167,15 @@ def test_a_pair_whose_prompt_leaves_no_room_is_left_out_and_longer_answers_are_c
     assert data.longest_tokens == len(f"double {10**60}{10**60} no") + 1, "the worse answer, and an end token"
     with pytest.raises(DataError, match="none of 16 prompts leaves room for an answer"):
         tunekit.train(recipe(data={"train": "chats.jsonl", "max_length": 16}))
+
+
+def test_log_probabilities_of_weights_that_are_not_there_yet_are_refused(here):
+    spread = {"num_processes": 2, "strategy": "fsdp2"}
+    with pytest.raises(PlanError, match="TRL computes log-probabilities beforehand when FSDP2 has not yet") as error:
+        api.plan(recipe(method={"precompute_ref_log_probs": True}, parallel=spread))
+    assert "leave method.precompute_ref_log_probs out" in str(error.value.hint)
+    for method in ({}, {"precompute_ref_log_probs": True}):
+        api.plan(recipe(adapter="full", method=method, parallel=spread))
 
 
 def test_two_processes_have_the_losses_of_one(here):
