@@ -268,6 +268,10 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
     if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
         return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
+    if setting.device.kind == "cpu" and layout.strategy == "fsdp2":
+        refused = _cpu_refusal(layout)
+        if refused is not None:
+            return refused
     if layout.cp_size > 1:
         return _ring_refusal(setting)
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
@@ -282,6 +286,17 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 """What to use instead of an optimizer that a layout does not run."""
+
+
+def _cpu_refusal(layout: Layout) -> Refusal | None:
+    """What FSDP2 does with accelerators only (torch 2.13; a test runs each)."""
+    if layout.offload_param_device == "cpu":
+        why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
+        return Refusal(why, "leave parallel.offload_param_device out: on a CPU all is in main memory")
+    if layout.cp_size > 1:
+        why = "torch has no rule to divide attention on a CPU (scaled_dot_product_flash_attention_for_cpu)"
+        return Refusal(why, "use parallel.sp_size, which divides sequences by heads, or fsdp2 without cp_size")
+    return None
 
 
 def _ring_refusal(setting: Setting) -> Refusal | None:

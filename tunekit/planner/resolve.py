@@ -110,7 +110,7 @@ def resolve(
             chosen.reason(setting),
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
-            precision_reason(recipe, dtype, why_dtype),
+            precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
             *method_reasons(recipe),

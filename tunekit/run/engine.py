@@ -5,11 +5,14 @@ choose the engine. What has weights in parts is in `fsdp2` and `zero`.
 """
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
 from tunekit.run import fsdp2, zero
 from tunekit.run.place import Place
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def join(plan: Plan, place: Place) -> None:
@@ -53,3 +56,15 @@ def weights_device(plan: Plan, place: Place) -> str:
     if plan.layout.strategy == "fsdp2":
         return "cpu" if place.local_rank == 0 else "meta"
     return plan.device.kind
+
+
+def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
+    """What an engine needs before it wraps the model, in every process."""
+    if plan.layout.strategy == "fsdp2":
+        fsdp2.keep_losses_in_float32(trainer, plan)
+
+
+def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
+    """What an engine needs once it has wrapped the model, in every process, before the first step."""
+    if plan.layout.strategy == "fsdp2":
+        fsdp2.gather_head(trainer)

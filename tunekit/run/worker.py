@@ -103,6 +103,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.engine import after_wrapping
     from tunekit.run.save import save_model
 
     began = time.time()
@@ -112,6 +113,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     chat = _is_chat(run, plan)
 
     def look() -> None:
+        after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
@@ -157,13 +159,14 @@ def _build(
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
-    from tunekit.run.engine import weights_device
+    from tunekit.run.engine import before_wrapping, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     model = _load_model(recipe, plan, device=weights_device(plan, record.place))
     model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
+    before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
