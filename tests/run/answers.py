@@ -1,4 +1,4 @@
-"""Answers that depend on the prompt, their place in the group and the weights alone, and a reward that tells them apart.
+"""Answers that depend on the prompt, the place in the group and the weights alone, and a reward that tells them apart.
 
 GRPO's answers are drawn from each process's own stream of random numbers, so that runs in one and in several processes
 cannot be compared. Here the number that is drawn with is fixed: it is that of the answer's place in its group.

@@ -11,10 +11,25 @@ import dataclasses
 
 import pytest
 
+import tunekit
+from tests.processes import in_processes
 from tests.run import equality
-from tests.run.equality import BATCH, HEADER, MAX_LOSS, SPREADS, SUBJECTS, difference, line_of, recipe_of, train
+from tests.run.equality import (
+    BATCH,
+    CAUSE,
+    HEADER,
+    MAX_LOSS,
+    OFFLOADED,
+    SPREADS,
+    SUBJECTS,
+    difference,
+    recipe_of,
+    train,
+)
+from tunekit import api
+from tunekit.errors import PlanError
 
-DDP_2, DDP_4 = SPREADS[:2]
+DDP_2, DDP_4, FSDP2_2 = SPREADS[:3]
 FULL, FULL_PACKED, LORA, LORA_PACKED, DPO, GRPO = SUBJECTS
 
 
@@ -25,15 +40,25 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_every_layout_trains_as_one_process_does(subject, folder, capsys):
-    lines, unequal = [HEADER], []
-    for spread, found in equality.cells(subject, folder):
-        lines.append(line_of(subject, spread, found))
-        if not found.is_small:
-            unequal.append(spread.name)
-    (folder / f"{subject.name}.md").write_text("".join(lines), encoding="utf-8")
+    lines, equal = zip(*equality.table_of(subject, folder), strict=True)
+    table = HEADER + "".join(lines)
+    (folder / f"{subject.name}.md").write_text(table, encoding="utf-8")
     with capsys.disabled():
-        print("\n" + "".join(lines), end="")
-    assert not unequal, "".join(lines)
+        print(f"\n{table}", end="")
+    assert all(equal), table
+
+
+def test_offloading_with_fsdp2_cannot_run_on_a_cpu(folder):
+    """As the table says: the plan refuses it, and the libraries fail where the plan is forced."""
+    recipe = recipe_of(LORA, folder, micro_batch_size=2)
+    with pytest.raises(PlanError, match="FSDP2 pins the memory to which it offloads"):
+        tunekit.plan({**recipe, "parallel": OFFLOADED.parallel})
+    run = api.make_run({**recipe, "parallel": FSDP2_2.parallel, "output": {"dir": str(folder / "forced")}})
+    offloaded = {"offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
+    plan = run.plan.model_copy(update={"layout": run.plan.layout.model_copy(update=offloaded)})
+    (run.path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+    with pytest.raises(AssertionError, match=CAUSE):
+        in_processes(2, equality.work_in, str(run.path))
 
 
 @pytest.mark.parametrize("subject", [LORA, LORA_PACKED, DPO], ids=lambda subject: subject.name)
