@@ -49,19 +49,34 @@ def build(
         callbacks: What watches the training.
         engine: Arguments of TRL's config that choose how the run is spread.
     """
+    from datasets import Dataset
     from transformers import PrinterCallback
-    from trl import SFTTrainer
 
-    trainer = SFTTrainer(
+    from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
+    from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+
+    at_once = plan.micro_batch_size * plan.layout.num_batches if plan.layout.num_batches > 1 else 1
+    pad, order = tokenizer.pad_token_id, None
+    if isinstance(train_dataset, Dataset):
+        num_rows, missing = len(train_dataset), num_missing(len(train_dataset), at_once)
+        order = Order(num_rows, missing, repeats=False, shuffle=data.shuffle, seed=train.seed)
+        train_dataset = filled(train_dataset, at_once, pad)
+    else:
+        train_dataset = filled_stream(train_dataset, train.global_batch_size, pad)
+    trainer = TokenMeanSFTTrainer(
         model=model,
         args=_config(
             method, train, data, plan, schedule, checkpoints, engine=engine, evaluate=eval_dataset is not None
         ),
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=None if eval_dataset is None else filled(eval_dataset, at_once, pad),
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    if order is not None:
+        keep_order(trainer, order)
+    # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
+    trainer.accelerator.dataloader_config.dispatch_batches = False
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -81,7 +96,6 @@ def _config(
 
     return SFTConfig(
         **trainer_arguments(train, plan, schedule, checkpoints, evaluate=evaluate),
-        train_sampling_strategy="random" if data.shuffle else "sequential",
         packing=data.packing,
         padding_free=plan.padding_free,
         # The rows are tokenised, truncated and packed already.

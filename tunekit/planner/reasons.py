@@ -14,6 +14,7 @@ from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.recipe.schema import (
     DEFAULT_LEARNING_RATE,
     DataSection,
+    DPOMethod,
     FullAdapter,
     GRPOMethod,
     QloraAdapter,
@@ -248,6 +249,9 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
         epochs = recipe.train.num_epochs or 1
         answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, GRPOMethod) else ""
         why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
+    missing = -data.num_train % recipe.train.global_batch_size
+    if isinstance(recipe.method, DPOMethod) and missing:
+        why += f"; {missing} pairs of its beginning fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

@@ -231,7 +231,7 @@ def _build_trainer(
     evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
     match method:
         case SFTMethod():
-            trained = _train_dataset(folder, recipe, tokenizer)
+            trained = _train_dataset(folder, recipe, tokenizer, watch.record.place)
             return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
         case DPOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
@@ -263,12 +263,15 @@ def _is_chat(run: Run, plan: Plan) -> bool:
     return plan.data.format == "messages"
 
 
-def _train_dataset(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> "Dataset | IterableDataset":
+def _train_dataset(
+    folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place
+) -> "Dataset | IterableDataset":
     if not recipe.data.streaming:
         return read_dataset(folder / FILES["train"])
     from tunekit.methods import sft
 
-    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=folder / STREAM_SKIPPED)
+    skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
+    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
 
 
 def forget_overrides(optim: Optim) -> None:
