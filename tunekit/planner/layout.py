@@ -1,6 +1,7 @@
 """How the work of a run is spread over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
 
 from tunekit.planner.facts import Facts
+from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import OffloadDevice, Strategy
 
 
@@ -52,6 +53,13 @@ class Layout(Facts):
     def offloads(self) -> bool:
         """Whether anything leaves the devices."""
         return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
+
+    def reduces_in(self, dtype: Dtype) -> Dtype:
+        """Type in which gradients are summed over devices, where products are computed in `dtype`.
+
+        DDP sums what the optimizer takes. FSDP2 and DeepSpeed sum what the backward pass gives, and keep it in float32.
+        """
+        return "float32" if self.strategy in ("single", "ddp") else dtype
 
     @property
     def name(self) -> str:

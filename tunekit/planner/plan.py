@@ -124,6 +124,11 @@ class Plan(Facts):
         return cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
 
     @property
+    def reduce_dtype(self) -> Dtype:
+        """Type in which gradients are summed over devices."""
+        return self.layout.reduces_in(self.dtype)
+
+    @property
     def devices_words(self) -> str:
         """What it runs on: `16 x H100 SXM 80 GB in 2 nodes`."""
         number = self.layout.num_processes

@@ -64,11 +64,12 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
         yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
 
 
-def precision_reason(recipe: Recipe, dtype: Dtype, why: str) -> Reason:
-    """In which types the run computes and keeps weights."""
+def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
+    """In which types the run computes, keeps weights and sums gradients over devices."""
     full = isinstance(recipe.adapter, FullAdapter)
     kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
-    return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=why)
+    summed = f", gradients summed in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
+    return Reason(topic="precision", choice=f"{dtype} products, {kept}{summed}", why=why)
 
 
 def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int) -> Reason:

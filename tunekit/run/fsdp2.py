@@ -5,13 +5,18 @@ there only while it is computed. Accelerate makes the units when training begins
 that the main process alone has read; the others have its shapes. So nothing may be computed with a model before that.
 """
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, cast
 
+from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import FullAdapter
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from torch.nn import Module, Parameter
     from transformers import Trainer
 
 
@@ -62,10 +67,40 @@ def _mesh(plan: Plan) -> dict[str, Any]:
     sizes = {"dp_replicate_size": layout.dp_replicate_size, "dp_shard_size": layout.dp_shard_size}
     if layout.cp_size == 1:
         return {"parallelism_config": ParallelismConfig(**sizes)}
-    ring = TorchContextParallelConfig(cp_comm_strategy="alltoall")
-    config = ParallelismConfig(**sizes, cp_size=layout.cp_size, cp_backend="torch", cp_handler=ring)
+    handler = TorchContextParallelConfig(cp_comm_strategy="allgather")
+    config = ParallelismConfig(**sizes, cp_size=layout.cp_size, cp_backend="torch", cp_handler=handler)
     # Each device has two parts of a sequence, one of its begin and one of its end, so that all have as much to do.
     return {"parallelism_config": config, "pad_to_multiple_of": 2 * layout.cp_size}
+
+
+def keep_losses_in_float32(trainer: "Trainer", plan: Plan) -> None:
+    """Give FSDP2 the types of the plan. Accelerate's own policy casts what the model returns too: the losses."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if plan.autocast:
+        policy = MixedPrecisionPolicy(getattr(torch, plan.dtype), getattr(torch, plan.reduce_dtype))
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+
+def gather_head(trainer: "Trainer") -> None:
+    """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
+
+    TRL's loss does not call the head: it takes its weight, and gathers that by itself if it is divided. Then no
+    gradients are summed over the devices, and each trains its part of the head on its own rows, without a word (trl
+    1.16, `patch_chunked_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
+    finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import PreTrainedModel
+
+    model = trainer.model
+    head = model.get_output_embeddings()
+    is_alone = isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) == 1
+    if not is_alone or not any(parameter.requires_grad for parameter in head.parameters()):
+        return
+    language_model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    language_model.base_model.register_forward_hook(lambda *_: head.unshard() and None)
 
 
 def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
@@ -80,5 +115,82 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
         cpu_offload=True,
         ignore_frozen_params=not isinstance(plan.recipe.adapter, FullAdapter),
     )
-    state: dict[str, Tensor] = get_model_state_dict(trainer.model, options=options)
+    state = cast("dict[str, Tensor]", get_model_state_dict(trainer.model, options=options))
+    if state and not options.ignore_frozen_params:
+        # What was one tensor came apart.
+        state |= {copy: state[name] for copy, name in trainer.model.all_tied_weights_keys.items()}
     return state
+
+
+def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+    """What runs, by the names of the `engine` event, and the parameters that are not divided as planned."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    model = trainer.model_wrapped
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = {unit._get_fsdp_state()._mp_policy for unit in units}
+    compute = {policy.param_dtype or torch.float32 for policy in policies}
+    reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
+    held, total = _held_bytes(model)
+    return {
+        "engine": "fsdp2",
+        "mesh": _found_mesh(trainer),
+        "compute_dtype": _names(compute),
+        "reduce_dtype": _names(reduce),
+        "reshard_after_forward": _reshards(model),
+        "local_share": round(held / total, 4),
+        "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
+    }
+
+
+def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
+    """Whether a parameter lies over the devices as planned, and this process holds its part and no more."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = (layout.dp_replicate_size, layout.num_shards) if layout.dp_replicate_size > 1 else (layout.num_shards,)
+    places = (Replicate(), Shard(0))[-len(sizes) :]
+    rows, *others = parameter.shape or (1,)
+    part = math.ceil(rows / layout.num_shards) * math.prod(others)
+    is_placed = tuple(parameter.device_mesh.shape) == sizes and tuple(parameter.placements) == places
+    return is_placed and parameter.to_local().numel() <= part
+
+
+def _held_bytes(model: "Module") -> tuple[int, int]:
+    """Bytes of parameters that this process holds, and of all."""
+    from torch.distributed.tensor import DTensor
+
+    held = total = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        held, total = held + local.nbytes, total + parameter.numel() * parameter.itemsize
+    return held, total
+
+
+def _names(dtypes: "set[torch.dtype]") -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _found_mesh(trainer: "Trainer") -> dict[str, int]:
+    """Accelerate's mesh; it makes none of a single dimension."""
+    mesh = trainer.accelerator.torch_device_mesh
+    if mesh is None:
+        return {"dp_shard": trainer.accelerator.num_processes}
+    return {name: size for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1}
+
+
+def _reshards(model: "Module") -> bool:
+    """Whether decoder layers free their weights after the forward pass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    layer_types = cast("Collection[str]", model._no_split_modules)
+    layers = {
+        group._reshard_after_forward
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in layer_types
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    }
+    (reshards,) = layers
+    return reshards
