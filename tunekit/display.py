@@ -181,9 +181,10 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
         table.add_row("time", _time_words(result))
     if len(ranks) > 1:
-        waited = ", ".join(f"{rank['wait_seconds'] / rank['step_seconds']:.0%}" for rank in ranks[:MAX_RANKS])
-        more = f", and {len(ranks) - MAX_RANKS} more in the run's events" if len(ranks) > MAX_RANKS else ""
-        table.add_row("waiting", f"at least {waited} of their steps by rank{more}, for the slowest of each")
+        shares = [rank["wait_seconds"] / rank["step_seconds"] for rank in ranks[:MAX_RANKS]]
+        waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
+        more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
+        table.add_row("waiting", f"at least {waited} of the steps, for the slowest in each{more}")
     sizes = [rank["peak_memory_bytes"] for rank in ranks]
     peak = gib(max(sizes)) if len(ranks) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
@@ -193,9 +194,9 @@ def summary(result: Event, run: Run) -> RenderableType:
 
 def _time_words(result: Event) -> str:
     """What the time of a run went to, in words."""
-    computing = result["step_seconds"] - result["optimizer_seconds"]
+    computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and exchanges"
     parts = {
-        "forward and backward": computing,
+        computing: result["step_seconds"] - result["optimizer_seconds"],
         "updates": result["optimizer_seconds"],
         "rows": result["data_seconds"],
         "evaluation": result["evaluation_seconds"],
