@@ -72,7 +72,7 @@ def tokens_of(question, answer):
     return sum(1 + len(role) + 1 + len(text) + 1 + 1 for role, text in (("user", question), ("assistant", answer)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy, workspace):
     run = make_run(recipe_for(workspace, strategy=strategy, max_steps=5))
     in_processes(2, work_on, str(run.path))
@@ -86,7 +86,6 @@ def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy,
     assert logged[1]["tokens_per_second"] == pytest.approx(
         sum(tokens_of(*row) for row in ROWS[8:16]) / logged[1]["step_seconds"]
     )
-    # Two processes have read every weight: more than a process with nothing in it, and each its own.
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert len({rank["peak_memory_bytes"] for rank in result["ranks"]}) == 2
     assert result["peak_memory_bytes"] == max(rank["peak_memory_bytes"] for rank in result["ranks"])
@@ -94,7 +93,6 @@ def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy,
     for rank in result["ranks"]:
         assert rank["node"] == platform.node()
         assert 0 < rank["forward_seconds"] < rank["step_seconds"]
-    # In every step one of the two was the slowest, and it waited for nobody.
     waited = [rank["wait_seconds"] for rank in result["ranks"]]
     assert sum(waited) > 0
     saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]

@@ -4,7 +4,8 @@ Processes that train together end every step at the same time, however fast each
 an exchange, and exchanges hide behind computing. So the length of a step says nothing of who is slow. What a process
 does by itself does: `Timing.own` is the time in which it gets its rows and goes forward through the layers, measured
 inside of what an engine adds to them, where nobody is waited for. Backward passes are not in it; they take as many
-times longer for a slow process as forward passes do.
+times longer for a slow process as forward passes do. How long exchanges take is not measured: they go on while a
+process computes, and only a trace tells what of them it waits for.
 
 On CUDA the layers are timed by events on the device's own queue, read at the end of the step, when the trainer has
 looked at the losses and they are over; nothing is waited for that is not over by then. All else is the time of the
@@ -90,11 +91,19 @@ class Timing:
         inner.register_step_pre_hook(self._on_update)
         inner.register_step_post_hook(self._on_updated)
         if not trainer.args.torch_compile:  # a hook with a clock would split what is compiled
-            for layer in _layers(trainer.model_wrapped):
+            for layer in self._clocked(trainer.model_wrapped):
                 # Behind what the engine does before a layer, and before what it does behind it.
                 layer.register_forward_pre_hook(self._on_layer)
                 layer.register_forward_hook(self._on_layer_passed, prepend=True)
         self.mark()
+
+    def _clocked(self, model: Module) -> Iterator[Module]:
+        """What is computed without an exchange: layers, and with ZeRO-3, which gathers within them, their products."""
+        for layer in _layers(model):
+            if self.plan.layout.strategy == "zero3":
+                yield from (part for part in layer.modules() if next(part.children(), None) is None)
+            else:
+                yield layer
 
     def mark(self) -> float:
         """Begin another part, and return how long the last one took."""
