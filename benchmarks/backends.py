@@ -263,12 +263,14 @@ def main() -> None:
                 "tunekit train": bench.tunekit(BACKENDS["DDP x2"], 3).launch_seconds,
                 "accelerate launch": bench.accelerate_launch(),
             }
+            print(f"launches {turn} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
             for name, value in seconds.items() if turn else ():
                 launches[name].append(value)
         for turn in range(args.repeats):
             for name in names:
                 turns[name].append(bench.tunekit(BACKENDS[name], args.steps))
-                print(f"turn {turn + 1} of {args.repeats}: {name}", file=sys.stderr, flush=True)
+                done = f"{name}: {turns[name][-1].step_seconds:.3f} s a step"
+                print(f"turn {turn + 1} of {args.repeats}, {done}", file=sys.stderr, flush=True)
 
     where = circumstances()
     overheads = overhead_table(turns, where["machine"]["num_cores"])
