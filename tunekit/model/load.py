@@ -145,6 +145,8 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
                 empty = torch.empty_like(parameter, device="cpu")
                 module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
     model.tie_weights()
+    # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
+    model.hf_device_map = {"": "cpu"}
 
 
 def keep_quantised_layout(model: "PreTrainedModel") -> None:
