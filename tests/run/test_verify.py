@@ -40,9 +40,11 @@ def faulty(folder, fault):
 
 def tell_accelerate_nothing():
     """Leave out what Accelerate has to be told for FSDP2 on a CPU."""
+    from accelerate import PartialState
+
     from tunekit.run import fsdp2
 
-    fsdp2.let_accelerate_shard_on_a_cpu = lambda: None
+    fsdp2.let_accelerate_shard_on_a_cpu = lambda: PartialState(cpu=True)
 
 
 def leave_the_cpu_out():
@@ -103,7 +105,7 @@ def train_in_16_bits():
     ("fault", "strategy", "found"),
     [
         (tell_accelerate_nothing, "fsdp2", "engine: fsdp2 planned, ddp found"),
-        (leave_the_cpu_out, "ddp", "processes of the group: 2 planned, 1 found"),
+        (leave_the_cpu_out, "ddp", "processes of the trainer: 2 planned, 1 found"),
         (forget_the_others, "ddp", "processes of the group: 2 planned, 1 found"),
         (keep_weights_after_the_forward_pass, "fsdp2", "reshard_after_forward: True planned, False found"),
     ],

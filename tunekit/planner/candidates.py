@@ -166,7 +166,8 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
         divides = model.num_heads % size == 0 and model.num_kv_heads % size == 0
         if used and size <= used.per_node and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
-            yield Candidate(layout, used.num_nodes, "each layer is divided over devices of a node")
+            why = "each layer is divided over devices of a node; without checkpoints, which transformers cannot resume"
+            yield Candidate(layout, used.num_nodes, why)
 
 
 def _context_parallel(setting: Setting) -> Iterator[Candidate]:

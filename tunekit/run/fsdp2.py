@@ -132,7 +132,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
     compute = {policy.param_dtype or torch.float32 for policy in policies}
     reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
-    held, total = _held_bytes(model)
+    held, total = held_bytes(model)
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
@@ -158,7 +158,7 @@ def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
     return is_placed and parameter.to_local().numel() <= part
 
 
-def _held_bytes(model: "Module") -> tuple[int, int]:
+def held_bytes(model: "Module") -> tuple[int, int]:
     """Bytes of parameters that this process holds, and of all."""
     from torch.distributed.tensor import DTensor
 
