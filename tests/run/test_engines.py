@@ -75,11 +75,18 @@ CASES = [
     ),
     (HEAD_TOO, "model", 2, {"reshard_after_forward": True}, {"micro_batch_size": 1}, False),
     ("lora", "model", 4, {"dp_shard_size": 2}, {"gradient_checkpointing": True}, False),
+    ("full", "model", 2, {"tp_size": 2}, {"micro_batch_size": 4}, False),
 ]
 
 
-@pytest.mark.parametrize(("adapter", "model", "num", "parallel", "train", "synced"), CASES)
-def test_fsdp2_trains_and_saves_what_one_process_does(adapter, model, num, parallel, train, synced, folder):
+@pytest.mark.parametrize(
+    ("adapter", "model", "num", "parallel", "train", "synced"),
+    CASES,
+    ids=["full, kept", "lora and head", "lora, hybrid", "tensor parallel"],
+)
+def test_divided_weights_are_trained_and_saved_as_those_of_one_process(
+    adapter, model, num, parallel, train, synced, folder
+):
     alone = made(recipe_for(folder, adapter, model, ["hi"]))
     worked(alone)
     recipe = recipe_for(folder, adapter, model, ["hi"], train, strategy="fsdp2", num_processes=num, **parallel)

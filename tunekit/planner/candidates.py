@@ -267,6 +267,9 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
+    if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):
+        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
+        return Refusal(why, "use fsdp2 without tp_size")
     if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
         return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
     if setting.device.kind == "cpu" and layout.strategy == "fsdp2":
