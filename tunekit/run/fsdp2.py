@@ -88,7 +88,7 @@ def gather_head(trainer: "Trainer") -> None:
 
     TRL's loss does not call the head: it takes its weight, and gathers that by itself if it is divided. Then no
     gradients are summed over the devices, and each trains its part of the head on its own rows, without a word (trl
-    1.16, `patch_chunked_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
+    1.16, `add_fused_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
     finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
     """
     from torch.distributed.fsdp import FSDPModule
