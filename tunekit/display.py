@@ -27,6 +27,7 @@ from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
+from tunekit.planner.speed import duration
 from tunekit.run.events import Event
 from tunekit.run.run import Run
 
@@ -35,6 +36,9 @@ PIPE_WIDTH = 140
 
 PLAIN_LINES = 20
 """Progress lines of a run whose output is not a terminal."""
+
+MAX_RANKS = 8
+"""Processes of which a summary tells one by one."""
 
 TOLD = {"rewards/accuracies": "accuracy", "reward": "reward"}
 """What DPO and GRPO are judged by, by TRL's names, and what it is called beside the loss."""
@@ -169,16 +173,38 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
     for name, (first, last) in result["measures"].items():
         table.add_row(name, f"{first:.4f} → {last:.4f}")
+    ranks = result["ranks"]
     if result["tokens_per_second"]:
-        of_them = f"{result['optimizer_seconds']:.1f} s of them updates; {result['data_seconds']:.1f} s for rows"
-        steps = f"{result['num_tokens']:,} tokens in {result['step_seconds']:.0f} s of steps, {of_them}"
-        table.add_row(
-            "speed", f"{result['tokens_per_second']:,.0f} tokens/s ({steps}, {result['seconds']:.0f} s in all)"
-        )
-    planned = gib(result["planned_memory_bytes"])
-    table.add_row("peak memory", f"{gib(result['peak_memory_bytes'])} (planned {planned})")
+        together = f" in {len(ranks)} processes together" if len(ranks) > 1 else ""
+        mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
+        tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of steps"
+        table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
+        table.add_row("time", _time_words(result))
+    if len(ranks) > 1:
+        waited = ", ".join(f"{rank['wait_seconds'] / rank['step_seconds']:.0%}" for rank in ranks[:MAX_RANKS])
+        more = f", and {len(ranks) - MAX_RANKS} more in the run's events" if len(ranks) > MAX_RANKS else ""
+        table.add_row("waiting", f"at least {waited} of their steps by rank{more}, for the slowest of each")
+    sizes = [rank["peak_memory_bytes"] for rank in ranks]
+    peak = gib(max(sizes)) if len(ranks) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
+    table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
     table.add_row("model", result["model"])
     return Group("", table, *samples_table(run))
+
+
+def _time_words(result: Event) -> str:
+    """What the time of a run went to, in words."""
+    computing = result["step_seconds"] - result["optimizer_seconds"]
+    parts = {
+        "forward and backward": computing,
+        "updates": result["optimizer_seconds"],
+        "rows": result["data_seconds"],
+        "evaluation": result["evaluation_seconds"],
+        "saving": result["saving_seconds"],
+    }
+    whole = result["seconds"]
+    parts["loading and the rest"] = whole - sum(parts.values())
+    shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
+    return f"{duration(whole)}: {shares}"
 
 
 def samples_table(run: Run) -> list[RenderableType]:

@@ -123,18 +123,49 @@ def test_without_a_peak_there_is_no_guess(step, figures):
     assert "Round 100 computes in a second is not known" in speed.basis
 
 
-def test_without_a_link_there_is_no_guess_but_a_run_on_as_many_devices_tells():
+def test_without_a_link_there_is_no_guess_but_a_run_spread_like_it_tells():
     sent = Transfer("gradients", 1e9, "devices", "compute", num_in_node=2, num_devices=2)
     two = replaced(layout=Layout(strategy="ddp", dp_replicate_size=2), transfers=(sent,))
     unknown = speed_of(two, DEVICE, FIGURES, [recorded()], num_steps=1000)
     assert unknown.tokens_per_second is None
     assert unknown.basis == (
-        "how fast the link between the devices of a node is, is not known; a finished run on as many devices will tell"
+        "how fast the link between the devices of a node is, is not known; "
+        "a finished run spread like this one will tell"
     )
-    told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, num_devices=2)], num_steps=1000)
+    told = speed_of(two, DEVICE, FIGURES, [recorded(), recorded(6000, layout=two.layout)], num_steps=1000)
     # 6,000 tokens of 2.8 GFLOP were 8.4 TFLOP/s each; 14 TFLOP of two devices take as long as 7 of one.
     assert told.tokens_per_second.low == told.tokens_per_second.high == pytest.approx(12_000)
     assert told.basis.startswith("from 1 run on 2 of Round 100")
+
+
+def test_runs_that_were_spread_otherwise_tell_nothing():
+    """A run over as many devices waits for other exchanges in another engine, and over other links in more nodes."""
+    sent = Transfer("gradients", 1e9, "devices", "compute", num_in_node=2, num_devices=2)
+    two = replaced(layout=Layout(strategy="ddp", dp_replicate_size=2), transfers=(sent,))
+    others = [
+        recorded(layout=Layout(strategy="fsdp2", dp_shard_size=2)),
+        recorded(layout=two.layout, num_nodes=2),
+        recorded(layout=Layout(strategy="zero2", offload_optimizer_device="cpu")),
+    ]
+    assert speed_of(two, DEVICE, FIGURES, others, num_steps=1000).tokens_per_second is None
+    alone = speed_of(STEP, DEVICE, FIGURES, others, num_steps=1000)
+    assert "a prediction" in alone.basis
+
+
+def test_a_process_with_a_whole_processor_tells_nothing_of_those_that_share_it():
+    processor = DEVICE.model_copy(update={"kind": "cpu"})
+    two = replaced(layout=Layout(strategy="ddp", dp_replicate_size=2))
+    assert speed_of(two, processor, None, [recorded()], num_steps=1000).tokens_per_second is None
+    assert speed_of(STEP, processor, None, [recorded()], num_steps=1000).tokens_per_second is not None
+
+
+def test_a_plan_keeps_what_a_measured_mfu_needs():
+    """The same definition: operations of the model, none of them twice, over the peak of all devices."""
+    two = replaced(layout=Layout(strategy="ddp", dp_replicate_size=2))
+    speed = speed_of(two, DEVICE, FIGURES, [recorded(layout=two.layout)], num_steps=1000)
+    achieved = speed.tokens_per_second.low * speed.model_flops_per_token
+    assert speed.mfu.low == pytest.approx(achieved / (2 * speed.peak_flops_per_second))
+    assert speed.peak_flops_per_second == FIGURES.flops_16bit
 
 
 def test_what_has_no_price_has_no_cost_and_what_has_no_steps_no_time():

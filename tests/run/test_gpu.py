@@ -15,6 +15,8 @@ def test_quickstart_learns_on_an_accelerator(adapter, tmp_path):
     assert plan.device.kind == "cuda"
     assert plan.autocast == (plan.dtype != "float32")
     assert result["eval_loss"] < 0.2 * result["first_eval_loss"]
+    assert 0 < result["ranks"][0]["forward_seconds"] < result["step_seconds"]
+    assert (result["mfu"] is None) == (plan.speed.peak_flops_per_second is None)
     assert 0 < result["peak_memory_bytes"] < plan.device.memory_total_bytes
     assert sum(result["held_bytes"].values()) < result["peak_allocated_bytes"] <= result["peak_reserved_bytes"]
 

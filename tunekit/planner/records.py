@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from tunekit.planner.facts import Device, Facts
+from tunekit.planner.layout import Layout
 from tunekit.planner.states import Dtype
 
 MIN_ALLOCATED_BYTES = 2**30
@@ -26,8 +27,9 @@ class RunRecord(Facts):
     """Of all devices together."""
     peak_memory_bytes: int
     planned_memory_bytes: int
-    num_devices: int = 1
-    """That it was spread over."""
+    layout: Layout = Layout()
+    """How it was spread: another layout waits for other exchanges."""
+    num_nodes: int = 1
     planned_tensor_bytes: int | None = None
     """What its plan said of tensors alone."""
     peak_allocated_bytes: int | None = None
@@ -38,7 +40,7 @@ class RunRecord(Facts):
     @property
     def flops_per_second(self) -> float:
         """What each device achieved; padding and data movement are in it as lost time."""
-        return self.tokens_per_second * self.flops_per_token / self.num_devices
+        return self.tokens_per_second * self.flops_per_token / self.layout.num_processes
 
     @property
     def memory_share(self) -> float:

@@ -44,6 +44,10 @@ class Speed(Facts):
     flops_per_token: float
     """Floating-point operations of one token's training step: recomputation and passes of a reference included,
     generating it not."""
+    model_flops_per_token: float = 0.0
+    """Of these, what is no recomputation, and those of generating it: what counts to the MFU."""
+    peak_flops_per_second: float | None = None
+    """Of one device by its sheet, for the type of the products; None where that is not known."""
     tokens_per_second: Range | None = None
     """Tokens without padding, in the training steps alone, on all devices together."""
     num_devices: int = 1
@@ -234,15 +238,20 @@ def speed_of(
         num_steps: Steps of the run, None while they are not known.
         save_steps: Steps between checkpoints, None for as many as lose least.
     """
+    peak = peak_of(step, device, figures)
     known = Speed(
-        model_type=step.model_type, flops_per_token=step.flops_per_token, num_devices=step.num_devices, basis=""
+        model_type=step.model_type,
+        flops_per_token=step.flops_per_token,
+        model_flops_per_token=step.model_flops_per_token,
+        peak_flops_per_second=peak,
+        num_devices=step.num_devices,
+        basis="",
     )
     timed = _timed(step, device, figures or Figures(), records)
     if isinstance(timed, str):
         return known.model_copy(update={"basis": timed})
     seconds = timed.seconds
     tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
-    peak = peak_of(step, device, figures)
     goodput = None
     if num_steps is not None and device.kind == "cuda":
         goodput = goodput_of(
@@ -302,8 +311,10 @@ def _parts_words(step: Step, timed: _Timed) -> str:
 def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]) -> _Timed | str:
     """How long a step takes, or words on what is not known."""
     similar = [record for record in records if _is_similar(record, step, device)]
-    as_spread = [record for record in similar if record.num_devices == step.num_devices]
-    alone = [record for record in similar if record.num_devices == 1]
+    as_spread = [record for record in similar if (record.layout, record.num_nodes) == (step.layout, step.num_nodes)]
+    # A process that had a whole processor tells nothing of those that share it.
+    is_shared = device.kind == "cpu" and step.num_devices > 1
+    alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
         rate, basis = _rate_of(as_spread), _words_of(as_spread, device)
     elif alone:
@@ -322,7 +333,7 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     if seconds is None or generation is None:
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
-        return f"how fast {what} is, is not known; a finished run on as many devices will tell"
+        return f"how fast {what} is, is not known; a finished run spread like this one will tell"
     return _Timed(
         seconds,
         generating=generation,
@@ -348,7 +359,7 @@ def _rate_of(records: Sequence[RunRecord]) -> Range:
 
 def _words_of(records: Sequence[RunRecord], device: Device) -> str:
     runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
-    number = records[0].num_devices
+    number = records[0].layout.num_processes
     where = "this device" if number == 1 else f"{number} of {device.name}"
     shares = [record.memory_share for record in records]
     memory = _between(Range(low=min(shares), high=max(shares)), "{:.0%}".format)

@@ -1,7 +1,6 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
 import math
-import time
 from collections.abc import Callable
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,10 @@ from transformers import TrainerCallback
 
 from tunekit.errors import RunError
 from tunekit.planner.memory import Part
+from tunekit.planner.plan import Plan
 from tunekit.run.memory import held_bytes, resident_bytes
 from tunekit.run.record import Record
+from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
 from tunekit.run.verify import verify
 
 if TYPE_CHECKING:
@@ -43,35 +44,33 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
         self.context_bytes: int | None = None
         """What was resident when training began, besides the model."""
-        self.is_in_step = False
-        """Whether a step is being computed, rather than an evaluation."""
-        self.seconds = 0.0
-        """Time spent in optimizer steps, without evaluations and checkpoints."""
-        self.data_seconds = 0.0
-        """Time in which steps waited for their micro-batches, besides."""
-        self.optimizer_seconds = 0.0
-        """Of the steps, time in which the optimizer updated the weights. What a device still computes when a part ends
-        counts to the next one; the trainer waits for the device once in each micro-batch, to look at its loss."""
-        self.num_tokens = 0.0
-        """Tokens trained on so far, padding not counted."""
+        self.timing = Timing(record.run.plan)
+        self.ranks = Ranks(self.timing)
+        self.num_tokens = 0
+        """Tokens trained on so far by all processes, padding not counted."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
-        self._logged_seconds = 0.0
-        self._step_began = 0.0
-        self._update_began = 0.0
-        self._waiting_since = 0.0
+        self._logged_tokens = 0
+        self._logged = self._seconds()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is being computed, rather than an evaluation."""
+        return self.timing.is_in_step
+
+    def _seconds(self) -> dict[str, float]:
+        timing = self.timing
+        return {
+            "step_seconds": timing.step_seconds,
+            "data_seconds": timing.data_seconds,
+            "optimizer_seconds": timing.optimizer_seconds,
+        }
 
     def on_epoch_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Wait for micro-batches from here on."""
-        self._waiting_since = time.perf_counter()
-
-    def on_pre_optimizer_step(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
-        """Start the clock of an update."""
-        self._update_began = time.perf_counter()
+        self.timing.mark()
 
     def on_train_begin(
         self,
@@ -79,6 +78,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         state: "TrainerState",
         control: "TrainerControl",
         model: "Module",
+        optimizer: "Optimizer",
         **kwargs: Any,
     ) -> None:
         """Measure the model, and see that what runs is what was planned."""
@@ -87,6 +87,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.context_bytes = resident_bytes() - sum(self.held.values())
         self.before_training()
         self.record.enter("training")
+        self.timing.attach(self.trainer, optimizer)
 
     def on_optimizer_step(
         self,
@@ -97,8 +98,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         optimizer: "Optimizer",
         **kwargs: Any,
     ) -> None:
-        """Stop the clock of an update, and measure all that stays, once: the first gradients are still there."""
-        self.optimizer_seconds += time.perf_counter() - self._update_began
+        """Measure all that stays, once: the first gradients are still there."""
         if "gradients" not in self.held:
             self.held = held_bytes(model, optimizer, full=self.full)
 
@@ -106,18 +106,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
-        self.is_in_step = True
-        self._step_began = time.perf_counter()
-        self.data_seconds += self._step_began - self._waiting_since
+        self.timing.begin_step()
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Stop the clock of a step and tell the status."""
-        self.is_in_step = False
-        self._waiting_since = time.perf_counter()
-        self.seconds += self._waiting_since - self._step_began
+        """Stop the clock of a step, tell the status, and at times compare the processes."""
+        self.timing.end_step()
         self.record.update_status(step=state.global_step)
+        if state.global_step % WINDOW_STEPS == 0:
+            self.compare_ranks()
         if self.asked_to_stop.is_set():
             raise KeyboardInterrupt
 
@@ -130,6 +128,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Write what the trainer logged; a loss that is not a number ends the run."""
+        # Steps behind the last ones that were logged come with the trainer's own summary.
+        self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         if "eval_loss" in logs:
             self.evaluated_step = state.global_step
             self.record.write(
@@ -137,23 +137,75 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             )
         elif "loss" in logs:
             self._write_step(state.global_step, logs)
-        self._waiting_since = time.perf_counter()
+            self.timing.mark()
 
     def _write_step(self, step: int, logs: dict[str, float]) -> None:
-        seconds = self.seconds - self._logged_seconds
-        tokens = logs.get("num_tokens", 0.0) - self.num_tokens
-        self._logged_seconds, self.num_tokens = self.seconds, logs.get("num_tokens", 0.0)
-        self.record.write("log", step=step, tokens_per_second=tokens / seconds if seconds else None, **logs)
+        now = self._seconds()
+        seconds = {part: now[part] - before for part, before in self._logged.items()}
+        tokens = self.num_tokens - self._logged_tokens
+        self._logged, self._logged_tokens = now, self.num_tokens
+        self.record.write("log", step=step, **rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs)
         if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
             raise RunError(
                 f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
                 hint="lower train.learning_rate, or look at the rows of this step",
             )
 
+    def on_evaluate(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Stop the clock of an evaluation."""
+        self.timing.evaluation_seconds += self.timing.mark()
+
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written."""
+        """Say where a checkpoint was written, and how the processes do."""
+        self.timing.saving_seconds += self.timing.mark()
         path = self.record.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
         self.record.write("checkpoint", step=state.global_step, path=str(path))
-        self._waiting_since = time.perf_counter()
+        self.compare_ranks()
+        self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
+
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """What comes now is no step."""
+        self.timing.mark()
+
+    def on_result_saved(self) -> None:
+        """Stop the clock of saving, and hear of the other processes for the last time. Called by all together."""
+        self.timing.saving_seconds += self.timing.mark()
+        self.compare_ranks()
+
+    def compare_ranks(self) -> None:
+        """Exchange how the processes do, and warn of those that keep the others waiting. Called by all together."""
+        self.ranks.exchange()
+        for report, own, others in self.ranks.newly_slow():
+            rank, node = report["rank"], report["node"]
+            self.record.write(
+                "warning",
+                message=f"rank {rank} on {node} is slow: in a step its rows and the forward pass take {own:.3g} s, "
+                f"{own / others - 1:.0%} more than the {others:.3g} s of the other processes, which wait for it",
+                rank=rank,
+                node=node,
+            )
+        self.timing.mark()
+
+
+def rates(plan: Plan, num_tokens: float, seconds: float) -> dict[str, float | None]:
+    """How fast all processes together are, by the names of the `log` event.
+
+    Args:
+        plan: The plan. It knows what a token takes, and the peak of the device where its sheet says one.
+        num_tokens: Tokens that all of them trained on, padding not counted.
+        seconds: How long that took.
+    """
+    if not seconds:
+        return {"tokens_per_second": None, "model_flops_per_second": None, "mfu": None}
+    tokens_per_second = num_tokens / seconds
+    achieved = share = None
+    if plan.speed is not None and plan.speed.peak_flops_per_second is not None:
+        achieved = tokens_per_second * plan.speed.model_flops_per_token
+        share = achieved / (plan.speed.peak_flops_per_second * plan.layout.num_processes)
+    return {"tokens_per_second": tokens_per_second, "model_flops_per_second": achieved, "mfu": share}

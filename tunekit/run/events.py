@@ -4,13 +4,19 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 
 - `phase`: `phase`, one of PHASES
 - `engine`: what trains, as it was found when training began (see `tunekit.run.verify`)
-- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`, `num_tokens`, `tokens_per_second`
+- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
+  for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
+  `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main
+  process's clock `step_seconds`, `optimizer_seconds` of these, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own measures
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
-- `warning`: `message`
-- `result`: the summary of a finished run; memory as planned and as used at the peak, in all and of tensors alone, and
-  `held_bytes`, what weights, adapters, gradients and optimizer states took in the first step
+- `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint
+- `warning`: `message`; for a process that the others wait for, its `rank` and `node`
+- `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
+  what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
+  as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
+  weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
 - `error`: `message`
 """
 

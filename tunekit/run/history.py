@@ -37,7 +37,8 @@ def _record(run: Run) -> RunRecord | None:
             planned_tensor_bytes=plan.memory.tensor_bytes,
             peak_allocated_bytes=result["peak_allocated_bytes"],
             peak_reserved_bytes=result["peak_reserved_bytes"],
-            num_devices=plan.layout.num_processes,
+            layout=plan.layout,
+            num_nodes=plan.num_nodes,
         )
     except (TunekitError, ValueError, KeyError, OSError, yaml.YAMLError):
         # Written by another version, or damaged since: no reason to refuse a new plan.

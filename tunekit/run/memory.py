@@ -2,8 +2,8 @@
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import psutil
 
@@ -71,8 +71,16 @@ def _sum_bytes(tensors: "Iterable[Tensor]") -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
-def peaks(plan: Plan) -> dict[str, int | None]:
-    """The most memory used so far, by the names of the `result` event."""
+class Peaks(TypedDict):
+    """The most memory that a process used, by the names of the `result` event; None where torch does not count it."""
+
+    peak_memory_bytes: int
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+
+
+def peaks(plan: Plan) -> Peaks:
+    """The most memory that this process used so far."""
     if plan.device.kind == "cuda":
         import torch
 
@@ -87,6 +95,16 @@ def peaks(plan: Plan) -> dict[str, int | None]:
     unit = 1 if sys.platform == "darwin" else 1024
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"peak_memory_bytes": resident, "peak_allocated_bytes": None, "peak_reserved_bytes": None}
+
+
+def highest(ranks: Sequence[Peaks]) -> Peaks:
+    """The peaks of the process that used most, of several."""
+    most = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
+    return {
+        "peak_memory_bytes": most["peak_memory_bytes"],
+        "peak_allocated_bytes": most["peak_allocated_bytes"],
+        "peak_reserved_bytes": most["peak_reserved_bytes"],
+    }
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

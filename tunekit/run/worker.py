@@ -129,6 +129,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         trainer.evaluate()
     record.enter("saving")
     save_model(trainer, plan, run.model_path)
+    watch.on_result_saved()
     _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
     if record.place.is_main:
         tokenizer.save_pretrained(run.model_path)
@@ -325,23 +326,29 @@ def _sample(
 
 def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
     """What a user wants to know at the end, and what later plans learn from."""
-    from tunekit.run.memory import peaks
+    from tunekit.run.callback import rates
+    from tunekit.run.memory import highest
 
     events = run.events()
     losses = [event["loss"] for event in events if event["event"] == "log"]
     evals = [event["eval_loss"] for event in events if event["event"] == "eval"]
+    ranks, timing = watch.ranks.reports, watch.timing
+    step_seconds = max(rank["step_seconds"] for rank in ranks)
     return {
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
-        "num_tokens": int(watch.num_tokens),
-        "tokens_per_second": watch.num_tokens / watch.seconds if watch.seconds else None,
-        "step_seconds": watch.seconds,
-        "optimizer_seconds": watch.optimizer_seconds,
-        "data_seconds": watch.data_seconds,
+        "num_tokens": watch.num_tokens,
+        **rates(plan, watch.num_tokens, step_seconds),
+        "step_seconds": step_seconds,
+        "optimizer_seconds": timing.optimizer_seconds,
+        "data_seconds": timing.data_seconds,
+        "evaluation_seconds": timing.evaluation_seconds,
+        "saving_seconds": timing.saving_seconds,
         "seconds": seconds,
-        **peaks(plan),
+        **highest(ranks),
+        "ranks": ranks,
         "measures": _measures(plan, events),
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,

@@ -1,0 +1,144 @@
+"""What a run of several processes reports: real groups of them, beside what can be counted without them."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+import tunekit
+from tests.processes import in_processes
+from tests.tiny import save_chats, save_tiny_model
+from tunekit.api import make_run
+from tunekit.planner.plan import Plan
+from tunekit.run.callback import rates
+from tunekit.run.place import place_of
+from tunekit.run.run import Run
+from tunekit.run.timing import WINDOW_STEPS, slow_ranks
+from tunekit.run.worker import work
+
+ROWS = [("say " * (1 + n % 7), f"{n}") for n in range(22)]
+
+BRAKE = """
+import os, pathlib, signal, sys, time
+pid, status = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+while os.getppid() == pid:
+    if '"phase": "training"' in status.read_text():
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.003)
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(0.001)
+"""
+"""Stops its parent again and again while it trains, as a device is slow that is too hot or shared with another."""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", ROWS)
+    return folder
+
+
+def recipe_for(workspace, *, num=2, strategy="auto", **train):
+    return {
+        "model": str(workspace / "model"),
+        "data": {"train": str(workspace / "rows.jsonl"), "max_length": 64, "shuffle": False},
+        "adapter": "full",
+        "train": {"global_batch_size": 4, "logging_steps": 2, **train},
+        "parallel": {"num_processes": num, "strategy": strategy},
+        "output": {"dir": str(workspace / f"run-{num}-{strategy}"), "sample_prompts": []},
+    }
+
+
+def work_on(folder):
+    work(Run(folder), place=place_of())
+
+
+def work_with_rank_1_on_the_brake(folder):
+    if place_of().rank != 1:
+        work_on(folder)
+        return
+    with subprocess.Popen([sys.executable, "-c", BRAKE, str(os.getpid()), f"{folder}/status.json"]) as brake:
+        try:
+            work_on(folder)
+        finally:
+            brake.kill()
+
+
+def tokens_of(question, answer):
+    """Of a row in the template of tests/tiny.py: a token for each byte, and the two marks around a turn."""
+    return sum(1 + len(role) + 1 + len(text) + 1 + 1 for role, text in (("user", question), ("assistant", answer)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy, workspace):
+    run = make_run(recipe_for(workspace, strategy=strategy, max_steps=5))
+    in_processes(2, work_on, str(run.path))
+    result = run.result()
+    # Of five steps with four rows each; the last one is behind the last that was logged.
+    assert result["num_tokens"] == sum(tokens_of(*row) for row in ROWS[:20])
+    slowest = max(rank["step_seconds"] for rank in result["ranks"])
+    assert result["tokens_per_second"] == pytest.approx(result["num_tokens"] / slowest)
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert [event["step"] for event in logged] == [2, 4]
+    assert logged[1]["tokens_per_second"] == pytest.approx(
+        sum(tokens_of(*row) for row in ROWS[8:16]) / logged[1]["step_seconds"]
+    )
+    # Two processes have read every weight: more than a process with nothing in it, and each its own.
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    assert len({rank["peak_memory_bytes"] for rank in result["ranks"]}) == 2
+    assert result["peak_memory_bytes"] == max(rank["peak_memory_bytes"] for rank in result["ranks"])
+    assert 0 < result["optimizer_seconds"] < result["step_seconds"]
+    for rank in result["ranks"]:
+        assert rank["node"] == platform.node()
+        assert 0 < rank["forward_seconds"] < rank["step_seconds"]
+    # In every step one of the two was the slowest, and it waited for nobody.
+    waited = [rank["wait_seconds"] for rank in result["ranks"]]
+    assert sum(waited) > 0
+    saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
+    assert [event["step"] for event in run.events() if event["event"] == "ranks"] == saved
+
+
+def test_an_epoch_that_does_not_divide_counts_every_token(workspace):
+    run = make_run(recipe_for(workspace, num=2, num_epochs=1))
+    in_processes(2, work_on, str(run.path))
+    # The last step is filled with two empty rows, of one token each.
+    assert run.result()["num_tokens"] == sum(tokens_of(*row) for row in ROWS) + 2
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_named(workspace, tmp_path):
+    recipe = recipe_for(workspace, global_batch_size=8, micro_batch_size=1, max_steps=2 * WINDOW_STEPS)
+    run = make_run({**recipe, "output": {"dir": str(tmp_path / "run"), "sample_prompts": []}})
+    in_processes(2, work_with_rank_1_on_the_brake, str(run.path))
+    (warning,) = [event for event in run.events() if event["event"] == "warning"]
+    assert (warning["rank"], warning["node"]) == (1, platform.node())
+    assert f"rank 1 on {platform.node()} is slow" in warning["message"]
+    fast, slow = run.result()["ranks"]
+    # Both have the same steps by the clock; one of them has something to do in them.
+    assert slow["step_seconds"] == pytest.approx(fast["step_seconds"], rel=0.2)
+    assert slow["forward_seconds"] > 1.25 * fast["forward_seconds"]
+    assert fast["wait_seconds"] > slow["wait_seconds"]
+
+
+def test_a_slow_rank_is_told_from_the_median_of_the_others():
+    assert slow_ranks([[1.0, 1.0, 9.0], [1.2, 1.2, 1.2]]) == {}
+    assert slow_ranks([[1.0, 1.0, 1.0], [1.3, 1.3, 0.1]]) == {1: (1.3, 1.0)}
+    assert slow_ranks([[1.0], [2.0], [1.2], [1.1]]) == {1: (2.0, 1.1)}
+    assert slow_ranks([[5.0, 1.0]]) == {}
+
+
+def test_a_measured_mfu_is_the_planned_one_at_the_planned_speed(workspace):
+    recipe = recipe_for(workspace, num=2, strategy="ddp", max_steps=2)
+    plan = tunekit.plan({**recipe, "parallel": {}}, on="2xh100")
+    assert plan.layout.num_processes == 2
+    told = rates(plan, 10 * plan.speed.tokens_per_second.high, 10.0)
+    assert told["mfu"] == pytest.approx(plan.speed.mfu.high)
+    # 2 x 989 TFLOP/s by the sheet.
+    assert told["model_flops_per_second"] == pytest.approx(plan.speed.mfu.high * 2 * 989e12, rel=0.01)
+
+
+def test_without_a_peak_there_is_no_mfu(workspace):
+    plan: Plan = tunekit.plan(recipe_for(workspace, num=1))
+    assert rates(plan, 100, 2.0) == {"tokens_per_second": 50, "model_flops_per_second": None, "mfu": None}
