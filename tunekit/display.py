@@ -85,6 +85,10 @@ class Progress:
             self._on_log(event)
         elif kind == "eval":
             self._on_eval(event)
+        elif kind == "restart":
+            self._on_restart(event)
+        elif kind == "resume":
+            self._on_resume(event)
         elif kind == "warning":
             self.console.print(Text(f"warning: {event['message']}", style="yellow"))
         elif kind == "result" and self._run is not None:
@@ -143,8 +147,18 @@ class Progress:
         if phase == "loading":
             self.console.print(Text("loading the model", style="dim"))
 
+    def _on_restart(self, event: Event) -> None:
+        self.stop()
+        words = f"{event['reason']}\nrestart {event['attempt']}, from step {event['step']}"
+        self.console.print(Text(words, style="yellow"))
+
+    def _on_resume(self, event: Event) -> None:
+        for words in event["skipped"]:
+            self.console.print(Text(f"skipped {words}", style="yellow"))
+        self.console.print(Text(f"going on from step {event['step']}", style="dim"))
+
     def _on_log(self, event: Event) -> None:
-        numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"
+        numbers = f"loss {float(event['loss']):.4f}  lr {event['learning_rate']:.2e}"
         if event["tokens_per_second"]:
             numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
         numbers += "".join(f"  {word} {event[name]:.3f}" for name, word in TOLD.items() if event.get(name) is not None)
@@ -159,7 +173,7 @@ class Progress:
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
         held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
         tail += "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
-        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
+        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
 
 
 def summary(result: Event, run: Run) -> RenderableType:

@@ -5,8 +5,10 @@
     status.json    phase, step, process, and why it ended
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
+    log-1.txt ...  the same from the other processes, where there are several
+    launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
-    checkpoints/   the last two
+    checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
 A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
@@ -67,8 +69,7 @@ class Run:
             "step": 0,
             "num_steps": num_steps,
             "started": time.time(),
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
+            **_this_process(),
             "exit_reason": None,
         }
         _write_status(path, status)
@@ -103,13 +104,19 @@ class Run:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
 
+    def begin(self) -> None:
+        """Say that the run starts, or goes on, and lives as long as this process."""
+        self.update_status(phase="starting", exit_reason=None, **_this_process())
+
     @property
     def state(self) -> str:
         """The phase; `died` where the process is gone and had not said that it was done."""
         status = self.status()
         if status["phase"] in FINAL_PHASES:
             return str(status["phase"])
-        return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
+        # Of another machine, such as the first node of a job, nothing can be seen from here.
+        is_here = status.get("host", os.uname().nodename) == os.uname().nodename
+        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else str(status["phase"])
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -247,6 +254,10 @@ def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}.json"
     draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time(), "host": os.uname().nodename}
 
 
 def _is_alive(pid: int, started: float) -> bool:
