@@ -155,6 +155,34 @@ def train(
     return run
 
 
+def launch(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: Sequence[str],
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Train on several machines that are reached by ssh, and return the finished run.
+
+    They share a disk, on which the run's folder is, and have the same interpreter and working directory as this one.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: The machines, as ssh knows them: `host`, `user@host`, `host:port`. The plan is made for what they have.
+        on_event: Called with every event of the run as it happens.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, on any of them.
+    """
+    from tunekit.run.launch_hosts import for_hosts, launch_on
+
+    recipe, hardware = for_hosts(load_recipe(source, overrides), nodes)
+    run = make_run(recipe, hardware=hardware, on_event=on_event)
+    launch_on(run, nodes, on_event)
+    return run
+
+
 def make_run(
     source: Source,
     overrides: Sequence[str] = (),

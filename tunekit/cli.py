@@ -14,10 +14,13 @@ from typer.core import TyperGroup
 from tunekit.errors import PlanError, TunekitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
+    from tunekit.run.events import Listener
 
 
 class Commands(TyperGroup):
@@ -72,23 +75,31 @@ def _tunekit() -> None:
 def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
-    from tunekit.display import Progress, make_console
 
     source, notes = _load(recipe, overrides)
-    console = make_console()
-    for note in notes:
-        console.print(f"note: {note}")
-    progress = Progress(console)
-    console.print("[dim]reading the data and the model's files[/dim]")
-    try:
-        api.train(source, on_event=progress)
-    except KeyboardInterrupt:
-        progress({"event": "phase", "phase": "interrupted"})
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except TunekitError:
-        progress({"event": "phase", "phase": "failed"})
-        raise
+    _watch(notes, lambda progress: api.train(source, on_event=progress))
+
+
+@app.command(rich_help_panel=TRAIN)
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="HOST,HOST",
+            help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+        ),
+    ] = None,
+) -> None:
+    """Train on other machines than this one, or on several."""
+    from tunekit import api
+
+    if nodes is None:
+        raise TunekitError("nothing says where to train", hint="name machines with --nodes HOST,HOST")
+    source, notes = _load(recipe, overrides)
+    _watch(notes, lambda progress: api.launch(source, nodes=nodes.split(","), on_event=progress))
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -309,6 +320,26 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
+
+
+def _watch(notes: list[str], train: "Callable[[Listener], object]") -> None:
+    """Show a run as it goes, whatever becomes of it."""
+    from tunekit.display import Progress, make_console
+
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    progress = Progress(console)
+    console.print("[dim]reading the data and the model's files[/dim]")
+    try:
+        train(progress)
+    except KeyboardInterrupt:
+        progress({"event": "phase", "phase": "interrupted"})
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except TunekitError:
+        progress({"event": "phase", "phase": "failed"})
+        raise
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

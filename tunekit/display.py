@@ -72,6 +72,8 @@ class Progress:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "hosts":
+            self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
@@ -150,6 +152,12 @@ class Progress:
         accuracy = event.get("eval_mean_token_accuracy")
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
         self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
+
+
+def hosts_words(hosts: Sequence[Event]) -> str:
+    """The hosts of a run, with the way by which each reaches the others."""
+    ways = ((host["name"], [host["interface"] or "", *host["infiniband"]]) for host in hosts)
+    return "hosts  " + ", ".join(f"{name} ({' '.join(filter(None, way)) or 'alone'})" for name, way in ways)
 
 
 def summary(result: Event, run: Run) -> RenderableType:

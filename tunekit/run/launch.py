@@ -52,17 +52,17 @@ def _supervise(run: Run, plan: Plan, listener: Listener | None) -> None:
         offset = 0
         try:
             while process.poll() is None:
-                offset = _hand_on(run, offset, listener)
+                offset = hand_on(run, offset, listener)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(POLL_SECONDS)
         except KeyboardInterrupt:
             _end(process)
-            _hand_on(run, offset, listener)
+            hand_on(run, offset, listener)
             record.end("interrupted", "interrupted by the user")
             raise
-    _hand_on(run, offset, listener)
+    hand_on(run, offset, listener)
     if process.returncode != 0:
-        error = _first_error(run, process.returncode)
+        error = first_error(run, process.returncode)
         if run.status()["phase"] != "failed":
             record.end("failed", str(error))
         raise error
@@ -96,7 +96,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _hand_on(run: Run, offset: int, listener: Listener | None) -> int:
+def hand_on(run: Run, offset: int, listener: Listener | None) -> int:
     """Tell a listener what the processes wrote since."""
     events, offset = read_events(run.path / "events.jsonl", offset)
     if listener is not None:
@@ -105,7 +105,7 @@ def _hand_on(run: Run, offset: int, listener: Listener | None) -> int:
     return offset
 
 
-def _first_error(run: Run, code: int) -> Exception:
+def first_error(run: Run, code: int) -> Exception:
     """What the first process that failed had to say."""
     files = sorted((run.path / "errors").glob("rank-*.json"), key=lambda file: file.stat().st_mtime_ns)
     if not files:
