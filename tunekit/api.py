@@ -17,7 +17,9 @@ from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
+from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.events import Event
+from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.prepare import prepare, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
@@ -175,8 +177,6 @@ def launch(
     Raises:
         TunekitError: Something that the user can mend went wrong, on any of them.
     """
-    from tunekit.run.launch_hosts import for_hosts, launch_on
-
     recipe, hardware = for_hosts(load_recipe(source, overrides), nodes)
     run = make_run(recipe, hardware=hardware, on_event=on_event)
     launch_on(run, nodes, on_event)
@@ -216,6 +216,29 @@ def make_run(
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
     return run
+
+
+def check_network(
+    source: Source | None = None, overrides: Sequence[str] = (), *, nodes: Sequence[str] | None = None
+) -> Exchange:
+    """Measure how fast ranks exchange data: those of a recipe's plan, or those that the machines have room for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: Machines, named as for `launch`; this one where left out.
+
+    Raises:
+        TunekitError: The recipe cannot be planned, or a machine or a rank does not answer. It is named.
+    """
+    if source is None:
+        return measure(nodes or [None], of_a_node=None, environment={})
+    recipe, hardware = load_recipe(source, overrides), None
+    if nodes:
+        recipe, hardware = for_hosts(recipe, nodes)
+    planned = Lookup([None], here=hardware).plan(recipe)
+    of_a_node = planned.layout.num_processes // planned.num_nodes
+    return measure(nodes or [None], of_a_node=of_a_node, environment=planned.environment)
 
 
 def data_report(

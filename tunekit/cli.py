@@ -55,6 +55,14 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
 ]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="HOST,HOST",
+        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+    ),
+]
 
 
 def main() -> None:
@@ -84,14 +92,7 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(
-            "--nodes",
-            metavar="HOST,HOST",
-            help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
-        ),
-    ] = None,
+    nodes: NodesOption = None,
 ) -> None:
     """Train on other machines than this one, or on several."""
     from tunekit import api
@@ -304,9 +305,28 @@ def show_run(
 
 
 @app.command(rich_help_panel=RUNS)
-def doctor() -> None:
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+    ] = None,
+    overrides: OverridesArgument = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+    ] = False,
+    nodes: NodesOption = None,
+) -> None:
     """Say what is installed, what the machine has, and what is missing for which feature."""
-    from tunekit.display import diagnosis_table, make_console
+    from tunekit.display import diagnosis_table, exchange_table, make_console
+
+    if network:
+        from tunekit import api
+
+        exchange = api.check_network(recipe, overrides or [], nodes=nodes.split(",") if nodes else None)
+        make_console().print(exchange_table(exchange))
+        return
+    if recipe is not None or nodes is not None:
+        raise TunekitError("a recipe and --nodes go with --network", hint="add --network")
     from tunekit.doctor import diagnose
 
     make_console().print(diagnosis_table(diagnose()))

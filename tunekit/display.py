@@ -27,6 +27,7 @@ from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
+from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
 from tunekit.run.run import Run
 
@@ -274,6 +275,21 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     if hardware is not None and (hardware.accelerators or hardware.unused):
         parts[1:1] = ["", _accelerator_table(hardware)]
     return Group(*parts)
+
+
+def exchange_table(exchange: Exchange) -> RenderableType:
+    """How fast ranks exchange data, beside what their slowest link lets expect."""
+    link = exchange.expected
+    expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
+    table = Table("collective", box=None, padding=(0, 3, 0, 0))
+    for column in ("size", "time", "bus bandwidth", "expected"):
+        table.add_column(column, justify="right")
+    for one in exchange.measured:
+        size = f"{one.size_bytes / 2**20:g} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:g} KiB"
+        speed = f"{one.bus_bytes_per_second / 1e9:.3g} GB/s"
+        table.add_row(one.collective, size, f"{one.seconds * 1e3:.3g} ms", speed, expected)
+    ranks = Text(f"{exchange.num_ranks} ranks, {exchange.backend}", style="bold")
+    return Group(ranks, hosts_words(exchange.hosts), "", table)
 
 
 def _accelerator_table(hardware: Hardware) -> Table:
