@@ -67,8 +67,7 @@ class Run:
             "step": 0,
             "num_steps": num_steps,
             "started": time.time(),
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
+            **_this_process(),
             "exit_reason": None,
         }
         _write_status(path, status)
@@ -102,6 +101,10 @@ class Run:
     def update_status(self, **changes: Any) -> None:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
+
+    def begin(self) -> None:
+        """Say that the run starts, or goes on, and lives as long as this process."""
+        self.update_status(phase="starting", exit_reason=None, **_this_process())
 
     @property
     def state(self) -> str:
@@ -247,6 +250,10 @@ def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}.json"
     draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time()}
 
 
 def _is_alive(pid: int, started: float) -> bool:
