@@ -7,7 +7,6 @@ one that does not is named.
 """
 
 import json
-import os
 import sys
 import threading
 import time
@@ -18,8 +17,8 @@ from typing import Any, Literal
 from tunekit.errors import RunError
 from tunekit.planner.communication import Range, Transfer
 from tunekit.planner.facts import Hardware
+from tunekit.run.group import follow_supervisor, open_store
 from tunekit.run.hosts import Host, Hosts, lost_error
-from tunekit.run.network import name_interface_to_main
 from tunekit.run.place import Place, place_of
 
 Collective = Literal["all-reduce", "all-gather"]
@@ -101,7 +100,7 @@ def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: 
         if ranks * len(names) == 1:
             raise RunError("one rank has nobody to exchange with", hint="set parallel.num_processes, or name --nodes")
         kind = hardware.device.kind
-        hosts.start("tunekit.run.bandwidth", [kind], of_a_node=ranks, environment=environment)
+        hosts.start(["tunekit.run.bandwidth", kind], num_local=ranks, environment=environment)
         measured = _Watch(hosts, ranks).until_done()
         described = tuple(hosts.describe())
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -143,13 +142,13 @@ class _Watch:
         Raises:
             RunError: One of them does not answer, or failed. It is named.
         """
-        while any(host.ended is None for host in self._hosts.all):
+        while not all(host.has_ended for host in self._hosts.all):
             for host, message in self._hosts.poll():
                 if message["said"] == "line":
                     self._hear(host, message["text"])
             if self._hosts.silent:
                 raise lost_error(self._hosts.silent)
-            if any(host.ended for host in self._hosts.all):
+            if any(any(host.codes) for host in self._hosts.all):
                 raise RunError("\n".join(["the ranks failed:", *self._words[-15:]]), hint="see the first error above")
             self._check()
         return tuple(self._measured)
@@ -215,14 +214,14 @@ def main() -> None:
     """Measure as one of the ranks, on the kind of device that is the only argument."""
     kind, place = sys.argv[1], place_of()
     voice = _Voice(place)
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        name_interface_to_main()
+    follow_supervisor()
     import torch
     from torch import distributed
 
     device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
+    store = open_store()
     voice.say("joining the others")
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     for collective in COLLECTIVES:
@@ -232,6 +231,7 @@ def main() -> None:
             if place.is_main:
                 voice.say("measuring", measured=vars(measured))
     distributed.destroy_process_group()
+    del store  # It was the others' too, to the end.
     voice.say("done")
 
 

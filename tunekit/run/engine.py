@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from tunekit.planner.plan import Plan
+from tunekit.run.network import name_interface_to_main
 from tunekit.run.place import Place
 
 
@@ -15,6 +16,8 @@ def join(plan: Plan, place: Place) -> None:
     """Make the process group of a run, before anything of Accelerate's is made."""
     if plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero"):
         return
+    if plan.num_nodes > 1:
+        name_interface_to_main()
     import torch
 
     timeout = timedelta(seconds=plan.timeout_seconds)

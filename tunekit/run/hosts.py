@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from tunekit.errors import RunError
+from tunekit.errors import HostLostError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.run.network import name_interface
 from tunekit.run.node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
@@ -56,8 +56,8 @@ class Host:
         """What it has; empty until it answers."""
         self.environment: dict[str, str] = {}
         """Variables that its processes were given."""
-        self.ended: int | None = None
-        """Exit code of its processes; None while they run, and before."""
+        self.codes: list[int | None] = []
+        """Exit codes of its processes, minus the signal that ended one, None while it is there; empty before."""
         self._heard = time.monotonic()
         self._is_gone = False
         self._inbox = inbox
@@ -80,6 +80,11 @@ class Host:
         """Whether the connection ended, or it has said nothing for so long that it must be cut off, or down."""
         return self._is_gone or (bool(self.facts) and time.monotonic() - self._heard > LOST_SECONDS)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it said that all its processes ended."""
+        return bool(self.codes) and None not in self.codes
+
     def say(self, ask: str, **fields: Any) -> None:
         """Send a message. Nobody may be there any more: that is noticed where one listens."""
         assert self._process.stdin is not None
@@ -93,8 +98,8 @@ class Host:
             self.facts = message
         elif message["said"] == "gone":
             self._is_gone = True
-        elif message["said"] == "ended":
-            self.ended = message["code"]
+        elif message["said"] == "codes":
+            self.codes = message["codes"]
 
     def why_silent(self) -> str:
         """Why nothing is heard of it, in the last words of ssh or of the host's shell where there are some."""
@@ -174,7 +179,7 @@ class Hosts:
     @property
     def silent(self) -> list[Host]:
         """The hosts of which nothing is heard, and whose processes had not ended before."""
-        return [host for host in self.all if host.ended is None and host.is_silent]
+        return [host for host in self.all if not host.has_ended and host.is_silent]
 
     def poll(self) -> list[tuple[Host, Message]]:
         """What the hosts said since, after waiting a moment for it."""
@@ -207,14 +212,13 @@ class Hosts:
                 raise unusable(missing, "see what keeps it busy")
         return [answers[host] for host in asked]
 
-    def start(self, module: str, arguments: Sequence[str], *, of_a_node: int, environment: Mapping[str, str]) -> None:
-        """Start a module on all hosts, under torchrun.
+    def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
+        """Start processes on all hosts, which find each other.
 
         Args:
-            module: Its dotted name.
-            arguments: Its arguments.
-            of_a_node: Processes on each host.
-            environment: Their variables.
+            words: A module's dotted name, and arguments for it.
+            num_local: Processes on each host.
+            environment: Variables that each finds.
 
         Raises:
             RunError: A host does not reach the first one. It is named.
@@ -224,23 +228,29 @@ class Hosts:
         adapters = [bool(host.facts["infiniband"]) for host in self.all]
         # NCCL takes InfiniBand where it finds some, and then expects it everywhere.
         mixed = {"NCCL_IB_DISABLE": "1"} if any(adapters) and not all(adapters) else {}
-        for index, (host, interface) in enumerate(zip(self.all, interfaces, strict=True)):
+        for node, (host, interface) in enumerate(zip(self.all, interfaces, strict=True)):
             host.environment = {**mixed, **given, **environment}
             if interface is not None:
                 name_interface(host.environment, interface)
-            rendezvous = ["--nnodes", len(self.all), "--node-rank", index, "--nproc-per-node", of_a_node]
-            rendezvous += ["--master-addr", address, "--master-port", port]
-            words = [*map(str, rendezvous), "-m", module, *arguments]
-            host.say("start", arguments=words, environment=host.environment)
+            host.codes = [None] * num_local
+            host.say(
+                "start",
+                words=words,
+                environment=host.environment,
+                num=num_local * len(self.all),
+                num_local=num_local,
+                node=node,
+                store=(address, port),
+            )
 
     def end(self, grace_seconds: float = 0) -> list[Host]:
         """End the processes on all hosts, and return the hosts that did not say that they did."""
         for host in self.all:
             host.say("end", grace_seconds=grace_seconds)
         until = time.monotonic() + grace_seconds + LOST_SECONDS
-        while time.monotonic() < until and any(host.ended is None and not host.is_silent for host in self.all):
+        while time.monotonic() < until and any(not host.has_ended and not host.is_silent for host in self.all):
             self.poll()
-        return [host for host in self.all if host.ended is None]
+        return [host for host in self.all if not host.has_ended]
 
     def describe(self) -> list[Message]:
         """The hosts with the interface that each uses, and its InfiniBand adapters, for people."""
@@ -267,7 +277,7 @@ class Hosts:
         absent |= {host: "no answer" for host in self.all if not host.facts and not host.is_silent}
         if absent:
             hint = f"`ssh HOST` must work without a question, and {sys.executable} and {Path.cwd()} be there too"
-            raise unusable(absent, hint)
+            raise HostLostError(_each(absent), hint=hint)
 
     def _check_alike(self) -> None:
         """Refuse the hosts that are not as the first is."""
@@ -316,9 +326,10 @@ class Hosts:
         return address, door["port"], [ways[host]["interface"] for host in self.all]
 
 
-def lost_error(lost: Sequence[Host]) -> RunError:
+def lost_error(lost: Sequence[Host]) -> HostLostError:
     """What to say of hosts that are lost."""
-    return unusable({host: host.why_silent() for host in lost}, "they are down or cut off, or what ran there was ended")
+    problem = _each({host: host.why_silent() for host in lost})
+    return HostLostError(problem, hint="it is down or cut off, or what ran there was ended")
 
 
 def ssh_address(name: str) -> str:
@@ -354,4 +365,8 @@ def _devices(host: Host) -> str:
 
 def unusable(failures: Mapping[Host, str], hint: str) -> RunError:
     """What to say of hosts that cannot be used, each with the reason."""
-    return RunError("\n".join(f"{host.name}: {why}" for host, why in failures.items()), hint=hint)
+    return RunError(_each(failures), hint=hint)
+
+
+def _each(failures: Mapping[Host, str]) -> str:
+    return "\n".join(f"{host.name}: {why}" for host, why in failures.items())

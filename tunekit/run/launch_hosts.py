@@ -1,16 +1,19 @@
 """A run on several hosts, from its folder, which all of them see, to the end of its processes on all of them."""
 
+import contextlib
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from tunekit.errors import PlanError
+from tunekit.errors import PlanError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Listener
+from tunekit.run.group import GRACE_SECONDS, LOG
 from tunekit.run.hosts import Hosts, lost_error, unusable
-from tunekit.run.launch import GRACE_SECONDS, first_error, hand_on
+from tunekit.run.launch import supervise
 from tunekit.run.place import Place
 from tunekit.run.record import Record
 from tunekit.run.run import Run
@@ -44,59 +47,70 @@ def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) 
     """Train as a run folder says on hosts that see it, and come back when nothing runs on any of them.
 
     Args:
-        run: The run.
+        run: The run; it goes on from its newest complete checkpoint, if it has one.
         names: The hosts, as many as its plan has nodes.
         listener: Called with every event.
 
     Raises:
         TunekitError: Something that the user can mend went wrong, on any of the hosts.
     """
-    record = Record(run, Place(), listener)
-    try:
-        with Hosts(names) as hosts:
-            _work(run, hosts, record, listener)
-    except KeyboardInterrupt:
-        record.end("interrupted", "interrupted by the user")
-        raise
-    except BaseException as error:
-        if run.status()["phase"] != "failed":
-            record.end("failed", str(error))
-        raise
+    if run.plan.num_nodes != len(names):
+        raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="name as many")
+    run.begin()
+    supervise(run, lambda: _started(run, names), listener)
 
 
-def _work(run: Run, hosts: Hosts, record: Record, listener: Listener | None) -> None:
+@contextlib.contextmanager
+def _started(run: Run, names: Sequence[str]) -> Iterator["_Everywhere"]:
+    """The processes of a run on its hosts."""
     plan = run.plan
-    _check_folder(run, hosts)
-    of_a_node = plan.layout.num_processes // plan.num_nodes
-    folder = str(run.path.resolve())
-    hosts.start("tunekit.run.worker", [folder], of_a_node=of_a_node, environment=plan.environment)
-    record.write("hosts", hosts=hosts.describe())
-    with (run.path / "launcher.log").open("a", encoding="utf-8") as log:
+    with Hosts(names) as hosts, (run.path / LOG).open("a", encoding="utf-8") as log:
+        _check_folder(run, hosts)
+        words = ["tunekit.run.worker", str(run.path.resolve())]
+        hosts.start(words, num_local=plan.layout.num_processes // plan.num_nodes, environment=plan.environment)
+        Record(run, Place()).write("hosts", hosts=hosts.describe())
+        everywhere = _Everywhere(hosts, log)
         try:
-            _follow(run, hosts, listener, log)
+            yield everywhere
         except KeyboardInterrupt:
             hosts.end(GRACE_SECONDS)
             raise
-    codes = [host.ended for host in hosts.all]
-    if any(code != 0 for code in codes):
-        # What a process says of a host that is gone is not what went wrong, so the hosts come first.
+        # What is said by a process whose peer is gone is not what went wrong, so the hosts come first.
         lost = hosts.end()
         if lost:
             raise lost_error(lost)
-        raise first_error(run, next(code for code in codes if code))
 
 
-def _follow(run: Run, hosts: Hosts, listener: Listener | None, log: TextIO) -> None:
-    """Hand on what the processes say, until they end, or one of them fails, or a host is lost."""
-    offset = (run.path / "events.jsonl").stat().st_size
-    while any(host.ended is None for host in hosts.all) and not any(host.ended for host in hosts.all):
-        if hosts.silent:
-            return
-        for host, message in hosts.poll():
-            if message["said"] == "line":
-                print(f"{host.name}: {message['text']}", file=log, flush=True)
-        offset = hand_on(run, offset, listener)
-    hand_on(run, offset, listener)
+class _Everywhere:
+    """The processes of a run on all its hosts.
+
+    Args:
+        hosts: The hosts, on which they were started.
+        log: Where what they say is written to.
+    """
+
+    def __init__(self, hosts: Hosts, log: TextIO) -> None:
+        self._hosts = hosts
+        self._log = log
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each process by rank: minus the signal that ended it, None while it is there.
+
+        Raises:
+            HostLostError: A host is lost. It is named.
+        """
+        lost = self._hosts.silent
+        if lost:
+            raise lost_error([*lost, *(host for host in self._hosts.end() if host not in lost)])
+        return dict(enumerate(code for host in self._hosts.all for code in host.codes))
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone or a host is lost, at most so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(host.has_ended or host.is_silent for host in self._hosts.all):
+            for host, message in self._hosts.poll():
+                if message["said"] == "line":
+                    print(f"{host.name}: {message['text']}", file=self._log, flush=True)
 
 
 def _check_folder(run: Run, hosts: Hosts) -> None:

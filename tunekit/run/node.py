@@ -5,13 +5,11 @@ and ends them when it is told to, when its standard input ends, or when it has h
 that is cut off does not go on computing. Both sides speak in lines of JSON, and say something every `BEAT_SECONDS`.
 """
 
-import contextlib
 import json
 import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,10 +18,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tunekit.errors import PlanError
 from tunekit.probe.hardware import probe_node
+from tunekit.run.group import Group, Share
 from tunekit.run.network import infiniband, way_to
 
 BEAT_SECONDS = 2
@@ -49,8 +46,8 @@ class Node:
     def __init__(self) -> None:
         self._inbox: queue.Queue[Message | None] = queue.Queue()
         self._outbox: queue.Queue[Message] = queue.Queue()
-        self._group: subprocess.Popen[str] | None = None
-        self._relay = threading.Thread()
+        self._group: Group | None = None
+        self._codes: list[int | None] = []
         self._door: socket.socket | None = None
         self._heard = time.monotonic()
         self._answers: dict[str, Callable[..., Message]] = {
@@ -74,8 +71,8 @@ class Node:
 
     def _turn(self) -> bool:
         """Wait for a message, or a moment; whether there is still somebody there."""
-        if self._group is not None and self._group.poll() is not None:
-            self._tell_end(self._group)
+        if self._group is not None:
+            self._tell_codes(self._group)
         try:
             message = self._inbox.get(timeout=POLL_SECONDS)
         except queue.Empty:
@@ -120,49 +117,43 @@ class Node:
             return {"problem": str(error.strerror or error)}
         return {"problem": None}
 
-    def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the processes of this host, in a session of their own, under torchrun."""
-        if self._door is not None:
-            self._door.close()
+    def _start(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        num: int,
+        num_local: int,
+        node: int,
+        store: tuple[str, int],
+    ) -> None:
+        """Start the processes of this host."""
         # As in an activated environment: what torch compiles with is looked up by name.
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
-        self._group = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": path, **environment},
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._relay = threading.Thread(target=self._pass_on, args=(self._group,), daemon=True)
-        self._relay.start()
+        share = Share(num, num_local, node, (store[0], store[1]), self._door)
+        read, write = os.pipe()
+        with os.fdopen(write, "wb") as output:
+            self._group = Group(words, {"PATH": path, **environment}, output, share=share).__enter__()
+        if self._door is not None:
+            self._door.close()
+        threading.Thread(target=self._pass_on, args=(read,), daemon=True).start()
 
-    def _pass_on(self, group: subprocess.Popen[str]) -> None:
-        assert group.stdout is not None
-        for line in group.stdout:
-            self._say("line", text=line.rstrip("\n"))
+    def _pass_on(self, pipe: int) -> None:
+        with os.fdopen(pipe, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._say("line", text=line.rstrip("\n"))
 
     def _end(self, grace_seconds: float) -> None:
         """End the processes of this host: by asking, and after a while without."""
-        if self._group is None:
-            return
-        everybody = _family(self._group.pid)
-        if grace_seconds:
-            self._group.terminate()
-            psutil.wait_procs(everybody, timeout=grace_seconds)
-        # torchrun's processes have sessions of their own, so that no signal to its group reaches them.
-        for process in {*everybody, *_family(self._group.pid)}:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._group.wait()
-        self._tell_end(self._group)
+        if self._group is not None:
+            self._group.end(grace_seconds)
+            self._tell_codes(self._group)
 
-    def _tell_end(self, group: subprocess.Popen[str]) -> None:
-        self._group = None
-        self._relay.join(timeout=1)
-        self._say("ended", code=group.returncode)
+    def _tell_codes(self, group: Group) -> None:
+        """Say which processes ended, and how, where that is news."""
+        codes = list(group.codes().values())
+        if codes != self._codes:
+            self._codes = codes
+            self._say("codes", codes=codes)
 
     def _say(self, said: str, **fields: Any) -> None:
         self._outbox.put({"said": said, **fields})
@@ -195,14 +186,6 @@ def what_is_here() -> Message:
         return {**found, "hardware": probe_node().model_dump(mode="json"), "problem": None}
     except PlanError as error:
         return {**found, "hardware": None, "problem": str(error)}
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def main() -> None:
