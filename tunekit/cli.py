@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -84,8 +85,7 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
 
-    source, notes = _load(recipe, overrides)
-    _watch(notes, lambda progress: api.train(source, on_event=progress))
+    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -99,8 +99,50 @@ def launch(
 
     if nodes is None:
         raise TunekitError("nothing says where to train", hint="name machines with --nodes HOST,HOST")
-    source, notes = _load(recipe, overrides)
-    _watch(notes, lambda progress: api.launch(source, nodes=nodes.split(","), on_event=progress))
+    named = nodes.split(",")
+    _watch(
+        lambda on_event: api.launch(recipe, overrides or [], nodes=named, on_event=on_event), "the hosts and the data"
+    )
+
+
+@app.command(rich_help_panel=RUNS)
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    nodes: NodesOption = None,
+) -> None:
+    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
+    from tunekit import api
+
+    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
+
+
+def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
+    """Show a run as it goes, in the one process that does so.
+
+    Args:
+        start: Starts it, with what is to be told of its events.
+        what: What is read first, in words.
+    """
+    from tunekit.display import Progress, make_console
+    from tunekit.run.place import place_of
+
+    progress = Progress(make_console()) if place_of().is_main else None
+    if progress is not None:
+        progress.console.print(f"[dim]reading {what}[/dim]")
+    try:
+        # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        start(progress)
+    except KeyboardInterrupt:
+        if progress is not None:
+            progress.stop()
+            print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except BaseException:
+        if progress is not None:
+            progress.stop()
+        raise
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -340,26 +382,6 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
-
-
-def _watch(notes: list[str], train: "Callable[[Listener], object]") -> None:
-    """Show a run as it goes, whatever becomes of it."""
-    from tunekit.display import Progress, make_console
-
-    console = make_console()
-    for note in notes:
-        console.print(f"note: {note}")
-    progress = Progress(console)
-    console.print("[dim]reading the data and the model's files[/dim]")
-    try:
-        train(progress)
-    except KeyboardInterrupt:
-        progress({"event": "phase", "phase": "interrupted"})
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except TunekitError:
-        progress({"event": "phase", "phase": "failed"})
-        raise
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

@@ -9,6 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.recipe.schema import Recipe
+
+ACCELERATE = {
+    "ACCELERATE_USE_FSDP": (("true", "1"), "FSDP", "leave it out, and see parallel.strategy in the recipe"),
+    "ACCELERATE_USE_DEEPSPEED": (("true", "1"), "DeepSpeed", "leave it out, and see parallel.strategy in the recipe"),
+    "ACCELERATE_MIXED_PRECISION": (("bf16", "fp16", "fp8"), "mixed precision", "leave it out, and see model.dtype"),
+}
+"""Variables in which `accelerate launch` hands on what it was asked for: values to refuse, what they mean, and what to
+do. The rest of its configuration is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,32 @@ def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     several = f"{launch.num_nodes} nodes by {launch.launcher}, all taken to be like this one"
     notes = [several] if launch.num_nodes > 1 else []
     return num_used, "; ".join([*notes, note] if note else notes) or None
+
+
+def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
+    """A recipe that asks for as many processes as a launcher has started, where one has.
+
+    Raises:
+        PlanError: It contradicts the launcher, or the launcher was asked for what the plan decides.
+    """
+    launch = read_launch(environment)
+    if launch is None or launch.num_processes is None:
+        return recipe
+    asked, num = recipe.parallel, launch.num_processes
+    if asked.num_processes not in (None, num):
+        raise PlanError(
+            f"parallel.num_processes: {asked.num_processes} contradicts {launch.launcher}, which started {num}",
+            hint="leave it out, or start as many",
+        )
+    if asked.max_restarts:
+        raise PlanError(
+            f"parallel.max_restarts: these are the processes of {launch.launcher}, which alone can start them again",
+            hint="leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
+        )
+    for name, (values, what, hint) in ACCELERATE.items():
+        if environment.get(name, "").lower() in values:
+            raise PlanError(f"accelerate launch was asked for {what}, which the plan decides ({name})", hint=hint)
+    return recipe.model_copy(update={"parallel": asked.model_copy(update={"num_processes": num})})
 
 
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
+from tunekit.run.events import FINAL_PHASES
+from tunekit.run.run import Run
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""
@@ -64,6 +67,29 @@ def newest_complete(run_folder: Path) -> Newest:
             return Newest(step, folder, tuple(skipped))
         skipped.append(f"{folder.name}: {fault}")
     return Newest(skipped=tuple(skipped))
+
+
+def check_resumable(run: Run) -> Newest:
+    """Where a run can be gone on with.
+
+    Raises:
+        RunError: It is finished or still alive, or has nothing to go on from.
+    """
+    state = run.state
+    if state == "finished":
+        raise RunError(f"{run.name} is finished", hint="`tunekit train` makes another run")
+    if state not in FINAL_PHASES and state != "died":
+        raise RunError(
+            f"{run.name} is {state} in process {run.status()['pid']}", hint="wait for its end, or interrupt it first"
+        )
+    newest = newest_complete(run.path)
+    if newest.path is None:
+        skipped = "".join(f"; {words}" for words in newest.skipped)
+        raise RunError(
+            f"{run.name} has no complete checkpoint to go on from{skipped}",
+            hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}",
+        )
+    return newest
 
 
 def _step_of(folder: Path) -> int | None:

@@ -26,7 +26,7 @@ def remembered_interrupts(*, sigterm: bool = True) -> Iterator[threading.Event]:
     asked = threading.Event()
     in_main_thread = threading.current_thread() is threading.main_thread()
     signals = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
-    if sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if sigterm and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.default_int_handler):
         signals.append(signal.SIGTERM)
     if not in_main_thread or not signals:
         yield asked

@@ -6,7 +6,6 @@ and starts them anew where the recipe allows it.
 """
 
 import contextlib
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from tunekit.run.events import Listener, read_events
 from tunekit.run.group import LOG, Group
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.place import Place
-from tunekit.run.record import ERRORS, INTERRUPTED, Record, errors_of
+from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
 from tunekit.run.worker import work
 
@@ -43,6 +42,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     """
     recipe, plan = run.recipe, run.plan
     run.begin()
+    forget_errors(run)
     if plan.layout.num_processes == 1 and not recipe.parallel.max_restarts and not in_notebook():
         work(run, listener)
         return
@@ -141,7 +141,7 @@ class _Supervisor:
         return failure
 
     def _train_once(self) -> _Failure | None:
-        shutil.rmtree(self.run.path / ERRORS, ignore_errors=True)
+        forget_errors(self.run)
         try:
             return self._end_of_all()
         except TunekitError as error:
@@ -178,18 +178,17 @@ class _Supervisor:
             silent: Ranks that were there to the last.
         """
         log = self.run.path / LOG
-        told = errors_of(self.run)
-        for words in told:
-            if words["kind"] != ExchangeError.__name__:
-                return _Failure(_raised(words), is_the_users=words["traceback"] is None)
+        told = next(iter(errors_of(self.run)), None)
+        if told is not None and told["kind"] != ExchangeError.__name__:
+            return _Failure(_raised(told), is_the_users=told["traceback"] is None)
         # A process that was aborted often is one that saw another end.
         for rank in sorted(
             (rank for rank, code in codes.items() if code < 0), key=lambda r: codes[r] == -signal.SIGABRT
         ):
             return _Failure(_killed(rank, signal.Signals(-codes[rank]), f"see {log}"))
-        for words in told:
+        if told is not None:
             not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
-            return _Failure(RunError(words["problem"] + not_heard, hint=words["hint"]))
+            return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
         rank, code = next(iter(codes.items()))
         return _Failure(RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=f"see {log}"))
 

@@ -1,11 +1,12 @@
 """What a run says of itself: events and status, written by one of its processes for all."""
 
 import json
+import shutil
 import time
 import traceback
 from typing import Any
 
-from tunekit.errors import TunekitError
+from tunekit.errors import ExchangeError, TunekitError
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
 from tunekit.run.run import Run
@@ -70,8 +71,13 @@ class Record:
         draft.replace(folder / f"rank-{self.place.rank}.json")
 
 
+def forget_errors(run: Run) -> None:
+    """Take away what the processes of an earlier attempt had to say."""
+    shutil.rmtree(run.path / ERRORS, ignore_errors=True)
+
+
 def errors_of(run: Run) -> list[dict[str, Any]]:
-    """What the processes of a run that failed had to say, the earliest first."""
+    """What the processes of a run that failed had to say: the earliest first, and last what only saw another end."""
     files = (run.path / ERRORS).glob("rank-*.json")
     told: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return sorted(told, key=lambda words: (words["time"], words["rank"]))
+    return sorted(told, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))
