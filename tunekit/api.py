@@ -176,7 +176,7 @@ def resume(
     """
     if not nodes:
         return _start(lambda: _resumable(run, on_event), on_event)
-    found = _resumable(run, on_event)
+    found = _resumable(run, on_event, nodes)
     launch_on(found, nodes, on_event)
     return found
 
@@ -195,8 +195,10 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) ->
     return run
 
 
-def _resumable(run: Run | str | Path, on_event: Callable[[Event], None] | None) -> Run:
-    """A run that can be gone on with, by these processes."""
+def _resumable(
+    run: Run | str | Path, on_event: Callable[[Event], None] | None, nodes: Sequence[str] | None = None
+) -> Run:
+    """A run that can be gone on with, by these processes, or on machines that are named."""
     found = run if isinstance(run, Run) else find_run(str(run))
     newest = check_resumable(found)
     plan, started = found.plan, place_of().num_processes
@@ -205,6 +207,8 @@ def _resumable(run: Run | str | Path, on_event: Callable[[Event], None] | None) 
             f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
             hint="start as many, or leave it to `tunekit resume` alone",
         )
+    if plan.num_nodes > 1 and started == 1 and not nodes:
+        raise PlanError(f"{found.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
     if on_event is not None:
         on_event({"event": "plan", "run": found, "plan": plan, "notes": [f"goes on from step {newest.step}"]})
     return found

@@ -1,0 +1,170 @@
+"""Several machines for real: network namespaces with addresses of their own, reached by ssh, that share their disk."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tunekit
+from tests.run.namespaces import Namespaces, missing, namespaces
+from tests.tiny import save_chats, save_tiny_model
+from tunekit.errors import PlanError, RunError
+from tunekit.run.hosts import BOUND_SECONDS, Hosts
+from tunekit.run.run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+NUM_STEPS = 40
+
+PATIENCE_SECONDS = 120
+"""How long a test waits for what takes ten seconds, on a machine that is busy."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Two hosts, and a third that commands are given on."""
+    with namespaces(3, tmp_path_factory.mktemp("hosts") / "ssh") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    recipe = {
+        "model": "model",
+        "data": {"train": "rows.jsonl", "max_length": 64},
+        "adapter": "full",
+        "train": {"max_steps": NUM_STEPS, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 4},
+        "output": {"sample_prompts": []},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(workspace):
+    """Losses of one process."""
+    before = Path.cwd()
+    os.chdir(workspace)
+    try:
+        return losses(tunekit.train("recipe.yaml", ["output.name=alone"]))
+    finally:
+        os.chdir(before)
+
+
+class Command:
+    """tunekit on a host, in a folder that all hosts see."""
+
+    def __init__(self, hosts: Namespaces, workspace: Path, *words: str) -> None:
+        self.process = subprocess.Popen(
+            hosts.inside(2, sys.executable, "-m", "tunekit", *words),
+            cwd=workspace,
+            env=hosts.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code and what it printed."""
+        words, _ = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, words
+
+
+def losses(run: Run) -> list[float]:
+    """Losses of all steps; of one that was done again the later."""
+    return list({event["step"]: event["loss"] for event in run.events() if event["event"] == "log"}.values())
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def two(hosts: Namespaces) -> list[str]:
+    return ["--nodes", ",".join(hosts.addresses[:2])]
+
+
+def test_two_hosts_train_as_one_process_does(hosts, workspace, expected):
+    folder = workspace / "two"
+    code, words = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts)).end()
+    assert code == 0, words
+    run = Run(folder)
+    assert (run.state, run.plan.num_nodes, run.plan.layout.num_processes) == ("finished", 2, 2)
+    assert losses(run) == pytest.approx(expected, abs=1e-5)
+    assert "10.77.0.1 (eth0), 10.77.0.2 (eth0)" in words
+    assert not hosts.processes()
+
+
+def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_host_is_back(hosts, workspace, expected):
+    folder = workspace / "cut"
+    command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts))
+    until(lambda: (folder / "checkpoints" / "checkpoint-4" / "manifest.json").exists())
+    hosts.link(1, "down")
+    try:
+        cut = time.monotonic()
+        code, words = command.end()
+        took = time.monotonic() - cut
+        print(f"{took:.1f} s from the cut to the message")
+        assert code == 2, words
+        assert "10.77.0.2: no sign of life" in words
+        assert "10.77.0.1:" not in words
+        assert took < 2 * BOUND_SECONDS
+        run = Run(folder)
+        assert run.state == "failed"
+        assert "10.77.0.2" in run.status()["exit_reason"]
+        assert run.status()["step"] < NUM_STEPS
+        # The other side of the cut ends by itself, though nobody can tell it to.
+        until(lambda: not [process for process in hosts.processes() if "tunekit" in " ".join(process.cmdline())])
+        print(f"{time.monotonic() - cut:.1f} s until nothing ran")
+    finally:
+        hosts.link(1, "up")
+    code, words = Command(hosts, workspace, "resume", str(folder), *two(hosts)).end()
+    assert code == 0, words
+    assert run.state == "finished"
+    assert losses(run) == pytest.approx(expected, abs=1e-5)
+
+
+def test_ctrl_c_ends_a_run_on_all_hosts(hosts, workspace):
+    folder = workspace / "interrupted"
+    command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts))
+    until(lambda: len([process for process in hosts.processes() if "tunekit.run.worker" in process.cmdline()]) == 2)
+    command.process.send_signal(signal.SIGINT)
+    code, words = command.end()
+    assert code == 130, words
+    assert Run(folder).state == "interrupted"
+    until(lambda: not hosts.processes())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [
+        ("10.77.0.1,10.77.0.9", r"^10\.77\.0\.9: .*No route to host"),
+        ("10.77.0.1,nobody@10.77.0.2", r"^nobody@10\.77\.0\.2: .*Permission denied"),
+        ("10.77.0.1,root@10.77.0.1", r"^root@10\.77\.0\.1: it is 10\.77\.0\.1 by another name"),
+        ("10.77.0.1,10.77.0.1", "10.77.0.1 is named twice"),
+    ],
+)
+def test_a_host_that_cannot_be_used_is_named_before_anything_starts(hosts, workspace, nodes, reason):
+    before = set(workspace.iterdir())
+    code, words = Command(hosts, workspace, "launch", "recipe.yaml", "--nodes", nodes).end()
+    assert code == 2, words
+    assert re.search(reason, words, re.MULTILINE), words
+    assert set(workspace.iterdir()) == before
+
+
+def test_a_name_that_ssh_would_take_for_an_option_is_none():
+    with pytest.raises(RunError, match="no name of a host"):
+        Hosts(["-oProxyCommand=true"])
