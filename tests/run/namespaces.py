@@ -6,6 +6,7 @@ off as a pulled cable does. All of it needs root on Linux, and is gone afterward
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import psutil
 NET = "10.77.0"
 """Beginning of the addresses. They are known in the namespaces only."""
 
-PORT = 22
+SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Namespaces:
         addresses: Their addresses; the namespaces have names of their own.
         folder: Where keys and configurations are, and `bin/ssh`, which uses them.
         names: Of the namespaces.
+        daemons: All sshd.
     """
 
     addresses: list[str]
     folder: Path
     names: list[str]
+    daemons: list[subprocess.Popen[bytes]]
 
     def inside(self, index: int, *command: str) -> list[str]:
         """A command as it is run on a host."""
@@ -55,6 +58,35 @@ class Namespaces:
                     found.append(process)
         return found
 
+    def serve(self, index: int, port: int = 22, mount: Sequence[str] = ()) -> None:
+        """Start an sshd on a host, and come back once it listens.
+
+        Args:
+            index: The host.
+            port: The port.
+            mount: Arguments of a `mount` that those who come in by this daemon find, and nobody else.
+        """
+        config, log = self.folder / f"sshd_config_{index}_{port}", self.folder / f"sshd_{index}_{port}.log"
+        config.write_text(
+            f"ListenAddress {self.addresses[index]}:{port}\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
+            f"AuthorizedKeysFile {self.folder}/authorized_keys\nStrictModes no\nPermitRootLogin prohibit-password\n"
+            # Hosts have what these tests are about: processors.
+            "SetEnv CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1\n",
+            encoding="ascii",
+        )
+        # Where sshd lets go of its rights; the service makes it, which may never have run here.
+        Path("/run/sshd").mkdir(exist_ok=True)
+        sshd = shutil.which("sshd", path=SYSTEM_PATH)
+        assert sshd is not None
+        # `ip netns exec` gives each command a mount namespace of its own.
+        first = f"{shlex.join(['mount', *mount])} && " if mount else ""
+        words = f"{first}exec {shlex.join([sshd, '-D', '-f', str(config), '-E', str(log)])}"
+        self.daemons.append(subprocess.Popen(self.inside(index, "sh", "-c", words)))
+        deadline = time.monotonic() + 10
+        while "Server listening" not in (log.read_text(encoding="utf-8") if log.exists() else ""):
+            assert self.daemons[-1].poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
+            time.sleep(0.02)
+
     def environment(self) -> dict[str, str]:
         """Variables for a command that is to find the hosts by ssh."""
         return {**os.environ, "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
@@ -65,7 +97,7 @@ def missing() -> str | None:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     for program in ("ip", "ssh", "sshd", "ssh-keygen"):
-        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        if shutil.which(program, path=SYSTEM_PATH) is None:
             return f"{program} is not installed: apt-get install iproute2 openssh-client openssh-server"
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
     return None if tried.returncode == 0 else f"network namespaces cannot be made: {tried.stderr.strip()}"
@@ -81,9 +113,8 @@ def namespaces(num: int, folder: Path) -> Iterator[Namespaces]:
     """
     stem = f"tk{os.getpid()}"
     bridge, names = f"{stem}b", [f"{stem}h{index}" for index in range(num)]
-    hosts = Namespaces([f"{NET}.{index + 1}" for index in range(num)], folder, names)
+    hosts = Namespaces([f"{NET}.{index + 1}" for index in range(num)], folder, names, [])
     _write_keys(folder)
-    daemons: list[subprocess.Popen[bytes]] = []
     try:
         _run("ip", "netns", "add", bridge)
         _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
@@ -96,10 +127,10 @@ def namespaces(num: int, folder: Path) -> Iterator[Namespaces]:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
         for index in range(num):
-            daemons.append(_sshd(hosts, index))
+            hosts.serve(index)
         yield hosts
     finally:
-        for daemon in daemons:
+        for daemon in hosts.daemons:
             daemon.kill()
             daemon.wait()
         for name in names:
@@ -118,7 +149,7 @@ def _write_keys(folder: Path) -> None:
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     shutil.copy(folder / "user.pub", folder / "authorized_keys")
     key = " ".join((folder / "host.pub").read_text(encoding="ascii").split()[:2])
-    (folder / "known_hosts").write_text(f"{NET}.* {key}\n", encoding="ascii")
+    (folder / "known_hosts").write_text(f"* {key}\n", encoding="ascii")
     (folder / "ssh_config").write_text(
         "Host *\n"
         f"IdentityFile {folder}/user\nIdentitiesOnly yes\nUser root\n"
@@ -128,30 +159,6 @@ def _write_keys(folder: Path) -> None:
     wrapper = folder / "bin" / "ssh"
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n', encoding="ascii")
     wrapper.chmod(0o755)
-
-
-def _sshd(hosts: Namespaces, index: int, before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-    """The daemon of a host, once it listens."""
-    folder = hosts.folder
-    config = folder / f"sshd_config_{index}"
-    config.write_text(
-        f"ListenAddress {hosts.addresses[index]}:{PORT}\nHostKey {folder}/host\nPidFile none\nUsePAM no\n"
-        f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPermitRootLogin prohibit-password\n"
-        # Hosts have what these tests are about: processors.
-        "SetEnv CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1\n",
-        encoding="ascii",
-    )
-    # Where sshd lets go of its rights; the service makes it, which may never have run here.
-    Path("/run/sshd").mkdir(exist_ok=True)
-    sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    assert sshd is not None
-    log = folder / f"sshd_{index}.log"
-    daemon = subprocess.Popen(hosts.inside(index, sshd, "-D", "-f", str(config), "-E", str(log)))
-    deadline = time.monotonic() + 10
-    while "Server listening" not in (log.read_text(encoding="utf-8") if log.exists() else ""):
-        assert daemon.poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
-        time.sleep(0.02)
-    return daemon
 
 
 def _run(*command: str) -> str:

