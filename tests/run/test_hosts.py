@@ -18,7 +18,7 @@ import pytest
 import tunekit
 from tests.run.namespaces import Namespaces, missing, namespaces
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.errors import RunError
+from tunekit.errors import PlanError, RunError
 from tunekit.run.hosts import BOUND_SECONDS, Hosts
 from tunekit.run.run import Run
 
@@ -117,7 +117,7 @@ def test_two_hosts_train_as_one_process_does(hosts, workspace, expected):
     assert (run.state, run.plan.num_nodes, run.plan.layout.num_processes) == ("finished", 2, 2)
     assert losses(run) == pytest.approx(expected, abs=1e-5)
     assert "10.77.0.1 (eth0), 10.77.0.2 (eth0)" in words
-    assert not hosts.processes()
+    until(lambda: not hosts.processes())
 
 
 def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_host_is_back(hosts, workspace, expected):
@@ -142,6 +142,8 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
         print(f"{time.monotonic() - cut:.1f} s until nothing ran")
     finally:
         hosts.link(1, "up")
+    with pytest.raises(PlanError, match="planned for 2 nodes"):
+        tunekit.resume(folder)
     code, words = Command(hosts, workspace, "resume", str(folder), *two(hosts)).end()
     assert code == 0, words
     assert run.state == "finished"
@@ -173,20 +175,27 @@ def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_h
 
 
 @pytest.mark.parametrize(
-    ("nodes", "reason"),
+    ("nodes", "override", "reason"),
     [
-        ("10.77.0.1,10.77.0.9", r"^10\.77\.0\.9: .*No route to host"),
-        ("10.77.0.1,nobody@10.77.0.2", r"^nobody@10\.77\.0\.2: .*Permission denied"),
-        ("10.77.0.1,root@10.77.0.1", r"^root@10\.77\.0\.1: it is 10\.77\.0\.1 by another name"),
-        ("10.77.0.1,10.77.0.1", "10.77.0.1 is named twice"),
+        ("10.77.0.1,10.77.0.9", "", r"^10\.77\.0\.9: .*No route to host"),
+        ("10.77.0.1,nobody@10.77.0.2", "", r"^nobody@10\.77\.0\.2: .*Permission denied"),
+        ("10.77.0.1,root@10.77.0.1", "", r"^root@10\.77\.0\.1: it is 10\.77\.0\.1 by another name"),
+        ("10.77.0.1,10.77.0.1", "", "10.77.0.1 is named twice"),
+        ("10.77.0.1,10.77.0.2", "parallel.num_processes=3", "3 processes cannot be spread evenly over 2 hosts"),
     ],
 )
-def test_a_host_that_cannot_be_used_is_named_before_anything_starts(hosts, workspace, nodes, reason):
-    before = set(workspace.iterdir())
-    code, words = Command(hosts, workspace, "launch", "recipe.yaml", "--nodes", nodes).end()
-    assert code == 2, words
-    assert re.search(reason, words, re.MULTILINE), words
-    assert set(workspace.iterdir()) == before
+def test_what_cannot_be_launched_is_refused_with_the_hosts_name_before_rows_are_read(
+    hosts, workspace, nodes, override, reason
+):
+    def runs() -> list[Path]:
+        return sorted((workspace / "runs").glob("*"))
+
+    before = runs()
+    words = ["launch", "recipe.yaml", *filter(None, [override]), "--nodes", nodes]
+    code, said = Command(hosts, workspace, *words).end()
+    assert code == 2, said
+    assert re.search(reason, said, re.MULTILINE), said
+    assert runs() == before
 
 
 def test_a_name_that_ssh_would_take_for_an_option_is_none():

@@ -38,8 +38,14 @@ def _threads(hardware: Hardware, of_a_node: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores // of_a_node))}
 
 
-def environment_reasons(environment: Mapping[str, str]) -> Iterator[Reason]:
-    """What is set, for the plan."""
+def environment_reasons(environment: Mapping[str, str], num_nodes: int) -> Iterator[Reason]:
+    """What is set, and what each node finds by itself, for the plan."""
     if environment:
         choice = ", ".join(f"{name}={value}" for name, value in environment.items())
         yield Reason(topic="environment", choice=choice, why="set in every process before torch is imported")
+    if num_nodes > 1:
+        yield Reason(
+            topic="network",
+            choice="the interface on the way to the first node",
+            why="each node finds its own, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name one",
+        )

@@ -117,7 +117,7 @@ def resolve(
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
-            *environment_reasons(environment),
+            *environment_reasons(environment, chosen.candidate.num_nodes),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),
