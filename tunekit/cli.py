@@ -56,6 +56,14 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
 ]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="HOST,HOST",
+        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+    ),
+]
 
 
 def main() -> None:
@@ -80,14 +88,32 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
 
 
+@app.command(rich_help_panel=TRAIN)
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: NodesOption = None,
+) -> None:
+    """Train on other machines than this one, or on several."""
+    from tunekit import api
+
+    if nodes is None:
+        raise TunekitError("nothing says where to train", hint="name machines with --nodes HOST,HOST")
+    named = nodes.split(",")
+    _watch(
+        lambda on_event: api.launch(recipe, overrides or [], nodes=named, on_event=on_event), "the hosts and the data"
+    )
+
+
 @app.command(rich_help_panel=RUNS)
 def resume(
     run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    nodes: NodesOption = None,
 ) -> None:
     """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
     from tunekit import api
 
-    _watch(lambda on_event: api.resume(run, on_event=on_event), "the run")
+    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
 
 
 def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
@@ -321,9 +347,28 @@ def show_run(
 
 
 @app.command(rich_help_panel=RUNS)
-def doctor() -> None:
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+    ] = None,
+    overrides: OverridesArgument = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+    ] = False,
+    nodes: NodesOption = None,
+) -> None:
     """Say what is installed, what the machine has, and what is missing for which feature."""
-    from tunekit.display import diagnosis_table, make_console
+    from tunekit.display import diagnosis_table, exchange_table, make_console
+
+    if network:
+        from tunekit import api
+
+        exchange = api.check_network(recipe, overrides or [], nodes=nodes.split(",") if nodes else None)
+        make_console().print(exchange_table(exchange))
+        return
+    if recipe is not None or nodes is not None:
+        raise TunekitError("a recipe and --nodes go with --network", hint="add --network")
     from tunekit.doctor import diagnose
 
     make_console().print(diagnosis_table(diagnose()))

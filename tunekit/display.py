@@ -28,6 +28,7 @@ from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
 from tunekit.planner.speed import duration
+from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
 from tunekit.run.run import Run
 
@@ -79,6 +80,8 @@ class Progress:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "hosts":
+            self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
@@ -174,6 +177,12 @@ class Progress:
         held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
         tail += "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
         self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
+
+
+def hosts_words(hosts: Sequence[Event]) -> str:
+    """The hosts of a run, with the way by which each reaches the others."""
+    ways = ((host["name"], [host["interface"] or "", *host["infiniband"]]) for host in hosts)
+    return "hosts  " + ", ".join(f"{name} ({' '.join(filter(None, way)) or 'alone'})" for name, way in ways)
 
 
 def summary(result: Event, run: Run) -> RenderableType:
@@ -314,6 +323,21 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     if hardware is not None and (hardware.accelerators or hardware.unused):
         parts[1:1] = ["", _accelerator_table(hardware)]
     return Group(*parts)
+
+
+def exchange_table(exchange: Exchange) -> RenderableType:
+    """How fast ranks exchange data, beside what their slowest link lets expect."""
+    link = exchange.expected
+    expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
+    table = Table("collective", box=None, padding=(0, 3, 0, 0))
+    for column in ("size", "time", "bus bandwidth", "expected"):
+        table.add_column(column, justify="right")
+    for one in exchange.measured:
+        size = f"{one.size_bytes / 2**20:g} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:g} KiB"
+        speed = f"{one.bus_bytes_per_second / 1e9:.3g} GB/s"
+        table.add_row(one.collective, size, f"{one.seconds * 1e3:.3g} ms", speed, expected)
+    ranks = Text(f"{exchange.num_ranks} ranks, {exchange.backend}", style="bold")
+    return Group(ranks, hosts_words(exchange.hosts), "", table)
 
 
 def _accelerator_table(hardware: Hardware) -> Table:

@@ -64,3 +64,7 @@ class RunError(TunekitError):
 
 class ExchangeError(RunError):
     """A process of a run waited in vain for another, whose own error says more if it left one."""
+
+
+class HostLostError(RunError):
+    """A host of a run is silent, or what ran there was ended."""

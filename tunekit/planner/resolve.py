@@ -122,7 +122,7 @@ def resolve(
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
             *deepspeed_reasons(layout, found.gradient_accumulation_steps, recipe.train.optim),
-            *environment_reasons(environment),
+            *environment_reasons(environment, chosen.candidate.num_nodes),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),

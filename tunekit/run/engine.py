@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
 from tunekit.run import fsdp2, tensor_parallel, zero
+from tunekit.run.network import name_interface_to_main
 from tunekit.run.place import Place
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def join(plan: Plan, place: Place) -> None:
     """Make the process group of a run, before anything of Accelerate's is made."""
     if plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero"):
         return
+    if plan.num_nodes > 1:
+        name_interface_to_main()
     import torch
 
     timeout = timedelta(seconds=plan.timeout_seconds)

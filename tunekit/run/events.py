@@ -3,6 +3,7 @@
 Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
 
 - `phase`: `phase`, one of PHASES
+- `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.run.hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.run.verify`)
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,

@@ -1,4 +1,4 @@
-"""The processes of a run on one machine: how they are started, find each other, and end.
+"""The processes of a run on a machine: how they are started, find each other, and end.
 
 Each is in a session of its own, so that Ctrl-C in a terminal or a notebook reaches only the process that started them,
 the supervisor, which then ends them all. They follow it: when it is gone, whatever the reason, they end by themselves.
@@ -15,11 +15,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
-
-from tunekit.planner.plan import Plan
+from typing import IO, Self
 
 SUPERVISOR = "TUNEKIT_SUPERVISOR"
 """Variable that tells a process the pid of the one that started it."""
@@ -40,17 +40,67 @@ LAUNCHERS_OWN = ("ACCELERATE_", "FSDP_")
 """Beginnings of variables with which `accelerate launch` configures what it starts, which the plan does here."""
 
 
-class Group:
-    """Processes that work on a run, from the beginning of a `with` block; at its end none is left.
+@dataclass(frozen=True)
+class Share:
+    """The processes of a group that are on this node.
 
-    Args:
-        folder: The run folder.
-        plan: How many there are, and what they find in their environment.
+    Attributes:
+        num: Processes of all nodes.
+        num_local: Processes of each node.
+        node: Number of this one.
+        store: Address and port of the store.
+        listener: The socket that listens there, on the first node.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder = folder
-        self._plan = plan
+    num: int
+    num_local: int
+    node: int
+    store: tuple[str, int]
+    listener: socket.socket | None
+
+    def places(self, local_rank: int) -> dict[str, str]:
+        """What tells a process its place and where the store is, with torchrun's variables."""
+        rank = self.node * self.num_local + local_rank
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.num,
+            "LOCAL_WORLD_SIZE": self.num_local,
+            "MASTER_ADDR": self.store[0],
+            "MASTER_PORT": self.store[1],
+            # The store is there: nobody is to open one when the process group is made.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        if rank == 0 and self.listener is not None:
+            places[STORE_SOCKET] = self.listener.fileno()
+        return {name: str(value) for name, value in places.items()} if self.num > 1 else {}
+
+
+class Group:
+    """Processes of a module, from the beginning of a `with` block; at its end none is left.
+
+    Args:
+        words: The module's dotted name, and arguments for it.
+        environment: Variables that each finds.
+        output: Where they write to.
+        num: How many there are on this machine, where they are all on it.
+        share: Which of them are here, where there are others elsewhere.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        *,
+        num: int = 1,
+        share: Share | None = None,
+    ) -> None:
+        self._words = words
+        self._environment = environment
+        self._output = output
+        self._num = num
+        self._share = share
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -77,59 +127,47 @@ class Group:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
-    def end(self) -> None:
+    def end(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """End all of them: by asking, and those that are left after a while, or after another Ctrl-C, without."""
         try:
-            if None in self.codes().values():
+            if None in self.codes().values() and grace_seconds:
                 self._signal(signal.SIGTERM)
-                self.wait(GRACE_SECONDS)
+                self.wait(grace_seconds)
         finally:
             # Also where a process has ended itself: those that load its rows may still be there.
             self._signal(signal.SIGKILL)
             self.wait(GRACE_SECONDS)
 
     def _start(self) -> None:
-        num = self._plan.layout.num_processes
-        command = [sys.executable, "-P", "-m", "tunekit.run.worker", str(self._folder)]
+        if self._share is not None:
+            self._start_share(self._share)
+            return
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._start_share(Share(self._num, self._num, 0, listener.getsockname()[:2], listener))
+
+    def _start_share(self, share: Share) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_OWN)}
         # They find modules where this process does: a notebook may have added to its path.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        environment = {**inherited, "PYTHONPATH": path, **self._plan.environment, SUPERVISOR: str(os.getpid())}
-        with socket.create_server(("127.0.0.1", 0)) as listener, (self._folder / LOG).open("ab") as log:
-            for rank in range(num):
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env={**environment, **(_places(rank, num, listener) if num > 1 else {})},
-                        pass_fds=[listener.fileno()] if rank == 0 else [],
-                        start_new_session=True,
-                    )
+        environment = {**inherited, "PYTHONPATH": path, **self._environment, SUPERVISOR: str(os.getpid())}
+        for local_rank in range(share.num_local):
+            places = share.places(local_rank)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", *self._words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    env={**environment, **places},
+                    pass_fds=[int(places[STORE_SOCKET])] if STORE_SOCKET in places else [],
+                    start_new_session=True,
                 )
+            )
 
     def _signal(self, sign: signal.Signals) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, sign)
-
-
-def _places(rank: int, num: int, listener: socket.socket) -> dict[str, str]:
-    """What tells a process its place and where the store is, with torchrun's variables."""
-    address, port = listener.getsockname()
-    places = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": num,
-        "LOCAL_WORLD_SIZE": num,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        # The store is there: nobody is to open one when the process group is made.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        **({STORE_SOCKET: listener.fileno()} if rank == 0 else {}),
-    }
-    return {name: str(value) for name, value in places.items()}
 
 
 def is_supervised() -> bool:

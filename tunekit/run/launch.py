@@ -5,14 +5,15 @@ to survive its process. Otherwise this process supervises: it hands on what the 
 and starts them anew where the recipe allows it.
 """
 
+import contextlib
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tunekit import errors
-from tunekit.errors import ExchangeError, RunError, TunekitError
-from tunekit.planner.plan import Plan
+from tunekit.errors import ExchangeError, HostLostError, RunError, TunekitError
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener, read_events
 from tunekit.run.group import LOG, Group
@@ -47,7 +48,43 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     if alone and not recipe.parallel.max_restarts and not in_notebook():
         work(run, listener)
         return
-    _Supervisor(run, plan, listener).supervise(recipe.parallel.max_restarts)
+    words = ["tunekit.run.worker", str(run.path)]
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Group]:
+        with (
+            (run.path / LOG).open("ab") as log,
+            Group(words, plan.environment, log, num=plan.layout.num_processes) as group,
+        ):
+            yield group
+
+    supervise(run, start, listener)
+
+
+class Processes(Protocol):
+    """The processes of a run, wherever they are."""
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each by rank: minus the signal that ended it, None while it is there."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone, at most so long."""
+
+
+def supervise(
+    run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
+) -> None:
+    """Start the processes of a run, anew where the recipe allows it, and hand on what they write.
+
+    Args:
+        run: The run.
+        start: Starts them; none is left when its context is.
+        listener: Called with every event.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, in any of the processes.
+    """
+    _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
 
 
 def in_notebook() -> bool:
@@ -68,9 +105,14 @@ class _Failure:
 class _Supervisor:
     """Starts the processes of a run, and tells a listener what they write."""
 
-    def __init__(self, run: Run, plan: Plan, listener: Listener | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        start: Callable[[], contextlib.AbstractContextManager[Processes]],
+        listener: Listener | None,
+    ) -> None:
         self.run = run
-        self.plan = plan
+        self.start = start
         self.listener = listener
         self.record = Record(run, Place())
         _, self.offset = read_events(run.path / "events.jsonl")
@@ -102,7 +144,15 @@ class _Supervisor:
 
     def _train_once(self) -> _Failure | None:
         forget_errors(self.run)
-        with Group(self.run.path, self.plan) as group:
+        try:
+            return self._end_of_all()
+        except TunekitError as error:
+            # They did not start; or a host was lost, of which what they say themselves is the consequence.
+            return _Failure(error, is_the_users=not isinstance(error, HostLostError))
+
+    def _end_of_all(self) -> _Failure | None:
+        """Why processes ended too early, once all of them are gone."""
+        with self.start() as group:
             while None in (codes := group.codes()).values() and not any(codes.values()):
                 self._hand_on()
                 group.wait(POLL_SECONDS)
