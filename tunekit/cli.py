@@ -16,8 +16,10 @@ from tunekit.errors import PlanError, TunekitError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tunekit.planner.facts import Hardware
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
+    from tunekit.run.run import Run
 
 
 class Commands(TyperGroup):
@@ -89,6 +91,40 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     except TunekitError:
         progress({"event": "phase", "phase": "failed"})
         raise
+
+
+@app.command(rich_help_panel=TRAIN)
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
+    ] = False,
+    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[
+        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
+    ] = None,
+) -> None:
+    """Train on a cluster. The run folder lies on storage that its nodes share."""
+    from tunekit.display import make_console
+    from tunekit.run import slurm as slurm_jobs
+
+    if not slurm:
+        raise TunekitError("nothing says where", hint="give --slurm")
+    wishes = slurm_jobs.Wishes(time, partition, account, tuple(sbatch_arg or ()))
+    run, hardware = _make_run(recipe, overrides, on, num_nodes)
+    script = slurm_jobs.write_script(run, hardware, wishes)
+    if print_only:
+        print(script.read_text(encoding="utf-8"), end="")
+        return
+    make_console().print(f"job {slurm_jobs.submit(run, script)}; `tunekit runs` shows it")
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -309,6 +345,24 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
+
+
+def _make_run(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None
+) -> "tuple[Run, Hardware]":
+    """A run that is made here and will be started on nodes, and these."""
+    from rich.console import Console
+
+    from tunekit import api
+    from tunekit.display import Progress
+    from tunekit.run.cluster import nodes_of, with_all_nodes
+
+    source, notes = _load(recipe, overrides)
+    console = Console(stderr=True)
+    for note in notes:
+        console.print(f"note: {note}")
+    hardware = nodes_of(on, num_nodes)
+    return api.make_run(with_all_nodes(source, hardware), hardware=hardware, on_event=Progress(console)), hardware
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

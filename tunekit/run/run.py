@@ -3,6 +3,7 @@
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
     status.json    phase, step, process, and why it ended
+    job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
@@ -27,6 +28,7 @@ from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import FINAL_PHASES, Event, read_events
+from tunekit.run.job import read_job, state_of
 
 if TYPE_CHECKING:
     import pandas
@@ -105,10 +107,15 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The phase; `died` where the process is gone and had not said that it was done."""
+        """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
         status = self.status()
         if status["phase"] in FINAL_PHASES:
             return str(status["phase"])
+        job = read_job(self.path)
+        if job is not None:
+            return state_of(job, str(status["phase"]))
+        if status["phase"] == "queued":
+            return "queued"
         return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
 
     def events(self) -> list[Event]:

@@ -103,6 +103,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.save import save_model
+    from tunekit.run.stop import Stop
 
     began = time.time()
     record.enter("loading")
@@ -111,7 +112,14 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     chat = plan.data.format == "messages"
     _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
     record.enter("training")
+    stop = Stop()
+    if "SLURM_JOB_ID" in os.environ:
+        trainer.add_callback(stop)
     trainer.train()
+    if stop.is_early:
+        record.update_status(phase="queued", exit_reason="asked to make room")
+        record.write("phase", phase="queued")
+        return
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     record.enter("saving")
