@@ -1,5 +1,6 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -15,12 +16,15 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
-from tunekit.recipe.load import load_recipe
+from tunekit.probe.nodes import with_started
+from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.schema import Recipe
+from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
+from tunekit.run.place import place_of
 from tunekit.run.prepare import prepare, record
 from tunekit.run.quiet import library_words_to
-from tunekit.run.run import Run
+from tunekit.run.run import Run, find_run
 
 Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
@@ -148,11 +152,50 @@ def train(
     Raises:
         TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
     """
+    recipe = source.recipe if isinstance(source, Plan) else source
+    return _start(lambda: make_run(recipe, overrides, on_event=on_event), on_event)
+
+
+def resume(run: Run | str | Path, *, on_event: Callable[[Event], None] | None = None) -> Run:
+    """Go on with a run that was interrupted, failed or died, in its folder and by its plan, and return it.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        on_event: Called with every event as it happens.
+
+    Raises:
+        TunekitError: The run cannot be gone on with, or something that the user can mend went wrong again.
+    """
+    return _start(lambda: _resumable(run, on_event), on_event)
+
+
+def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
+    """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
+    place = place_of()
+    if place.num_processes > 1:
+        from tunekit.run.joined import train_joined
+
+        return train_joined(place, make, on_event)
     from tunekit.run.launch import launch
 
-    run = make_run(source.recipe if isinstance(source, Plan) else source, overrides, on_event=on_event)
+    run = make()
     launch(run, on_event)
     return run
+
+
+def _resumable(run: Run | str | Path, on_event: Callable[[Event], None] | None) -> Run:
+    """A run that can be gone on with, by these processes."""
+    found = run if isinstance(run, Run) else find_run(str(run))
+    newest = check_resumable(found)
+    plan, started = found.plan, place_of().num_processes
+    if started not in (1, plan.layout.num_processes):
+        raise PlanError(
+            f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
+            hint="start as many, or leave it to `tunekit resume` alone",
+        )
+    if on_event is not None:
+        on_event({"event": "plan", "run": found, "plan": plan, "notes": [f"goes on from step {newest.step}"]})
+    return found
 
 
 def make_run(
@@ -173,7 +216,9 @@ def make_run(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, notes = load_recipe_with_notes(source, overrides)
+    if hardware is None:
+        recipe = with_started(recipe, os.environ)
     _refuse_untrained(recipe)
     lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
@@ -186,7 +231,7 @@ def make_run(
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})
     return run
 
 

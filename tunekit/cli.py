@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,11 +15,14 @@ from typer.core import TyperGroup
 from tunekit.errors import PlanError, TunekitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import RenderableType
 
     from tunekit.planner.facts import Hardware
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
+    from tunekit.run.events import Listener
     from tunekit.run.run import Run
 
 
@@ -74,22 +78,46 @@ def _tunekit() -> None:
 def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
-    from tunekit.display import Progress, make_console
 
-    source, notes = _load(recipe, overrides)
-    console = make_console()
-    for note in notes:
-        console.print(f"note: {note}")
-    progress = Progress(console)
-    console.print("[dim]reading the data and the model's files[/dim]")
+    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
+
+
+@app.command(rich_help_panel=RUNS)
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+) -> None:
+    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
+    from tunekit import api
+
+    _watch(lambda on_event: api.resume(run, on_event=on_event), "the run")
+
+
+def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
+    """Show a run as it goes, in the one process that does so.
+
+    Args:
+        start: Starts it, with what is to be told of its events.
+        what: What is read first, in words.
+    """
+    from tunekit.display import Progress, make_console
+    from tunekit.run.place import place_of
+
+    progress = Progress(make_console()) if place_of().is_main else None
+    if progress is not None:
+        progress.console.print(f"[dim]reading {what}[/dim]")
     try:
-        api.train(source, on_event=progress)
+        # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        start(progress)
     except KeyboardInterrupt:
-        progress({"event": "phase", "phase": "interrupted"})
-        print("interrupted", file=sys.stderr)
+        if progress is not None:
+            progress.stop()
+            print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
-    except TunekitError:
-        progress({"event": "phase", "phase": "failed"})
+    except BaseException:
+        if progress is not None:
+            progress.stop()
         raise
 
 

@@ -78,6 +78,10 @@ class Progress:
             self._on_log(event)
         elif kind == "eval":
             self._on_eval(event)
+        elif kind == "restart":
+            self._on_restart(event)
+        elif kind == "resume":
+            self._on_resume(event)
         elif kind == "warning":
             self.console.print(Text(f"warning: {event['message']}", style="yellow"))
         elif kind == "result" and self._run is not None:
@@ -135,6 +139,16 @@ class Progress:
             self.stop()
         if phase == "loading":
             self.console.print(Text("loading the model", style="dim"))
+
+    def _on_restart(self, event: Event) -> None:
+        self.stop()
+        words = f"{event['reason']}\nrestart {event['attempt']}, from step {event['step']}"
+        self.console.print(Text(words, style="yellow"))
+
+    def _on_resume(self, event: Event) -> None:
+        for words in event["skipped"]:
+            self.console.print(Text(f"skipped {words}", style="yellow"))
+        self.console.print(Text(f"going on from step {event['step']}", style="dim"))
 
     def _on_log(self, event: Event) -> None:
         numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"

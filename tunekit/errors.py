@@ -60,3 +60,7 @@ class DependencyError(TunekitError):
 
 class RunError(TunekitError):
     """A run cannot be started, found or read, or it failed."""
+
+
+class ExchangeError(RunError):
+    """A process of a run waited in vain for another, whose own error says more if it left one."""

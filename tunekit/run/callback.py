@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from tunekit.errors import RunError
 from tunekit.planner.memory import Part
+from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.memory import held_bytes, resident_bytes
 from tunekit.run.record import Record
 from tunekit.run.verify import verify
@@ -148,7 +149,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written."""
-        path = self.record.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
+        """Say where a checkpoint was written, once every process has done its part."""
+        path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
+        self.trainer.accelerator.wait_for_everyone()
+        if self.record.place.is_main:
+            complete(path, self.plan, step=state.global_step)
         self.record.write("checkpoint", step=state.global_step, path=str(path))
         self._waiting_since = time.perf_counter()

@@ -8,10 +8,14 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `eval`: `step`, `eval_loss` and the method's own measures
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
+- `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
+- `resume`: `step`, `path` of the checkpoint, and `skipped`, newer ones with what is wrong with them
 - `warning`: `message`
 - `result`: the summary of a finished run; memory as planned and as used at the peak, in all and of tensors alone, and
   `held_bytes`, what weights, adapters, gradients and optimizer states took in the first step
 - `error`: `message`
+
+A step is told of twice where a run went on from a checkpoint before it: the later word counts.
 """
 
 import json

@@ -4,6 +4,8 @@ import json
 import subprocess
 from pathlib import Path
 
+from tunekit.run.events import FINAL_PHASES
+
 JOB = "job.json"
 """Name of the file of a run folder that says which job it is."""
 
@@ -30,13 +32,13 @@ def state_of(job_id: str, phase: str) -> str:
 
     Args:
         job_id: Slurm's number of the job.
-        phase: What the run itself said last, and that it was not its end.
+        phase: What the run itself said last. After the end of a job that was interrupted, Slurm may start it again.
     """
     state = _slurm_state(job_id)
     if state is None:
         return phase
     if not state:
-        return "died"
+        return phase if phase in FINAL_PHASES else "died"
     if state in WAITING:
         return "queued"
     return "starting" if phase == "queued" else phase

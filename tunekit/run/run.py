@@ -69,8 +69,7 @@ class Run:
             "step": 0,
             "num_steps": num_steps,
             "started": time.time(),
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
+            **_this_process(),
             "exit_reason": None,
         }
         _write_status(path, status)
@@ -105,18 +104,22 @@ class Run:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
 
+    def begin(self) -> None:
+        """Say that the run starts, or goes on, and lives as long as this process."""
+        self.update_status(phase="starting", exit_reason=None, **_this_process())
+
     @property
     def state(self) -> str:
         """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
         status = self.status()
-        if status["phase"] in FINAL_PHASES:
-            return str(status["phase"])
+        phase = str(status["phase"])
         job = read_job(self.path)
-        if job is not None:
-            return state_of(job, str(status["phase"]))
-        if status["phase"] == "queued":
-            return "queued"
-        return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
+        if job is not None and phase != "finished":
+            return state_of(job, phase)
+        # A job that was printed waits until somebody submits it.
+        if phase in FINAL_PHASES or phase == "queued":
+            return phase
+        return phase if _is_alive(status["pid"], status["process_started"]) else "died"
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -254,6 +257,10 @@ def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}.json"
     draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time()}
 
 
 def _is_alive(pid: int, started: float) -> bool:

@@ -1,7 +1,7 @@
 """What a process does in a run: read the folder, load, train, save. It decides nothing: the plan did.
 
 The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
-`python -m tunekit.run.worker FOLDER` by torchrun, and finds its place in its environment.
+`python -m tunekit.run.worker FOLDER`, by tunekit or by another launcher, and finds its place in its environment.
 """
 
 import os
@@ -14,18 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.errors import RunError, TunekitError
+from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import FullAdapter, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
+from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
+from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.place import Place, place_of
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import Record
+from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
@@ -39,13 +42,14 @@ SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
 
 
-def work(run: Run, listener: Listener | None = None, place: Place | None = None) -> None:
-    """Train as the run folder says, in this process. The status says how it ended, whatever happens.
+def work(run: Run, listener: Listener | None = None, place: Place | None = None, *, supervised: bool = False) -> None:
+    """Train as the run folder says, in this process, from its newest complete checkpoint if it has one.
 
     Args:
         run: The run.
         listener: Called with every event.
         place: Which of its processes this is; its only one where left out.
+        supervised: Whether another process says how the run ended. Otherwise the status does, whatever happens.
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
@@ -53,26 +57,34 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None)
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    try:
-        with (
-            log.open("a", encoding="utf-8") as stream,
-            library_words_to(stream),
-            remembered_interrupts() as asked_to_stop,
-        ):
-            _train(run, record, asked_to_stop)
-    except KeyboardInterrupt:
-        record.end("interrupted", "interrupted by the user")
-        raise
-    except TunekitError as error:
-        record.write_error(error)
-        record.end("failed", str(error))
-        raise
-    except BaseException as error:
-        record.write_error(error)
-        with log.open("a", encoding="utf-8") as stream:
-            traceback.print_exc(file=stream)
-        record.end("failed", f"{type(error).__name__}: {error}")
-        raise
+    with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
+        try:
+            with log.open("a", encoding="utf-8") as stream, library_words_to(stream):
+                _train(run, record, asked_to_stop)
+        except BaseException as error:
+            # Where all are interrupted, some end before others, who then see that and not their own interrupt.
+            interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
+            if not interrupted:
+                record.write_error(error)
+            if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
+                with log.open("a", encoding="utf-8") as stream:
+                    traceback.print_exc(file=stream)
+            if not supervised:
+                record.end(*_how_it_ended(run, None if interrupted else error))
+            if interrupted and not isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
+
+
+def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
+    """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
+    if isinstance(error, TunekitError):
+        return "failed", str(error)
+    if error is not None:
+        return "failed", f"{type(error).__name__}: {error}"
+    # A launcher ends the others with the same signals where one of them has failed.
+    told = errors_of(run)
+    return ("failed", f"rank {told[0]['rank']}: {told[0]['problem']}") if told else ("interrupted", INTERRUPTED)
 
 
 def log_name(place: Place) -> str:
@@ -93,9 +105,13 @@ def _train(run: Run, record: Record, asked_to_stop: Event) -> None:
         _load_train_save(run, record, watch, recipe, plan)
         leave()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise _memory_error(run, plan, watch, error) from error
+        problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
+        if problem is None:
             raise
-        raise _memory_error(run, plan, watch, error) from error
+        hint = f"what the others did last stands in {run.path / 'log*.txt'}"
+        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
 
 
 def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
@@ -110,12 +126,16 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = plan.data.format == "messages"
-    _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+    newest = same_everywhere(newest_complete(run.path), record.place)
+    if newest.path is not None:
+        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+    else:
+        _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
     record.enter("training")
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
     if stop.is_early:
         record.update_status(phase="queued", exit_reason="asked to make room")
         record.write("phase", phase="queued")
@@ -139,16 +159,22 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     from tunekit.planner.shortage import change_that_fits
     from tunekit.run.memory import shortage
 
-    found, status = shortage(plan, watch.held, watch.context_bytes, error), run.status()
-    where = status["phase"]
-    if where == "training":
-        step = status["step"]
-        where = f"step {step + 1}" if watch.is_in_step else f"evaluation after step {step}"
+    found = shortage(plan, watch.held, watch.context_bytes, error)
     words = found.words()
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes)
     return RunError(
-        f"{where}: {plan.device.name} is out of memory{': ' * bool(words)}{words}", hint=f"{change}\n{found.table()}"
+        f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
+        hint=f"{change}\n{found.table()}",
     )
+
+
+def _where(run: Run, watch: "Watch", between: str) -> str:
+    """How far a run is, in words; `between` is what precedes the step behind which it is."""
+    status = run.status()
+    if status["phase"] != "training":
+        return str(status["phase"])
+    step = status["step"]
+    return f"step {step + 1}" if watch.is_in_step else f"{between} step {step}"
 
 
 def _build(
@@ -281,8 +307,13 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
 
 def main() -> None:
     """Work as one of the processes of the run whose folder is the only argument."""
+    supervised = is_supervised()
+    if supervised:
+        follow_supervisor()
+    store = open_store()
     try:
-        work(Run(sys.argv[1]), place=place_of())
+        work(Run(sys.argv[1]), place=place_of(), supervised=supervised)
+        del store  # It was the others' too, to the end.
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
