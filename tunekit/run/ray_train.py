@@ -14,7 +14,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.run.events import Listener, read_events
 from tunekit.run.place import Place
-from tunekit.run.record import Record
+from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             "--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'"
         ) from error
     from tunekit.run.engine import backend_of
-    from tunekit.run.launch import _first_error
+    from tunekit.run.launch import raised
 
+    run.begin()
+    forget_errors(run)
     plan, folder = run.plan, run.path.resolve()
     record = Record(run, Place(), listener)
     trainer = TorchTrainer(
@@ -69,12 +71,11 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             with _told(run, listener):
                 trainer.fit()
         except KeyboardInterrupt:
-            record.end("interrupted", "interrupted by the user")
+            record.end("interrupted", INTERRUPTED)
             raise
         except TrainingFailedError as error:
-            failure = _first_error(run, 1)
-            if run.status()["phase"] != "failed":
-                record.end("failed", str(failure))
+            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {error}", hint="see `ray status`"))
+            record.end("failed", str(failure))
             raise failure from error
 
 
@@ -104,7 +105,7 @@ def _work(config: dict[str, Any]) -> None:
         num_processes=context.get_world_size(),
         num_local=context.get_local_world_size(),
     )
-    work(Run(config["folder"]), place=place)
+    work(Run(config["folder"]), place=place, supervised=True)
 
 
 @contextlib.contextmanager
