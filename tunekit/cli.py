@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from tunekit.display import Progress
     from tunekit.planner.facts import Hardware
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
@@ -126,6 +127,8 @@ def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
     on: Annotated[
         str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
     ] = None,
@@ -133,6 +136,9 @@ def launch(
     print_only: Annotated[
         bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
     ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+    ] = None,
     time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
@@ -140,19 +146,76 @@ def launch(
         list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
     ] = None,
 ) -> None:
-    """Train on a cluster. The run folder lies on storage that its nodes share."""
-    from tunekit.display import make_console
-    from tunekit.run import slurm as slurm_jobs
+    """Train on a cluster. But for --sky, the run folder lies on storage that its nodes share."""
+    if slurm + ray + sky != 1:
+        raise TunekitError("it is to be said where to launch", hint="give one of --slurm, --ray and --sky")
+    if slurm:
+        _launch_slurm(
+            recipe,
+            overrides,
+            on,
+            num_nodes,
+            print_only=print_only,
+            time=time,
+            partition=partition,
+            account=account,
+            sbatch_args=tuple(sbatch_arg or ()),
+        )
+    elif ray:
+        _launch_ray(recipe, overrides, on, num_nodes, address)
+    else:
+        _launch_sky(recipe, overrides, on, num_nodes, print_only=print_only)
 
-    if not slurm:
-        raise TunekitError("nothing says where", hint="give --slurm")
-    wishes = slurm_jobs.Wishes(time, partition, account, tuple(sbatch_arg or ()))
-    run, hardware = _make_run(recipe, overrides, on, num_nodes)
-    script = slurm_jobs.write_script(run, hardware, wishes)
+
+def _launch_slurm(
+    recipe: str,
+    overrides: list[str] | None,
+    on: str | None,
+    num_nodes: int | None,
+    *,
+    print_only: bool,
+    **wishes: Any,
+) -> None:
+    from tunekit.display import make_console
+    from tunekit.run.slurm import Wishes, submit, write_script
+
+    run, hardware, _ = _make_run(recipe, overrides, on, num_nodes)
+    script = write_script(run, hardware, Wishes(**wishes))
     if print_only:
         print(script.read_text(encoding="utf-8"), end="")
-        return
-    make_console().print(f"job {slurm_jobs.submit(run, script)}; `tunekit runs` shows it")
+    else:
+        make_console().print(f"job {submit(run, script)}; `tunekit runs` shows it")
+
+
+def _launch_ray(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, address: str | None
+) -> None:
+    from tunekit.run.ray_train import train_on_ray
+
+    run, _, progress = _make_run(recipe, overrides, on, num_nodes)
+    try:
+        train_on_ray(run, address, progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        progress.stop()
+
+
+def _launch_sky(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, *, print_only: bool
+) -> None:
+    from tunekit.display import make_console
+    from tunekit.run.sky import launch_task, write_task
+
+    if on is None:
+        raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
+    run, _, _ = _make_run(recipe, overrides, on, num_nodes)
+    task = write_task(run, on)
+    if print_only:
+        print(task.read_text(encoding="utf-8"), end="")
+    else:
+        make_console().print(f"started; when it is done, its results are fetched by: {launch_task(run, task)}")
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -377,8 +440,8 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
 
 def _make_run(
     recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None
-) -> "tuple[Run, Hardware]":
-    """A run that is made here and will be started on nodes, and these."""
+) -> "tuple[Run, Hardware, Progress]":
+    """A run that is made here and will be started on nodes, these, and what shows it."""
     from rich.console import Console
 
     from tunekit import api
@@ -389,8 +452,9 @@ def _make_run(
     console = Console(stderr=True)
     for note in notes:
         console.print(f"note: {note}")
-    hardware = nodes_of(on, num_nodes)
-    return api.make_run(with_all_nodes(source, hardware), hardware=hardware, on_event=Progress(console)), hardware
+    hardware, progress = nodes_of(on, num_nodes), Progress(console)
+    run = api.make_run(with_all_nodes(source, hardware), hardware=hardware, on_event=progress)
+    return run, hardware, progress
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

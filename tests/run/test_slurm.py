@@ -183,7 +183,9 @@ def test_the_printed_script_asks_for_the_nodes_of_the_plan(recipe, tmp_path):
     """Planned for machines that are not here, with a name that the shell and Slurm would each read otherwise."""
     folder = tmp_path / "it's 100% mine"
     nodes = nodes_of("2x8xh100", None)
-    run = api.make_run({**recipe, "train": {**recipe["train"], "global_batch_size": 16}}, [f"output.dir={folder}"], hardware=nodes)
+    run = api.make_run(
+        {**recipe, "train": {**recipe["train"], "global_batch_size": 16}}, [f"output.dir={folder}"], hardware=nodes
+    )
     wishes = Wishes("01:00:00", "gpu", "me", ["--qos=high"])
     script = write_script(run, nodes, wishes)
     lines = script.read_text().splitlines()

@@ -43,9 +43,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
         from ray.train import FailureConfig, RunConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer
     except ModuleNotFoundError as error:
-        raise DependencyError(
-            "--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'"
-        ) from error
+        raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
     from tunekit.run.engine import backend_of
     from tunekit.run.launch import raised
 

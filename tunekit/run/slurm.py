@@ -112,7 +112,7 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     limit = None if wishes.time is None else seconds_of(wishes.time)
     if limit is not None and limit <= notice:
         raise RunError(
-            f"--time {wishes.time}: a checkpoint is saved {notice} s before the limit, which is no later than the start",
+            f"--time {wishes.time}: a checkpoint is saved {notice} s before the limit, which is before the start",
             hint=f"give it more than {notice // 60 + 1} minutes",
         )
     yield f"--job-name={shlex.quote(run.name)}"
