@@ -297,8 +297,14 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     return PlanError(
         f"{asked}: there is no such layout for {_machine(setting)} and a batch of "
         f"{setting.recipe.train.global_batch_size}",
-        hint="leave some of it to the plan",
+        hint="leave some of it to the plan" + _multiple_of(setting),
     )
+
+
+def _multiple_of(setting: Setting) -> str:
+    """What to do where processes are asked for that the batch cannot be divided over."""
+    num, batch = setting.recipe.parallel.num_processes, setting.recipe.train.global_batch_size
+    return f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
 
 
 def what_would_fit(setting: Setting) -> str:

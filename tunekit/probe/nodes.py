@@ -163,8 +163,8 @@ def _srun(environment: Mapping[str, str]) -> Launch | None:
     if not tasks or tasks == 1 or not nodes:
         return None
     # `2(x3)` where three nodes have two tasks each, `2,1` where they differ.
-    alike = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    local = int(alike[1]) if alike else -(-tasks // nodes)
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local = max(map(int, counts), default=-(-tasks // nodes))
     return _started("srun", "SLURM_STEP_NUM_TASKS", tasks, nodes, local, environment, ("SLURM_PROCID", "SLURM_LOCALID"))
 
 

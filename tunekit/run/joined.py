@@ -34,6 +34,9 @@ SEEN_SECONDS = 30
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Ports for the store: below those that systems give to programs that do not care."""
 
+LINGER_SECONDS = 3
+"""How long the others stay for the first one then."""
+
 LEAVE_SECONDS = 60
 """How long the first process stays for the others where it made no run."""
 
@@ -162,6 +165,8 @@ def _learned(store: Any, place: Place) -> Run:
         said |= _hear(store, "go")
     if "code" in said:
         store.add("left", 1)
+        # The first process says what is wrong, which a launcher would stop it from as soon as another has ended.
+        time.sleep(LINGER_SECONDS)
         raise SystemExit(said["code"])
     return Run(said["path"])
 
