@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from tunekit.display import Progress
+    from tunekit.planner.facts import Hardware
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
     from tunekit.run.events import Listener
+    from tunekit.run.run import Run
 
 
 class Commands(TyperGroup):
@@ -143,6 +146,102 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
         if progress is not None:
             progress.stop()
         raise
+
+
+@app.command(rich_help_panel=TRAIN)
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+    ] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[
+        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
+    ] = None,
+) -> None:
+    """Train on a cluster. But for --sky, the run folder lies on storage that its nodes share."""
+    if slurm + ray + sky != 1:
+        raise TunekitError("it is to be said where to launch", hint="give one of --slurm, --ray and --sky")
+    if slurm:
+        _launch_slurm(
+            recipe,
+            overrides,
+            on,
+            num_nodes,
+            print_only=print_only,
+            time=time,
+            partition=partition,
+            account=account,
+            sbatch_args=tuple(sbatch_arg or ()),
+        )
+    elif ray:
+        _launch_ray(recipe, overrides, on, num_nodes, address)
+    else:
+        _launch_sky(recipe, overrides, on, num_nodes, print_only=print_only)
+
+
+def _launch_slurm(
+    recipe: str,
+    overrides: list[str] | None,
+    on: str | None,
+    num_nodes: int | None,
+    *,
+    print_only: bool,
+    **wishes: Any,
+) -> None:
+    from tunekit.display import make_console
+    from tunekit.run.slurm import Wishes, submit, write_script
+
+    run, hardware, _ = _make_run(recipe, overrides, on, num_nodes)
+    script = write_script(run, hardware, Wishes(**wishes))
+    if print_only:
+        print(script.read_text(encoding="utf-8"), end="")
+    else:
+        make_console().print(f"job {submit(run, script)}; `tunekit runs` shows it")
+
+
+def _launch_ray(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, address: str | None
+) -> None:
+    from tunekit.run.ray_train import train_on_ray
+
+    run, _, progress = _make_run(recipe, overrides, on, num_nodes)
+    try:
+        train_on_ray(run, address, progress)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        progress.stop()
+
+
+def _launch_sky(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, *, print_only: bool
+) -> None:
+    from tunekit.display import make_console
+    from tunekit.run.sky import launch_task, write_task
+
+    if on is None:
+        raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
+    run, _, _ = _make_run(recipe, overrides, on, num_nodes)
+    task = write_task(run, on)
+    if print_only:
+        print(task.read_text(encoding="utf-8"), end="")
+    else:
+        make_console().print(f"started; when it is done, its results are fetched by: {launch_task(run, task)}")
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -382,6 +481,25 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
+
+
+def _make_run(
+    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None
+) -> "tuple[Run, Hardware, Progress]":
+    """A run that is made here and will be started on nodes, these, and what shows it."""
+    from rich.console import Console
+
+    from tunekit import api
+    from tunekit.display import Progress
+    from tunekit.run.cluster import nodes_of, with_all_nodes
+
+    source, notes = _load(recipe, overrides)
+    console = Console(stderr=True)
+    for note in notes:
+        console.print(f"note: {note}")
+    hardware, progress = nodes_of(on, num_nodes), Progress(console)
+    run = api.make_run(with_all_nodes(source, hardware), hardware=hardware, on_event=progress)
+    return run, hardware, progress
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

@@ -25,16 +25,20 @@ def join(plan: Plan, place: Place) -> None:
         name_interface_to_main()
     import torch
 
-    timeout = timedelta(seconds=plan.timeout_seconds)
     if plan.device.kind == "cuda":
         torch.cuda.set_device(place.local_rank)
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-    else:
-        torch.distributed.init_process_group("gloo", timeout=timeout)
-        if plan.layout.strategy == "fsdp2":
-            fsdp2.let_accelerate_shard_on_a_cpu()
+    # Ray makes the group itself.
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend_of(plan), timeout=timedelta(seconds=plan.timeout_seconds))
+    if plan.device.kind == "cpu" and plan.layout.strategy == "fsdp2":
+        fsdp2.let_accelerate_shard_on_a_cpu()
     if plan.layout.strategy.startswith("zero"):
         zero.join(plan)
+
+
+def backend_of(plan: Plan) -> str:
+    """What carries the exchanges of a run, by torch's names."""
+    return "cpu:gloo,cuda:nccl" if plan.device.kind == "cuda" else "gloo"
 
 
 def leave() -> None:

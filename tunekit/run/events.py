@@ -35,8 +35,8 @@ from typing import Any
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-PHASES = ("starting", "loading", "training", "saving", "finished", "failed", "interrupted")
-"""What a run can be at; the last three are final."""
+PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "failed", "interrupted")
+"""What a run can be at: `queued` where a cluster is to start it, at first or again; the last three are final."""
 
 FINAL_PHASES = PHASES[-3:]
 

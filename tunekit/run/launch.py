@@ -182,7 +182,7 @@ class _Supervisor:
         log = self.run.path / LOG
         told = next(iter(errors_of(self.run)), None)
         if told is not None and told["kind"] != ExchangeError.__name__:
-            return _Failure(_raised(told), is_the_users=told["traceback"] is None)
+            return _Failure(raised(told), is_the_users=told["traceback"] is None)
         # A process that was aborted often is one that saw another end.
         for rank in sorted(
             (rank for rank, code in codes.items() if code < 0), key=lambda r: codes[r] == -signal.SIGABRT
@@ -201,7 +201,7 @@ def _killed(rank: int, sign: signal.Signals, hint: str) -> RunError:
     return RunError(f"rank {rank} was ended by {sign.name}", hint=hint)
 
 
-def _raised(words: dict[str, Any]) -> Exception:
+def raised(words: dict[str, Any]) -> Exception:
     """The error that a process wrote down."""
     if words["traceback"] is None:
         kind: type[TunekitError] = vars(errors)[words["kind"]]

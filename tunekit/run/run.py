@@ -3,6 +3,7 @@
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
     status.json    phase, step, process, and why it ended
+    job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
     log-1.txt ...  the same from the other processes, where there are several
@@ -29,6 +30,7 @@ from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import FINAL_PHASES, Event, read_events
+from tunekit.run.job import read_job, state_of
 
 if TYPE_CHECKING:
     import pandas
@@ -110,13 +112,18 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The phase; `died` where the process is gone and had not said that it was done."""
+        """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
         status = self.status()
-        if status["phase"] in FINAL_PHASES:
-            return str(status["phase"])
+        phase = str(status["phase"])
+        job = read_job(self.path)
+        if job is not None and phase != "finished":
+            return state_of(job, phase)
+        # A job that was printed waits until somebody submits it.
+        if phase in FINAL_PHASES or phase == "queued":
+            return phase
         # Of another machine, such as the first node of a job, nothing can be seen from here.
         is_here = status.get("host", os.uname().nodename) == os.uname().nodename
-        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else str(status["phase"])
+        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else phase
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""

@@ -124,6 +124,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
+    from tunekit.run.stop import Stop
 
     began = time.time()
     record.enter("loading")
@@ -144,7 +145,14 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         before_steps(trainer, plan)
 
     watch.before_training = look
+    stop = Stop()
+    if "SLURM_JOB_ID" in os.environ:
+        trainer.add_callback(stop)
     trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+    if stop.is_early:
+        record.update_status(phase="queued", exit_reason="asked to make room")
+        record.write("phase", phase="queued")
+        return
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     record.enter("saving")
