@@ -91,23 +91,6 @@ def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
     _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
 
 
-@app.command(rich_help_panel=TRAIN)
-def launch(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    nodes: NodesOption = None,
-) -> None:
-    """Train on other machines than this one, or on several."""
-    from tunekit import api
-
-    if nodes is None:
-        raise TunekitError("nothing says where to train", hint="name machines with --nodes HOST,HOST")
-    named = nodes.split(",")
-    _watch(
-        lambda on_event: api.launch(recipe, overrides or [], nodes=named, on_event=on_event), "the hosts and the data"
-    )
-
-
 @app.command(rich_help_panel=RUNS)
 def resume(
     run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
@@ -152,6 +135,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
 def launch(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
+    nodes: NodesOption = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
     sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
@@ -172,10 +156,12 @@ def launch(
         list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
     ] = None,
 ) -> None:
-    """Train on a cluster. But for --sky, the run folder lies on storage that its nodes share."""
-    if slurm + ray + sky != 1:
-        raise TunekitError("it is to be said where to launch", hint="give one of --slurm, --ray and --sky")
-    if slurm:
+    """Train on other machines. But for --sky, the run folder lies on storage that they share."""
+    if (nodes is not None) + slurm + ray + sky != 1:
+        raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
+    if nodes is not None:
+        _launch_hosts(recipe, overrides, nodes.split(","))
+    elif slurm:
         _launch_slurm(
             recipe,
             overrides,
@@ -191,6 +177,14 @@ def launch(
         _launch_ray(recipe, overrides, on, num_nodes, address)
     else:
         _launch_sky(recipe, overrides, on, num_nodes, print_only=print_only)
+
+
+def _launch_hosts(recipe: str, overrides: list[str] | None, nodes: list[str]) -> None:
+    from tunekit import api
+
+    _watch(
+        lambda on_event: api.launch(recipe, overrides or [], nodes=nodes, on_event=on_event), "the hosts and the data"
+    )
 
 
 def _launch_slurm(
