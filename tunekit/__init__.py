@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, plan, sweep, train
+    from tunekit.api import compare, data_report, fit, plan, resume, sweep, train
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
@@ -38,6 +38,7 @@ __all__ = [
     "list_runs",
     "load_recipe",
     "plan",
+    "resume",
     "sweep",
     "train",
 ]
@@ -56,6 +57,7 @@ _HOMES = {
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "resume": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
 }

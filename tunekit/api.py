@@ -1,5 +1,6 @@
 """The verbs: the single path that the command line, notebooks and every other door go through."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -15,12 +16,17 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
-from tunekit.recipe.load import load_recipe
+from tunekit.probe.nodes import with_started
+from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.schema import GRPOMethod, Recipe, SFTMethod
+from tunekit.run.bandwidth import Exchange, measure
+from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
+from tunekit.run.launch_hosts import for_hosts, launch_on
+from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
-from tunekit.run.run import Run
+from tunekit.run.run import Run, find_run
 
 Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
@@ -148,10 +154,89 @@ def train(
     Raises:
         TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
     """
+    recipe = source.recipe if isinstance(source, Plan) else source
+    return _start(lambda: make_run(recipe, overrides, on_event=on_event), on_event)
+
+
+def resume(
+    run: Run | str | Path,
+    *,
+    nodes: Sequence[str] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Go on with a run that was interrupted, failed or died, in its folder and by its plan, and return it.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        nodes: Machines, named as for `launch`; this one where left out.
+        on_event: Called with every event as it happens.
+
+    Raises:
+        TunekitError: The run cannot be gone on with, or something that the user can mend went wrong again.
+    """
+    if not nodes:
+        return _start(lambda: _resumable(run, on_event), on_event)
+    found = _resumable(run, on_event, nodes)
+    launch_on(found, nodes, on_event)
+    return found
+
+
+def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
+    """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
+    place = place_of()
+    if place.num_processes > 1:
+        from tunekit.run.joined import train_joined
+
+        return train_joined(place, make, on_event)
+    run = make()
     from tunekit.run.launch import launch
 
-    run = make_run(source.recipe if isinstance(source, Plan) else source, overrides, on_event=on_event)
     launch(run, on_event)
+    return run
+
+
+def _resumable(
+    run: Run | str | Path, on_event: Callable[[Event], None] | None, nodes: Sequence[str] | None = None
+) -> Run:
+    """A run that can be gone on with, by these processes, or on machines that are named."""
+    found = run if isinstance(run, Run) else find_run(str(run))
+    newest = check_resumable(found)
+    plan, started = found.plan, place_of().num_processes
+    if started not in (1, plan.layout.num_processes):
+        raise PlanError(
+            f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
+            hint="start as many, or leave it to `tunekit resume` alone",
+        )
+    if plan.num_nodes > 1 and started == 1 and not nodes:
+        raise PlanError(f"{found.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
+    if on_event is not None:
+        on_event({"event": "plan", "run": found, "plan": plan, "notes": [f"goes on from step {newest.step}"]})
+    return found
+
+
+def launch(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: Sequence[str],
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Train on several machines that are reached by ssh, and return the finished run.
+
+    They share a disk, on which the run's folder is, and have the same interpreter and working directory as this one.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: The machines, as ssh knows them: `host`, `user@host`, `host:port`. The plan is made for what they have.
+        on_event: Called with every event of the run as it happens.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, on any of them.
+    """
+    recipe, hardware = for_hosts(load_recipe(source, overrides), nodes)
+    run = make_run(recipe, hardware=hardware, on_event=on_event)
+    launch_on(run, nodes, on_event)
     return run
 
 
@@ -173,7 +258,9 @@ def make_run(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, notes = load_recipe_with_notes(source, overrides)
+    if hardware is None:
+        recipe = with_started(recipe, os.environ)
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
@@ -186,8 +273,31 @@ def make_run(
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": prepared.notes})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})
     return run
+
+
+def check_network(
+    source: Source | None = None, overrides: Sequence[str] = (), *, nodes: Sequence[str] | None = None
+) -> Exchange:
+    """Measure how fast ranks exchange data: those of a recipe's plan, or those that the machines have room for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: Machines, named as for `launch`; this one where left out.
+
+    Raises:
+        TunekitError: The recipe cannot be planned, or a machine or a rank does not answer. It is named.
+    """
+    if source is None:
+        return measure(nodes or [None], of_a_node=None, environment={})
+    recipe, hardware = load_recipe(source, overrides), None
+    if nodes:
+        recipe, hardware = for_hosts(recipe, nodes)
+    planned = Lookup([None], here=hardware).plan(recipe)
+    of_a_node = planned.layout.num_processes // planned.num_nodes
+    return measure(nodes or [None], of_a_node=of_a_node, environment=planned.environment)
 
 
 def data_report(

@@ -28,6 +28,7 @@ from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
 from tunekit.planner.speed import duration
+from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
 from tunekit.run.run import Run
 
@@ -79,12 +80,18 @@ class Progress:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "hosts":
+            self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
             self._on_log(event)
         elif kind == "eval":
             self._on_eval(event)
+        elif kind == "restart":
+            self._on_restart(event)
+        elif kind == "resume":
+            self._on_resume(event)
         elif kind == "warning":
             self.console.print(Text(f"warning: {event['message']}", style="yellow"))
         elif kind == "result" and self._run is not None:
@@ -143,8 +150,18 @@ class Progress:
         if phase == "loading":
             self.console.print(Text("loading the model", style="dim"))
 
+    def _on_restart(self, event: Event) -> None:
+        self.stop()
+        words = f"{event['reason']}\nrestart {event['attempt']}, from step {event['step']}"
+        self.console.print(Text(words, style="yellow"))
+
+    def _on_resume(self, event: Event) -> None:
+        for words in event["skipped"]:
+            self.console.print(Text(f"skipped {words}", style="yellow"))
+        self.console.print(Text(f"going on from step {event['step']}", style="dim"))
+
     def _on_log(self, event: Event) -> None:
-        numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"
+        numbers = f"loss {float(event['loss']):.4f}  lr {event['learning_rate']:.2e}"
         if event["tokens_per_second"]:
             numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
         numbers += "".join(f"  {word} {event[name]:.3f}" for name, word in TOLD.items() if event.get(name) is not None)
@@ -159,7 +176,13 @@ class Progress:
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
         held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
         tail += "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
-        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
+        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
+
+
+def hosts_words(hosts: Sequence[Event]) -> str:
+    """The hosts of a run, with the way by which each reaches the others."""
+    ways = ((host["name"], [host["interface"] or "", *host["infiniband"]]) for host in hosts)
+    return "hosts  " + ", ".join(f"{name} ({' '.join(filter(None, way)) or 'alone'})" for name, way in ways)
 
 
 def summary(result: Event, run: Run) -> RenderableType:
@@ -301,6 +324,21 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
     if hardware is not None and (hardware.accelerators or hardware.unused):
         parts[1:1] = ["", _accelerator_table(hardware)]
     return Group(*parts)
+
+
+def exchange_table(exchange: Exchange) -> RenderableType:
+    """How fast ranks exchange data, beside what their slowest link lets expect."""
+    link = exchange.expected
+    expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
+    table = Table("collective", box=None, padding=(0, 3, 0, 0))
+    for column in ("size", "time", "bus bandwidth", "expected"):
+        table.add_column(column, justify="right")
+    for one in exchange.measured:
+        size = f"{one.size_bytes / 2**20:g} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:g} KiB"
+        speed = f"{one.bus_bytes_per_second / 1e9:.3g} GB/s"
+        table.add_row(one.collective, size, f"{one.seconds * 1e3:.3g} ms", speed, expected)
+    ranks = Text(f"{exchange.num_ranks} ranks, {exchange.backend}", style="bold")
+    return Group(ranks, hosts_words(exchange.hosts), "", table)
 
 
 def _accelerator_table(hardware: Hardware) -> Table:

@@ -60,3 +60,11 @@ class DependencyError(TunekitError):
 
 class RunError(TunekitError):
     """A run cannot be started, found or read, or it failed."""
+
+
+class ExchangeError(RunError):
+    """A process of a run waited in vain for another, whose own error says more if it left one."""
+
+
+class HostLostError(RunError):
+    """A host of a run is silent, or what ran there was ended."""

@@ -47,8 +47,14 @@ def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
     return {"DS_ACCELERATOR": hardware.device.kind} if layout.strategy.startswith("zero") else {}
 
 
-def environment_reasons(environment: Mapping[str, str]) -> Iterator[Reason]:
-    """What is set, for the plan."""
+def environment_reasons(environment: Mapping[str, str], num_nodes: int) -> Iterator[Reason]:
+    """What is set, and what each node finds by itself, for the plan."""
     if environment:
         choice = ", ".join(f"{name}={value}" for name, value in environment.items())
         yield Reason(topic="environment", choice=choice, why="set in every process before torch is imported")
+    if num_nodes > 1:
+        yield Reason(
+            topic="network",
+            choice="the interface on the way to the first node",
+            why="each node finds its own, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name one",
+        )

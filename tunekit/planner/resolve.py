@@ -18,6 +18,7 @@ from tunekit.planner.reasons import (
     adapter_reason,
     communication_reasons,
     data_reasons,
+    deepspeed_reasons,
     device_reason,
     kernels_reason,
     method_reasons,
@@ -120,7 +121,8 @@ def resolve(
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
-            *environment_reasons(environment),
+            *deepspeed_reasons(layout, found.gradient_accumulation_steps, recipe.train.optim),
+            *environment_reasons(environment, chosen.candidate.num_nodes),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),
@@ -300,8 +302,14 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     return PlanError(
         f"{asked}: there is no such layout for {_machine(setting)} and a batch of "
         f"{setting.recipe.train.global_batch_size}",
-        hint="leave some of it to the plan",
+        hint="leave some of it to the plan" + _multiple_of(setting),
     )
+
+
+def _multiple_of(setting: Setting) -> str:
+    """What to do where processes are asked for that the batch cannot be divided over."""
+    num, batch = setting.recipe.parallel.num_processes, setting.recipe.train.global_batch_size
+    return f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
 
 
 def what_would_fit(setting: Setting) -> str:

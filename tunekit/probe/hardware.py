@@ -74,7 +74,7 @@ def probe_node() -> Hardware:
 
 
 def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
-    """A machine with the nodes that the launcher gave.
+    """A machine with the nodes that the launcher gave; without accelerators its processes share the processor.
 
     Args:
         node: This node.
@@ -87,7 +87,7 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
     if launch is None:
         return node
     used, note = use_launch(launch, len(node.accelerators))
-    return node.model_copy(
+    hardware = node.model_copy(
         update={
             "accelerators": node.accelerators[:used],
             "unused": node.accelerators[used:] + node.unused,
@@ -95,6 +95,7 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
             "note": "; ".join(filter(None, (node.note, note))) or None,
         }
     )
+    return hardware.with_processes(launch.num_processes)
 
 
 def torch_build() -> TorchBuild:

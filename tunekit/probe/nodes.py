@@ -1,13 +1,23 @@
-"""How many machines a run has, by what the launcher wrote into the environment.
+"""How many machines a run has, and which of its processes this is, by what the launcher wrote into the environment.
 
-The innermost launcher counts: torchrun starts the processes, Slurm and SkyPilot give it the nodes. Only this node can
-be looked at; the others are taken to be like it, and the plan says so.
+The innermost launcher counts: torchrun, mpirun and srun start the processes, Slurm and SkyPilot give them the nodes.
+Only this node can be looked at; the others are taken to be like it, and the plan says so.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.recipe.schema import Recipe
+
+ACCELERATE = {
+    "ACCELERATE_USE_FSDP": (("true", "1"), "FSDP", "leave it out, and see parallel.strategy in the recipe"),
+    "ACCELERATE_USE_DEEPSPEED": (("true", "1"), "DeepSpeed", "leave it out, and see parallel.strategy in the recipe"),
+    "ACCELERATE_MIXED_PRECISION": (("bf16", "fp16", "fp8"), "mixed precision", "leave it out, and see model.dtype"),
+}
+"""Variables in which `accelerate launch` hands on what it was asked for: values to refuse, what they mean, and what to
+do. The rest of its configuration is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +27,21 @@ class Launch:
     launcher: str
     num_nodes: int
     num_local: int | None = None
-    """Processes on this node (torchrun), or accelerators that it was given (Slurm, SkyPilot); None where not said."""
+    """Processes on this node (torchrun, mpirun, srun), or accelerators that it was given (Slurm, SkyPilot); None where
+    not said."""
     starts_processes: bool = False
     """Whether `num_local` counts processes."""
     is_elsewhere: bool = False
     """Whether this process runs on none of the nodes, as on the login node of a cluster."""
+    rank: int = 0
+    """Number of this process among all that the launcher started."""
+    local_rank: int = 0
+    """Its number on its node."""
+
+    @property
+    def num_processes(self) -> int | None:
+        """All processes that the launcher started, where it does."""
+        return self.num_nodes * self.num_local if self.starts_processes and self.num_local else None
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
@@ -30,7 +50,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
     Raises:
         PlanError: What it says cannot be true.
     """
-    return _torchrun(environment) or _slurm(environment) or _skypilot(environment)
+    started = _torchrun(environment) or _mpirun(environment) or _srun(environment)
+    return started or _slurm(environment) or _skypilot(environment)
 
 
 def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
@@ -51,6 +72,32 @@ def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     return num_used, "; ".join([*notes, note] if note else notes) or None
 
 
+def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
+    """A recipe that asks for as many processes as a launcher has started, where one has.
+
+    Raises:
+        PlanError: It contradicts the launcher, or the launcher was asked for what the plan decides.
+    """
+    launch = read_launch(environment)
+    if launch is None or launch.num_processes is None:
+        return recipe
+    asked, num = recipe.parallel, launch.num_processes
+    if asked.num_processes not in (None, num):
+        raise PlanError(
+            f"parallel.num_processes: {asked.num_processes} contradicts {launch.launcher}, which started {num}",
+            hint="leave it out, or start as many",
+        )
+    if asked.max_restarts:
+        raise PlanError(
+            f"parallel.max_restarts: these are the processes of {launch.launcher}, which alone can start them again",
+            hint="leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
+        )
+    for name, (values, what, hint) in ACCELERATE.items():
+        if environment.get(name, "").lower() in values:
+            raise PlanError(f"accelerate launch was asked for {what}, which the plan decides ({name})", hint=hint)
+    return recipe.model_copy(update={"parallel": asked.model_copy(update={"num_processes": num})})
+
+
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     """How many of a node's accelerators the launcher leaves to a run, and what is to be said of it."""
     given = launch.num_local
@@ -62,7 +109,8 @@ def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
         if given > num_visible:
             raise PlanError(
                 f"{launch.launcher} runs {given} processes on this node, but this process sees {_devices(num_visible)}",
-                hint="start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES",
+                hint="start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES"
+                + "; give every task all accelerators of its node: --gpus-per-node" * (launch.launcher == "srun"),
             )
         return given, f"{launch.launcher} runs {given} processes on this node of {num_visible} accelerators"
     if given < num_visible:
@@ -92,12 +140,58 @@ def _torchrun(environment: Mapping[str, str]) -> Launch | None:
     if not local or not world:
         return None
     nodes = _count(environment, "GROUP_WORLD_SIZE") or _count(environment, "NNODES") or -(-world // local)
+    return _started("torchrun", "WORLD_SIZE", world, nodes, local, environment, ("RANK", "LOCAL_RANK"))
+
+
+def _mpirun(environment: Mapping[str, str]) -> Launch | None:
+    """What Open MPI tells the processes that it starts."""
+    local = _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    world = _count(environment, "OMPI_COMM_WORLD_SIZE")
+    if not local or not world:
+        return None
+    ranks = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return _started("mpirun", "OMPI_COMM_WORLD_SIZE", world, -(-world // local), local, environment, ranks)
+
+
+def _srun(environment: Mapping[str, str]) -> Launch | None:
+    """What Slurm tells the tasks of a step, where there are several.
+
+    SLURM_PROCID and SLURM_NTASKS are there in the script of a job too, which is no task; and a step of one task is a
+    shell, or a command that is to start its processes itself.
+    """
+    tasks, nodes = _count(environment, "SLURM_STEP_NUM_TASKS"), _count(environment, "SLURM_STEP_NUM_NODES")
+    if not tasks or tasks == 1 or not nodes:
+        return None
+    # `2(x3)` where three nodes have two tasks each, `2,1` where they differ.
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local = max(map(int, counts), default=-(-tasks // nodes))
+    return _started("srun", "SLURM_STEP_NUM_TASKS", tasks, nodes, local, environment, ("SLURM_PROCID", "SLURM_LOCALID"))
+
+
+def _started(
+    launcher: str, name: str, world: int, nodes: int, local: int, environment: Mapping[str, str], ranks: tuple[str, str]
+) -> Launch:
+    """What a launcher says that starts the processes.
+
+    Args:
+        launcher: Which.
+        name: Its variable of all processes.
+        world: All processes.
+        nodes: Nodes.
+        local: Processes on this node.
+        environment: Environment variables.
+        ranks: Its variables of this process among all, and on its node.
+
+    Raises:
+        PlanError: There are not as many processes on every node.
+    """
     if nodes * local != world:
         raise PlanError(
-            f"the launcher says WORLD_SIZE={world}, but {nodes} nodes with {local} processes each are {nodes * local}",
+            f"the launcher says {name}={world}, but {nodes} nodes with {local} processes each are {nodes * local}",
             hint="start the same number of processes on every node",
         )
-    return Launch("torchrun", nodes, local, starts_processes=True)
+    rank, local_rank = (_count(environment, name) or 0 for name in ranks)
+    return Launch(launcher, nodes, local, starts_processes=True, rank=rank, local_rank=local_rank)
 
 
 def _slurm(environment: Mapping[str, str]) -> Launch | None:

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from tunekit.errors import RunError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
+from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.memory import held_bytes, resident_bytes
 from tunekit.run.record import Record
 from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
@@ -160,9 +161,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written, and how the processes do."""
+        """Say where a checkpoint was written, once every process has done its part, and how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
-        path = self.record.run.path / "checkpoints" / f"checkpoint-{state.global_step}"
+        path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
+        self.trainer.accelerator.wait_for_everyone()
+        if self.record.place.is_main:
+            complete(path, self.plan, step=state.global_step)
         self.record.write("checkpoint", step=state.global_step, path=str(path))
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)

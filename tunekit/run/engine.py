@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
-from tunekit.run import fsdp2, zero
+from tunekit.run import fsdp2, tensor_parallel, zero
+from tunekit.run.network import name_interface_to_main
 from tunekit.run.place import Place
 
 if TYPE_CHECKING:
@@ -20,18 +21,24 @@ def join(plan: Plan, place: Place) -> None:
     """Make the process group of a run, before anything of Accelerate's is made."""
     if plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero"):
         return
+    if plan.num_nodes > 1:
+        name_interface_to_main()
     import torch
 
-    timeout = timedelta(seconds=plan.timeout_seconds)
     if plan.device.kind == "cuda":
         torch.cuda.set_device(place.local_rank)
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-    else:
-        torch.distributed.init_process_group("gloo", timeout=timeout)
-        if plan.layout.strategy == "fsdp2":
-            fsdp2.let_accelerate_shard_on_a_cpu()
+    # Ray makes the group itself.
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(backend_of(plan), timeout=timedelta(seconds=plan.timeout_seconds))
+    if plan.device.kind == "cpu" and plan.layout.strategy == "fsdp2":
+        fsdp2.let_accelerate_shard_on_a_cpu()
     if plan.layout.strategy.startswith("zero"):
         zero.join(plan)
+
+
+def backend_of(plan: Plan) -> str:
+    """What carries the exchanges of a run, by torch's names."""
+    return "cpu:gloo,cuda:nccl" if plan.device.kind == "cuda" else "gloo"
 
 
 def leave() -> None:
@@ -49,6 +56,8 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
         return {}
     if layout.strategy == "ddp":
         return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.timeout_seconds}
+    if layout.tp_size > 1:
+        return tensor_parallel.trainer_args(plan)
     if layout.strategy == "fsdp2":
         return fsdp2.trainer_args(plan)
     return zero.trainer_args(plan)
@@ -73,13 +82,15 @@ def weights_device(plan: Plan, place: Place) -> str | None:
 
 def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs before it wraps the model, in every process."""
-    if plan.layout.strategy == "fsdp2":
+    if plan.layout.tp_size > 1:
+        tensor_parallel.save_no_checkpoints(trainer)
+    elif plan.layout.strategy == "fsdp2":
         fsdp2.keep_losses_in_float32(trainer, plan)
 
 
 def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs once it has wrapped the model, in every process, before the first step."""
-    if plan.layout.strategy == "fsdp2":
+    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.gather_head(trainer)
 
 

@@ -3,6 +3,7 @@
 Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
 
 - `phase`: `phase`, one of PHASES
+- `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.run.hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.run.verify`)
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
@@ -11,6 +12,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `eval`: `step`, `eval_loss` and the method's own measures
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
+- `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
+- `resume`: `step`, `path` of the checkpoint, and `skipped`, newer ones with what is wrong with them
 - `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint
 - `warning`: `message`; for a process that the others wait for, its `rank` and `node`
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
@@ -18,6 +21,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
   weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
 - `error`: `message`
+
+A step is told of twice where a run went on from a checkpoint before it: the later word counts.
 """
 
 import json
@@ -30,8 +35,8 @@ from typing import Any
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-PHASES = ("starting", "loading", "training", "saving", "finished", "failed", "interrupted")
-"""What a run can be at; the last three are final."""
+PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "failed", "interrupted")
+"""What a run can be at: `queued` where a cluster is to start it, at first or again; the last three are final."""
 
 FINAL_PHASES = PHASES[-3:]
 

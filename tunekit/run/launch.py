@@ -1,118 +1,208 @@
 """From a run folder to processes that work on it, and an eye on them until they are gone.
 
-A run of one process is done in this one. More are started by torchrun, in a session of their own: Ctrl-C reaches
-this process only, which then ends all of them.
+A run of one process is done in this one, unless this is the kernel of a notebook, which is to stay free, or the run is
+to survive its process. Otherwise this process supervises: it hands on what the others write, says how the run ended,
+and starts them anew where the recipe allows it.
 """
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from tunekit import errors
-from tunekit.errors import RunError, TunekitError
-from tunekit.planner.plan import Plan
+from tunekit.errors import ExchangeError, HostLostError, RunError, TunekitError
+from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener, read_events
+from tunekit.run.group import LOG, Group
+from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.place import Place
-from tunekit.run.record import Record
+from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
 from tunekit.run.worker import work
 
 POLL_SECONDS = 0.1
-"""How often the events of the other processes are looked at."""
+"""How often the other processes and their events are looked at."""
 
-GRACE_SECONDS = 15
-"""How long processes have to end once they are asked to."""
+SETTLE_SECONDS = 3
+"""How long the others have to say what they saw, once one has failed."""
 
 
 def launch(run: Run, listener: Listener | None = None) -> None:
     """Train as a run folder says, in as many processes as its plan has, and come back when all are gone.
 
     Args:
-        run: The run.
+        run: The run; it goes on from its newest complete checkpoint, if it has one.
         listener: Called with every event.
 
     Raises:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
     """
-    plan = run.plan
-    if plan.layout.num_processes == 1:
+    recipe, plan = run.recipe, run.plan
+    run.begin()
+    forget_errors(run)
+    # DeepSpeed wants a process group for one process too.
+    alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
+    if alone and not recipe.parallel.max_restarts and not in_notebook():
         work(run, listener)
         return
-    _supervise(run, plan, listener)
+    words = ["tunekit.run.worker", str(run.path)]
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Group]:
+        with (
+            (run.path / LOG).open("ab") as log,
+            Group(words, plan.environment, log, num=plan.layout.num_processes) as group,
+        ):
+            yield group
+
+    supervise(run, start, listener)
 
 
-def _supervise(run: Run, plan: Plan, listener: Listener | None) -> None:
-    record = Record(run, Place(), listener)
-    with _group(run, plan) as process:
-        offset = 0
+class Processes(Protocol):
+    """The processes of a run, wherever they are."""
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each by rank: minus the signal that ended it, None while it is there."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone, at most so long."""
+
+
+def supervise(
+    run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
+) -> None:
+    """Start the processes of a run, anew where the recipe allows it, and hand on what they write.
+
+    Args:
+        run: The run.
+        start: Starts them; none is left when its context is.
+        listener: Called with every event.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, in any of the processes.
+    """
+    _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a group of processes ended too early."""
+
+    error: Exception
+    is_the_users: bool = False
+    """Whether the user has to mend something, so that another try would end in the same way."""
+
+
+class _Supervisor:
+    """Starts the processes of a run, and tells a listener what they write."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Callable[[], contextlib.AbstractContextManager[Processes]],
+        listener: Listener | None,
+    ) -> None:
+        self.run = run
+        self.start = start
+        self.listener = listener
+        self.record = Record(run, Place())
+        _, self.offset = read_events(run.path / "events.jsonl")
+
+    def supervise(self, max_restarts: int) -> None:
+        """Have the run done, with as many new starts."""
         try:
-            while process.poll() is None:
-                offset = _hand_on(run, offset, listener)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL_SECONDS)
+            with remembered_interrupts():
+                failure = self._train(max_restarts)
         except KeyboardInterrupt:
-            _end(process)
-            _hand_on(run, offset, listener)
-            record.end("interrupted", "interrupted by the user")
+            self.record.end("interrupted", INTERRUPTED)
             raise
-    _hand_on(run, offset, listener)
-    if process.returncode != 0:
-        error = _first_error(run, process.returncode)
-        if run.status()["phase"] != "failed":
-            record.end("failed", str(error))
-        raise error
-
-
-@contextlib.contextmanager
-def _group(run: Run, plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """The processes of a run on this machine, under one that ends when the last of them does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(plan.layout.num_processes), "-m", "tunekit.run.worker", str(run.path)]
-    environment = {**os.environ, **plan.environment}
-    with (
-        (run.path / "launcher.log").open("ab") as log,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        ) as process,
-    ):
-        try:
-            yield process
         finally:
-            _end(process)
+            self._hand_on()
+        if failure is not None:
+            self.record.end("failed", str(failure.error))
+            self._hand_on()
+            raise failure.error
+
+    def _train(self, max_restarts: int) -> _Failure | None:
+        failure = self._train_once()
+        for attempt in range(1, max_restarts + 1):
+            if failure is None or failure.is_the_users:
+                break
+            step = newest_complete(self.run.path).step
+            self.record.write("restart", attempt=attempt, step=step, reason=str(failure.error))
+            failure = self._train_once()
+        return failure
+
+    def _train_once(self) -> _Failure | None:
+        forget_errors(self.run)
+        try:
+            return self._end_of_all()
+        except TunekitError as error:
+            # They did not start; or a host was lost, of which what they say themselves is the consequence.
+            return _Failure(error, is_the_users=not isinstance(error, HostLostError))
+
+    def _end_of_all(self) -> _Failure | None:
+        """Why processes ended too early, once all of them are gone."""
+        with self.start() as group:
+            while None in (codes := group.codes()).values() and not any(codes.values()):
+                self._hand_on()
+                group.wait(POLL_SECONDS)
+            if not any(codes.values()):
+                return None
+            # In the order in which they ended.
+            ended = [rank for rank, code in codes.items() if code]
+            group.wait(SETTLE_SECONDS)
+            codes = group.codes()
+            ended += [rank for rank, code in codes.items() if code and rank not in ended]
+        return self._why({rank: codes[rank] or 0 for rank in ended}, [r for r, code in codes.items() if code is None])
+
+    def _hand_on(self) -> None:
+        """Tell the listener what was written since."""
+        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
+        if self.listener is not None:
+            for event in events:
+                self.listener(event)
+
+    def _why(self, codes: dict[int, int], silent: list[int]) -> _Failure:
+        """Why a group failed.
+
+        Args:
+            codes: Exit codes of the ranks that failed, in the order in which they ended.
+            silent: Ranks that were there to the last.
+        """
+        log = self.run.path / LOG
+        told = next(iter(errors_of(self.run)), None)
+        if told is not None and told["kind"] != ExchangeError.__name__:
+            return _Failure(raised(told), is_the_users=told["traceback"] is None)
+        # A process that was aborted often is one that saw another end.
+        for rank in sorted(
+            (rank for rank, code in codes.items() if code < 0), key=lambda r: codes[r] == -signal.SIGABRT
+        ):
+            return _Failure(_killed(rank, signal.Signals(-codes[rank]), f"see {log}"))
+        if told is not None:
+            not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+            return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
+        rank, code = next(iter(codes.items()))
+        return _Failure(RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=f"see {log}"))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a group: by asking, and after a while without."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-            return
+def _killed(rank: int, sign: signal.Signals, hint: str) -> RunError:
+    if sign == signal.SIGKILL:
+        hint = f"the system does this where main memory runs out, which its own log says; {hint}"
+    return RunError(f"rank {rank} was ended by {sign.name}", hint=hint)
 
 
-def _hand_on(run: Run, offset: int, listener: Listener | None) -> int:
-    """Tell a listener what the processes wrote since."""
-    events, offset = read_events(run.path / "events.jsonl", offset)
-    if listener is not None:
-        for event in events:
-            listener(event)
-    return offset
-
-
-def _first_error(run: Run, code: int) -> Exception:
-    """What the first process that failed had to say."""
-    files = sorted((run.path / "errors").glob("rank-*.json"), key=lambda file: file.stat().st_mtime_ns)
-    if not files:
-        return RunError(
-            f"the processes of the run ended with exit code {code}", hint=f"see {run.path / 'launcher.log'}"
-        )
-    words: dict[str, Any] = json.loads(files[0].read_text(encoding="utf-8"))
+def raised(words: dict[str, Any]) -> Exception:
+    """The error that a process wrote down."""
     if words["traceback"] is None:
         kind: type[TunekitError] = vars(errors)[words["kind"]]
         return kind(words["problem"], hint=words["hint"])

@@ -1,8 +1,10 @@
-"""Which of a run's processes this is, by the variables that torchrun sets."""
+"""Which of a run's processes this is, by the variables that its launcher sets."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tunekit.probe.nodes import read_launch
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,12 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place of a process that torchrun started; alone where none did."""
-    if "RANK" not in environment:
+    """The place of a process that torchrun, mpirun, srun or tunekit started; alone where none of them did.
+
+    Raises:
+        PlanError: What the launcher says cannot be true.
+    """
+    launch = read_launch(environment)
+    if launch is None or not launch.num_processes or not launch.num_local:
         return Place()
-    return Place(
-        rank=int(environment["RANK"]),
-        local_rank=int(environment["LOCAL_RANK"]),
-        num_processes=int(environment["WORLD_SIZE"]),
-        num_local=int(environment["LOCAL_WORLD_SIZE"]),
-    )
+    return Place(launch.rank, launch.local_rank, launch.num_processes, launch.num_local)

@@ -1,13 +1,21 @@
 """What a run says of itself: events and status, written by one of its processes for all."""
 
 import json
+import shutil
+import time
 import traceback
 from typing import Any
 
-from tunekit.errors import TunekitError
+from tunekit.errors import ExchangeError, TunekitError
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
 from tunekit.run.run import Run
+
+ERRORS = "errors"
+"""Folder of a run folder with the errors of its processes, by rank."""
+
+INTERRUPTED = "interrupted by the user"
+"""Why a run ended that was interrupted."""
 
 
 class Record:
@@ -50,11 +58,26 @@ class Record:
         mended = isinstance(error, TunekitError)
         words = {
             "rank": self.place.rank,
+            "time": time.time(),
             "kind": type(error).__name__,
             "problem": error.problem if isinstance(error, TunekitError) else str(error),
             "hint": error.hint if isinstance(error, TunekitError) else None,
             "traceback": None if mended else "".join(traceback.format_exception(error)),
         }
-        folder = self.run.path / "errors"
+        folder = self.run.path / ERRORS
         folder.mkdir(exist_ok=True)
-        (folder / f"rank-{self.place.rank}.json").write_text(json.dumps(words, indent=2), encoding="utf-8")
+        draft = folder / f".rank-{self.place.rank}.json"
+        draft.write_text(json.dumps(words, indent=2), encoding="utf-8")
+        draft.replace(folder / f"rank-{self.place.rank}.json")
+
+
+def forget_errors(run: Run) -> None:
+    """Take away what the processes of an earlier attempt had to say."""
+    shutil.rmtree(run.path / ERRORS, ignore_errors=True)
+
+
+def errors_of(run: Run) -> list[dict[str, Any]]:
+    """What the processes of a run that failed had to say: the earliest first, and last what only saw another end."""
+    files = (run.path / ERRORS).glob("rank-*.json")
+    told: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(told, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))

@@ -3,10 +3,13 @@
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
     status.json    phase, step, process, and why it ended
+    job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
+    log-1.txt ...  the same from the other processes, where there are several
+    launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
-    checkpoints/   the last two
+    checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
 A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
@@ -27,6 +30,7 @@ from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import FINAL_PHASES, Event, read_events
+from tunekit.run.job import read_job, state_of
 
 if TYPE_CHECKING:
     import pandas
@@ -67,8 +71,7 @@ class Run:
             "step": 0,
             "num_steps": num_steps,
             "started": time.time(),
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
+            **_this_process(),
             "exit_reason": None,
         }
         _write_status(path, status)
@@ -103,13 +106,24 @@ class Run:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
 
+    def begin(self) -> None:
+        """Say that the run starts, or goes on, and lives as long as this process."""
+        self.update_status(phase="starting", exit_reason=None, **_this_process())
+
     @property
     def state(self) -> str:
-        """The phase; `died` where the process is gone and had not said that it was done."""
+        """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
         status = self.status()
-        if status["phase"] in FINAL_PHASES:
-            return str(status["phase"])
-        return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
+        phase = str(status["phase"])
+        job = read_job(self.path)
+        if job is not None and phase != "finished":
+            return state_of(job, phase)
+        # A job that was printed waits until somebody submits it.
+        if phase in FINAL_PHASES or phase == "queued":
+            return phase
+        # Of another machine, such as the first node of a job, nothing can be seen from here.
+        is_here = status.get("host", os.uname().nodename) == os.uname().nodename
+        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else phase
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -247,6 +261,10 @@ def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}.json"
     draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time(), "host": os.uname().nodename}
 
 
 def _is_alive(pid: int, started: float) -> bool:

@@ -1,7 +1,7 @@
 """What a process does in a run: read the folder, load, train, save. It decides nothing: the plan did.
 
 The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
-`python -m tunekit.run.worker FOLDER` by torchrun, and finds its place in its environment.
+`python -m tunekit.run.worker FOLDER`, by tunekit or by another launcher, and finds its place in its environment.
 """
 
 import os
@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.errors import RunError, TunekitError
+from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import DPOMethod, FullAdapter, GRPOMethod, Optim, QloraAdapter, Recipe, SFTMethod
 from tunekit.run.card import write_card
+from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
+from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.place import Place, place_of
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import Record
+from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
@@ -43,13 +46,14 @@ MEASURES = {"dpo": ("rewards/accuracies", "rewards/margins"), "grpo": ("reward",
 """What tells whether a method works besides its loss, by TRL's names."""
 
 
-def work(run: Run, listener: Listener | None = None, place: Place | None = None) -> None:
-    """Train as the run folder says, in this process. The status says how it ended, whatever happens.
+def work(run: Run, listener: Listener | None = None, place: Place | None = None, *, supervised: bool = False) -> None:
+    """Train as the run folder says, in this process, from its newest complete checkpoint if it has one.
 
     Args:
         run: The run.
         listener: Called with every event.
         place: Which of its processes this is; its only one where left out.
+        supervised: Whether another process says how the run ended. Otherwise the status does, whatever happens.
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
@@ -57,26 +61,34 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None)
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    try:
-        with (
-            log.open("a", encoding="utf-8") as stream,
-            library_words_to(stream),
-            remembered_interrupts() as asked_to_stop,
-        ):
-            _train(run, record, asked_to_stop)
-    except KeyboardInterrupt:
-        record.end("interrupted", "interrupted by the user")
-        raise
-    except TunekitError as error:
-        record.write_error(error)
-        record.end("failed", str(error))
-        raise
-    except BaseException as error:
-        record.write_error(error)
-        with log.open("a", encoding="utf-8") as stream:
-            traceback.print_exc(file=stream)
-        record.end("failed", f"{type(error).__name__}: {error}")
-        raise
+    with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
+        try:
+            with log.open("a", encoding="utf-8") as stream, library_words_to(stream):
+                _train(run, record, asked_to_stop)
+        except BaseException as error:
+            # Where all are interrupted, some end before others, who then see that and not their own interrupt.
+            interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
+            if not interrupted:
+                record.write_error(error)
+            if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
+                with log.open("a", encoding="utf-8") as stream:
+                    traceback.print_exc(file=stream)
+            if not supervised:
+                record.end(*_how_it_ended(run, None if interrupted else error))
+            if interrupted and not isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
+
+
+def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
+    """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
+    if isinstance(error, TunekitError):
+        return "failed", str(error)
+    if error is not None:
+        return "failed", f"{type(error).__name__}: {error}"
+    # A launcher ends the others with the same signals where one of them has failed.
+    told = errors_of(run)
+    return ("failed", f"rank {told[0]['rank']}: {told[0]['problem']}") if told else ("interrupted", INTERRUPTED)
 
 
 def log_name(place: Place) -> str:
@@ -97,9 +109,13 @@ def _train(run: Run, record: Record, asked_to_stop: Event) -> None:
         _load_train_save(run, record, watch, recipe, plan)
         leave()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise _memory_error(run, plan, watch, error) from error
+        problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
+        if problem is None:
             raise
-        raise _memory_error(run, plan, watch, error) from error
+        hint = f"what the others did last stands in {run.path / 'log*.txt'}"
+        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
 
 
 def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
@@ -108,23 +124,35 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
+    from tunekit.run.stop import Stop
 
     began = time.time()
     record.enter("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
+    newest = same_everywhere(newest_complete(run.path), record.place)
+    if newest.path is not None:
+        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
 
     def look() -> None:
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+        if newest.path is None:
+            _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
 
     watch.before_training = look
-    trainer.train()
+    stop = Stop()
+    if "SLURM_JOB_ID" in os.environ:
+        trainer.add_callback(stop)
+    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+    if stop.is_early:
+        record.update_status(phase="queued", exit_reason="asked to make room")
+        record.write("phase", phase="queued")
+        return
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     record.enter("saving")
@@ -145,16 +173,22 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     from tunekit.planner.shortage import change_that_fits
     from tunekit.run.memory import shortage
 
-    found, status = shortage(plan, watch.held, watch.context_bytes, error), run.status()
-    where = status["phase"]
-    if where == "training":
-        step = status["step"]
-        where = f"step {step + 1}" if watch.is_in_step else f"evaluation after step {step}"
+    found = shortage(plan, watch.held, watch.context_bytes, error)
     words = found.words()
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes)
     return RunError(
-        f"{where}: {plan.device.name} is out of memory{': ' * bool(words)}{words}", hint=f"{change}\n{found.table()}"
+        f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
+        hint=f"{change}\n{found.table()}",
     )
+
+
+def _where(run: Run, watch: "Watch", between: str) -> str:
+    """How far a run is, in words; `between` is what precedes the step behind which it is."""
+    status = run.status()
+    if status["phase"] != "training":
+        return str(status["phase"])
+    step = status["step"]
+    return f"step {step + 1}" if watch.is_in_step else f"{between} step {step}"
 
 
 def _build(
@@ -185,12 +219,14 @@ def _build(
 
 def _load_model(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     from tunekit.model.load import load_model
+    from tunekit.run.tensor_parallel import distributed_config
 
     return load_model(
         recipe.model,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
         device=device,
+        distributed=distributed_config(plan),
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
 
@@ -371,11 +407,18 @@ def _measures(plan: Plan, events: list[dict[str, Any]]) -> dict[str, list[float]
 
 def main() -> None:
     """Work as one of the processes of the run whose folder is the only argument."""
+    supervised = is_supervised()
+    if supervised:
+        follow_supervisor()
+    store = open_store()
     try:
-        work(Run(sys.argv[1]), place=place_of())
+        work(Run(sys.argv[1]), place=place_of(), supervised=supervised)
+        del store  # It was the others' too, to the end.
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

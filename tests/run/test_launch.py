@@ -1,0 +1,361 @@
+"""The life of a group of processes on one machine: what ends it, what is said of it, and that nothing is left."""
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+import tunekit
+from tests.processes import in_processes
+from tests.tiny import save_chats, save_tiny_model
+from tunekit import api
+from tunekit.errors import ExchangeError, RunError
+from tunekit.run import group
+from tunekit.run.checkpoint import newest_complete
+from tunekit.run.group import Group
+from tunekit.run.launch import launch
+from tunekit.run.place import Place, place_of
+from tunekit.run.record import Record, errors_of
+from tunekit.run.run import Run, list_runs
+from tunekit.run.worker import work
+
+RECIPE = """\
+model: model
+adapter: full
+data: {train: rows.jsonl, max_length: 64}
+train: {max_steps: 6, global_batch_size: 4, save_steps: 2, learning_rate: 1e-3}
+output: {sample_prompts: []}
+"""
+MANY = ("parallel.num_processes=2", "train.max_steps=100000", "train.save_steps=100000")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    (folder / "double.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    return workspace
+
+
+def workers_of(pid):
+    """The processes of a group, by rank."""
+    found = {}
+    for process in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            environment = process.environ()
+            if group.SUPERVISOR in environment:
+                found[int(environment.get("RANK", 0))] = process
+    return found
+
+
+def are_gone(processes, seconds=30):
+    """Whether processes end by themselves; a zombie has."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not any(
+            p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes if psutil.pid_exists(p.pid)
+        ):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+class Terminal:
+    """A command in a terminal of its own, as a user sits before it."""
+
+    def __init__(self, folder, *arguments):
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            # A shell starts what runs in the background with the signal ignored, and the tests may run there.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color")
+            os.execv(sys.executable, [sys.executable, "-m", "tunekit", *arguments])
+        self.seen = ""
+
+    def read_until(self, words, seconds=120):
+        until = time.monotonic() + seconds
+        while words not in self.seen:
+            assert time.monotonic() < until, self.seen[-3000:]
+            assert self._read() is not None, self.seen[-3000:]
+
+    def press(self, key):
+        os.write(self.file, key)
+
+    def code(self):
+        """Its exit code, once it has ended."""
+        while self._read() is not None:
+            pass
+        os.close(self.file)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def _read(self):
+        if not select.select([self.file], [], [], 0.5)[0]:
+            return ""
+        try:
+            block = os.read(self.file, 65536).decode(errors="replace")
+        except OSError:
+            return None
+        self.seen += block
+        return block or None
+
+
+CTRL_C = b"\x03"
+
+
+def newest(workspace, name):
+    return next(run for run in list_runs(workspace / "runs") if run.name.startswith(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words"), [("early", "loading the model"), ("late", "  lr ")])
+def test_one_ctrl_c_in_a_terminal_ends_all_processes(workspace, name, words):
+    terminal = Terminal(workspace, "train", "double.yaml", *MANY, f"output.name={name}")
+    terminal.read_until(words)
+    workers = workers_of(terminal.pid)
+    assert set(workers) == {0, 1}
+    terminal.press(CTRL_C)
+    assert terminal.code() == 130
+    assert are_gone(workers.values(), 0.5)
+    assert "Traceback" not in terminal.seen and "interrupted" in terminal.seen
+    run = newest(workspace, name)
+    assert (run.state, run.status()["exit_reason"]) == ("interrupted", "interrupted by the user")
+    assert [event["phase"] for event in run.events() if event["event"] == "phase"][-1] == "interrupted"
+
+
+def test_ctrl_c_before_there_is_a_run_leaves_none(workspace):
+    terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=none")
+    terminal.read_until("reading the data")
+    terminal.press(CTRL_C)
+    assert terminal.code() == 130
+    assert "Traceback" not in terminal.seen
+    assert not any(run.name.startswith("none") for run in list_runs(workspace / "runs"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sign", "state"), [(signal.SIGTERM, "interrupted"), (signal.SIGKILL, "died")])
+def test_the_end_of_the_supervisor_ends_all_processes(workspace, sign, state):
+    name = state
+    command = [sys.executable, "-m", "tunekit", "train", "double.yaml", *MANY, f"output.name={name}"]
+    with subprocess.Popen(command, cwd=workspace, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stdout if line.startswith("step 1/"))
+        workers = workers_of(process.pid)
+        assert set(workers) == {0, 1}
+        process.send_signal(sign)
+        process.communicate(timeout=60)
+    assert are_gone(workers.values())
+    assert process.returncode == (130 if sign == signal.SIGTERM else -signal.SIGKILL)
+    assert newest(workspace, name).state == state
+
+
+def test_another_ctrl_c_waits_for_nobody(here, monkeypatch):
+    """One process is stopped and cannot end when it is asked to; it is waited for, but not once more is asked."""
+    monkeypatch.setattr(group, "GRACE_SECONDS", 3600)
+    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=impatient"])
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), Group(run.path, run.plan):
+            workers = workers_of(os.getpid())
+            workers[1].suspend()
+            while workers[1].status() != psutil.STATUS_STOPPED:
+                time.sleep(0.05)
+            signal.setitimer(signal.ITIMER_REAL, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert are_gone(workers.values(), 0.5)
+
+
+def kill_worker(rank, sign=signal.SIGKILL):
+    """Send a signal to one of the processes as soon as it is there."""
+
+    def kill():
+        while rank not in workers_of(os.getpid()):
+            time.sleep(0.05)
+        workers_of(os.getpid())[rank].send_signal(sign)
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(here):
+    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=killed"])
+    kill_worker(1)
+    with pytest.raises(RunError) as caught:
+        launch(run)
+    assert caught.value.problem == "rank 1 was ended by SIGKILL"
+    assert str(run.path / "launcher.log") in caught.value.hint
+    assert workers_of(os.getpid()) == {}
+    assert run.state == "failed" and "rank 1 was ended by SIGKILL" in run.status()["exit_reason"]
+
+
+@pytest.mark.slow
+def test_what_the_user_can_mend_comes_without_a_traceback_and_is_not_tried_again(workspace):
+    arguments = ["parallel.num_processes=2", "train.learning_rate=1e30", "parallel.max_restarts=2", "output.name=nan"]
+    command = [sys.executable, "-m", "tunekit", "train", "double.yaml", *arguments]
+    answer = subprocess.run(command, cwd=workspace, capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert "the loss is" in answer.stderr and "lower train.learning_rate" in answer.stderr
+    assert "Traceback" not in answer.stdout + answer.stderr
+    assert not [event for event in newest(workspace, "nan").events() if event["event"] == "restart"]
+
+
+@pytest.mark.slow
+def test_a_defect_keeps_the_traceback_of_its_rank(here):
+    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=defect"])
+    (run.path / "data" / "train.arrow").write_bytes(b"no rows")
+    with pytest.raises(RuntimeError, match=r"(?s)^rank [01]:\nTraceback .*read_dataset"):
+        launch(run)
+    assert run.state == "failed"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_by_those_that_waited(here):
+    run = api.make_run("double.yaml", [*MANY, "output.name=hung"])
+    plan = run.path / "plan.yaml"
+    text = plan.read_text(encoding="utf-8")
+    assert "timeout_seconds: 600" in text
+    plan.write_text(text.replace("timeout_seconds: 600", "timeout_seconds: 6"), encoding="utf-8")
+
+    def stop(event):
+        if event["event"] == "log" and event["step"] == 1:
+            workers_of(os.getpid())[1].suspend()
+
+    with pytest.raises(RunError) as caught:
+        launch(run, stop)
+    told = caught.value.problem
+    assert "rank 0 waited for the other processes in " in told and "Timed out waiting 6000ms" in told
+    assert told.endswith("no word from rank 1")
+    assert workers_of(os.getpid()) == {}
+
+
+def test_the_first_error_counts_but_not_one_that_another_process_caused(here):
+    run = api.make_run("double.yaml", ["output.name=errors"])
+    for rank, error in ((0, ExchangeError("lost")), (2, RunError("first")), (1, RunError("second"))):
+        Record(run, Place(rank=rank, num_processes=3)).write_error(error)
+        time.sleep(0.01)
+    assert [words["problem"] for words in errors_of(run)] == ["first", "second", "lost"]
+
+
+def losses(run):
+    """The last word on the loss of each step."""
+    return {event["step"]: event["loss"] for event in run.events() if event["event"] == "log"}
+
+
+def work_in_place(folder):
+    work(Run(folder), place=place_of())
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workspace):
+    """Losses of two processes that nothing happened to."""
+    with contextlib.chdir(workspace):
+        run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=whole"])
+        in_processes(2, work_in_place, str(run.path.resolve()))
+        return losses(Run(run.path.resolve()))
+
+
+def kill_once(step):
+    """A listener that kills a process, once, after a checkpoint."""
+    done = []
+
+    def kill(event):
+        if event["event"] == "log" and event["step"] == step and not done:
+            done.append(step)
+            workers_of(os.getpid())[1].kill()
+
+    return kill
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here, uninterrupted):
+    overrides = ["parallel.num_processes=2", "parallel.max_restarts=1", "output.name=restarted"]
+    run = tunekit.train("double.yaml", overrides, on_event=kill_once(3))
+    assert run.state == "finished"
+    assert losses(run) == uninterrupted
+    (restart,) = [event for event in run.events() if event["event"] == "restart"]
+    assert restart["attempt"] == 1 and "rank 1 was ended by SIGKILL" in restart["reason"]
+    (resumed,) = [event for event in run.events() if event["event"] == "resume"]
+    assert resumed["step"] == restart["step"] >= 2
+    assert list(run.metrics().index) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_is_resumed_in_its_folder(here, uninterrupted):
+    with pytest.raises(RunError, match="rank 1 was ended by SIGKILL"):
+        tunekit.train("double.yaml", ["parallel.num_processes=2", "output.name=failed"], on_event=kill_once(3))
+    run = newest(here, "failed")
+    command = [sys.executable, "-m", "tunekit", "resume", run.name]
+    answer = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert "going on from step" in answer.stdout
+    assert run.state == "finished"
+    assert losses(run) == uninterrupted
+
+
+def stop_at(step):
+    def interrupt(event):
+        if event["event"] == "log" and event["step"] == step:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over_and_named(here):
+    whole = tunekit.train("double.yaml", ["output.name=one"])
+    with pytest.raises(KeyboardInterrupt):
+        tunekit.train("double.yaml", ["output.name=damaged"], on_event=stop_at(5))
+    run = newest(here, "damaged")
+    assert newest_complete(run.path).step == 4
+    weights = run.path / "checkpoints" / "checkpoint-4" / "model.safetensors"
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert tunekit.resume(run).state == "finished"
+    (resumed,) = [event for event in run.events() if event["event"] == "resume"]
+    assert resumed["step"] == 2
+    assert resumed["skipped"] == [f"checkpoint-4: model.safetensors has {size - 1:,} bytes instead of {size:,}"]
+    assert losses(run) == losses(whole)
+
+
+def test_a_manifest_names_every_file_and_is_the_last(here):
+    run = tunekit.train("double.yaml", ["output.name=manifest"])
+    folder = newest_complete(run.path).path
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    files = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json"}
+    assert manifest == {"step": 6, "num_processes": 1, "strategy": "single", "files": files}
+    (folder / "manifest.json").unlink()
+    assert newest_complete(run.path).skipped == ("checkpoint-6: not written to its end",)
+
+
+def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
+    finished = tunekit.train("double.yaml", ["output.name=done"])
+    empty = api.make_run("double.yaml", ["output.name=empty"])
+    alive = api.make_run("double.yaml", ["output.name=alive"])
+    empty.update_status(phase="failed")
+    for run, words in (
+        (finished, "is finished; `tunekit train` makes another run"),
+        (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
+        (
+            alive,
+            f"is starting in process {os.getpid()} of {os.uname().nodename}; "
+            "wait for its end, or interrupt it first; if it was cut off, resume it there",
+        ),
+    ):
+        with pytest.raises(RunError) as caught:
+            tunekit.resume(run)
+        assert str(caught.value) == f"{run.name} {words}"

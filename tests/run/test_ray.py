@@ -1,0 +1,101 @@
+"""Runs on a real cluster of Ray's, of one node on this machine."""
+
+import os
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.processes import in_processes
+from tests.tiny import save_chats, save_tiny_model
+from tunekit import api
+from tunekit.errors import DependencyError
+from tunekit.run.cluster import nodes_of
+from tunekit.run.place import place_of
+from tunekit.run.ray_train import train_on_ray
+from tunekit.run.run import Run
+from tunekit.run.worker import work
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """The address of a cluster with three slots, until the last test of this module."""
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "ray").mkdir()
+    environment = pytest.MonkeyPatch()
+    # It tells nobody, and leaves nothing behind in the user's home and in /tmp.
+    environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    environment.setenv("RAY_AUTH_MODE", "disabled")
+    environment.setenv("RAY_TMPDIR", str(folder))
+    from ray.cluster_utils import Cluster
+
+    # Ray's sockets lie below, whose paths may have 107 characters.
+    node = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80 * MIB, "temp_dir": str(folder / "ray")}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+        environment.undo()
+
+
+def _run(folder, *overrides):
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    recipe = {
+        "model": str(save_tiny_model(folder / "model")),
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
+        "adapter": "full",
+        "train": {"max_steps": 150, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 40},
+        "output": {"sample_prompts": [], "dir": str(folder / f"run-{len(overrides)}")},
+    }
+    return api.make_run(recipe, overrides, hardware=nodes_of(None, None))
+
+
+def _losses(run):
+    return {event["step"]: event["loss"] for event in run.events() if event["event"] == "log"}
+
+
+def _work(folder):
+    work(Run(folder), place=place_of())
+
+
+def _kill_one_process_after(run, step):
+    """Kill one of the processes that train, once the run is so far."""
+    while run.status()["step"] < step:
+        time.sleep(0.02)
+    training = [one for one in psutil.Process().children(recursive=True) if "RayTrainWorker" in "".join(one.cmdline())]
+    assert len(training) == 2, training
+    training[0].kill()
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_though_one_of_them_is_killed(address, tmp_path):
+    run = _run(tmp_path, "parallel.num_processes=2", "parallel.max_restarts=1")
+    killer = threading.Thread(target=_kill_one_process_after, args=(run, 41))
+    killer.start()
+    told = []
+    train_on_ray(run, address, told.append)
+    killer.join()
+
+    (resumed,) = (event for event in run.events() if event["event"] == "resume")
+    assert resumed["step"] == 40
+    assert told == run.events()
+    assert run.state == "finished" and (run.model_path / "config.json").exists()
+    (engine, _) = (event for event in run.events() if event["event"] == "engine")
+    assert (engine["num_processes"], engine["strategy"]) == (2, "ddp")
+    straight = _run(tmp_path, "parallel.num_processes=1")
+    in_processes(1, _work, str(straight.path))
+    assert list(_losses(run)) == list(range(1, 151))
+    assert _losses(run) == pytest.approx(_losses(straight), abs=1e-4)
+
+
+def test_without_ray_it_is_said_what_to_install(tmp_path, monkeypatch):
+    run = _run(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DependencyError, match=r"pip install 'tunekit\[ray\]'"):
+        train_on_ray(run)
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

@@ -1,0 +1,49 @@
+"""What the processes of a run tell each other besides what is trained, and what to say where one does not answer."""
+
+import re
+import traceback
+from typing import TypeVar
+
+from tunekit.run.place import Place
+
+T = TypeVar("T")
+
+FROM_GLOO = re.compile(r"/gloo/|\bgloo\b", re.IGNORECASE)
+"""What gloo's errors have in common: the place in its code where they were raised; they are plain RuntimeErrors."""
+
+
+def same_everywhere(value: T, place: Place) -> T:
+    """What the main process says, in every process; all call it together."""
+    if place.num_processes == 1:
+        return value
+    import torch
+
+    said = [value]
+    torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+    return said[0]
+
+
+def exchange_problem(error: RuntimeError, place: Place) -> str | None:
+    """What a process waited for in vain, in words; None where the error is no other process's end or silence.
+
+    Args:
+        error: What was raised.
+        place: Which process this is.
+    """
+    import torch
+
+    told = str(error)
+    if not isinstance(error, torch.distributed.DistError) and not FROM_GLOO.search(told):
+        return None
+    # Without the file of the library, and its advice.
+    words = re.sub(r"^\[.*?\] ", "", told.partition("\n")[0]).partition(". This is typically")[0]
+    if "timed out" in told.lower() or "timeout" in told.lower():
+        return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
+    return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
+
+
+def _function(error: BaseException) -> str:
+    """The innermost function outside torch in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    return f"{(outside or frames)[-1].name}()"

@@ -1,0 +1,202 @@
+"""The processes of a run on a machine: how they are started, find each other, and end.
+
+Each is in a session of its own, so that Ctrl-C in a terminal or a notebook reaches only the process that started them,
+the supervisor, which then ends them all. They follow it: when it is gone, whatever the reason, they end by themselves.
+
+They find each other through a store of the first one. The supervisor listens on a port that the system gives and hands
+the open socket on, so that no other program can take the port in between.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+SUPERVISOR = "TUNEKIT_SUPERVISOR"
+"""Variable that tells a process the pid of the one that started it."""
+
+STORE_SOCKET = "TUNEKIT_STORE_SOCKET"
+"""Variable that tells the first process which of its open files is the socket of the store."""
+
+LOG = "launcher.log"
+"""File of a run folder with what its processes wrote to standard output and error, rather than to their own logs."""
+
+GRACE_SECONDS = 15
+"""How long processes have to end once they are asked to."""
+
+FOLLOW_SECONDS = 0.5
+"""How often a process looks whether its supervisor is there."""
+
+LAUNCHERS_OWN = ("ACCELERATE_", "FSDP_")
+"""Beginnings of variables with which `accelerate launch` configures what it starts, which the plan does here."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The processes of a group that are on this node.
+
+    Attributes:
+        num: Processes of all nodes.
+        num_local: Processes of each node.
+        node: Number of this one.
+        store: Address and port of the store.
+        listener: The socket that listens there, on the first node.
+    """
+
+    num: int
+    num_local: int
+    node: int
+    store: tuple[str, int]
+    listener: socket.socket | None
+
+    def places(self, local_rank: int) -> dict[str, str]:
+        """What tells a process its place and where the store is, with torchrun's variables."""
+        rank = self.node * self.num_local + local_rank
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.num,
+            "LOCAL_WORLD_SIZE": self.num_local,
+            "MASTER_ADDR": self.store[0],
+            "MASTER_PORT": self.store[1],
+            # The store is there: nobody is to open one when the process group is made.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        if rank == 0 and self.listener is not None:
+            places[STORE_SOCKET] = self.listener.fileno()
+        return {name: str(value) for name, value in places.items()} if self.num > 1 else {}
+
+
+class Group:
+    """Processes of a module, from the beginning of a `with` block; at its end none is left.
+
+    Args:
+        words: The module's dotted name, and arguments for it.
+        environment: Variables that each finds.
+        output: Where they write to.
+        num: How many there are on this machine, where they are all on it.
+        share: Which of them are here, where there are others elsewhere.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        *,
+        num: int = 1,
+        share: Share | None = None,
+    ) -> None:
+        self._words = words
+        self._environment = environment
+        self._output = output
+        self._num = num
+        self._share = share
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each process by rank: minus the signal that ended it, None while it is there."""
+        return {rank: process.poll() for rank, process in enumerate(self._processes)}
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone, at most so long."""
+        until = time.monotonic() + seconds
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+
+    def end(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """End all of them: by asking, and those that are left after a while, or after another Ctrl-C, without."""
+        try:
+            if None in self.codes().values() and grace_seconds:
+                self._signal(signal.SIGTERM)
+                self.wait(grace_seconds)
+        finally:
+            # Also where a process has ended itself: those that load its rows may still be there.
+            self._signal(signal.SIGKILL)
+            self.wait(GRACE_SECONDS)
+
+    def _start(self) -> None:
+        if self._share is not None:
+            self._start_share(self._share)
+            return
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._start_share(Share(self._num, self._num, 0, listener.getsockname()[:2], listener))
+
+    def _start_share(self, share: Share) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_OWN)}
+        # They find modules where this process does: a notebook may have added to its path.
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        environment = {**inherited, "PYTHONPATH": path, **self._environment, SUPERVISOR: str(os.getpid())}
+        for local_rank in range(share.num_local):
+            places = share.places(local_rank)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-P", "-m", *self._words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    env={**environment, **places},
+                    pass_fds=[int(places[STORE_SOCKET])] if STORE_SOCKET in places else [],
+                    start_new_session=True,
+                )
+            )
+
+    def _signal(self, sign: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+
+
+def is_supervised() -> bool:
+    """Whether a supervisor of tunekit's started this process."""
+    return SUPERVISOR in os.environ
+
+
+def follow_supervisor() -> None:
+    """End this process and those that it started once its supervisor is gone, which nobody else would do."""
+    supervisor = int(os.environ[SUPERVISOR])
+
+    def follow() -> None:
+        while os.getppid() == supervisor:
+            time.sleep(FOLLOW_SECONDS)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="follow-supervisor", daemon=True).start()
+
+
+def open_store() -> object | None:
+    """The store through which the processes find each other, in the first of several; keep it until they are done."""
+    if STORE_SOCKET not in os.environ:
+        return None
+    import torch
+
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=int(os.environ[STORE_SOCKET]),
+    )

@@ -1,0 +1,134 @@
+"""A run on a cluster of Ray's: Ray Train starts the processes, gives each its place, and starts them again.
+
+Ray makes the process group too, as the plan has it; each process then does what it does everywhere. When one is lost,
+Ray ends the others and starts all of them anew, and they go on from the newest checkpoint.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.planner.plan import Plan
+from tunekit.run.events import Listener, read_events
+from tunekit.run.place import Place
+from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
+from tunekit.run.run import Run
+
+if TYPE_CHECKING:
+    from ray.train import ScalingConfig
+
+POLL_SECONDS = 0.2
+"""How often the events of the processes are looked at."""
+
+
+def train_on_ray(run: Run, address: str | None = None, listener: Listener | None = None) -> None:
+    """Train as a run folder says, on a cluster of Ray's whose nodes share the folder.
+
+    Args:
+        run: The run.
+        address: Of the cluster. Left out: that of RAY_ADDRESS, or the one of this machine, which is started if there
+            is none.
+        listener: Called with every event.
+
+    Raises:
+        DependencyError: Ray is not installed.
+        TunekitError: The run failed, more often than it may be started again.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, TrainingFailedError
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ModuleNotFoundError as error:
+        raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
+    from tunekit.run.engine import backend_of
+    from tunekit.run.launch import raised
+
+    run.begin()
+    forget_errors(run)
+    plan, folder = run.plan, run.path.resolve()
+    record = Record(run, Place(), listener)
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config={"folder": str(folder)},
+        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.timeout_seconds),
+        scaling_config=_scaling(plan),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(folder),
+            failure_config=FailureConfig(max_failures=plan.recipe.parallel.max_restarts),
+            # They import torch before they know the run, and must find its variables by then.
+            worker_runtime_env={"env_vars": dict(plan.environment)},
+        ),
+    )
+    with ray.init(address, log_to_driver=False):
+        try:
+            with _told(run, listener):
+                trainer.fit()
+        except KeyboardInterrupt:
+            record.end("interrupted", INTERRUPTED)
+            raise
+        except TrainingFailedError as error:
+            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {error}", hint="see `ray status`"))
+            record.end("failed", str(failure))
+            raise failure from error
+
+
+def _scaling(plan: Plan) -> "ScalingConfig":
+    from ray.train import ScalingConfig
+
+    has_accelerators = plan.device.kind != "cpu"
+    return ScalingConfig(
+        num_workers=plan.layout.num_processes,
+        use_gpu=has_accelerators,
+        resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
+        # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
+        placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
+    )
+
+
+def _work(config: dict[str, Any]) -> None:
+    """What Ray calls in each process."""
+    from ray.train import get_context
+
+    from tunekit.run.worker import work
+
+    context = get_context()
+    place = Place(
+        rank=context.get_world_rank(),
+        local_rank=context.get_local_rank(),
+        num_processes=context.get_world_size(),
+        num_local=context.get_local_world_size(),
+    )
+    work(Run(config["folder"]), place=place, supervised=True)
+
+
+@contextlib.contextmanager
+def _told(run: Run, listener: Listener | None) -> Iterator[None]:
+    """Tell a listener what the processes write, as long as it takes."""
+    if listener is None:
+        yield
+        return
+    done = threading.Event()
+
+    def tell() -> None:
+        offset = 0
+        while True:
+            # Asked before reading, so that what was written last is read.
+            is_last = done.wait(POLL_SECONDS)
+            events, offset = read_events(run.path / "events.jsonl", offset)
+            for event in events:
+                listener(event)
+            if is_last:
+                return
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
