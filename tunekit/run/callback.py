@@ -162,11 +162,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Say where a checkpoint was written, once every process has done its part, and how the processes do."""
-        self.timing.saving_seconds += self.timing.mark()
         path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
         self.trainer.accelerator.wait_for_everyone()
         if self.record.place.is_main:
             complete(path, self.plan, step=state.global_step)
+        self.timing.saving_seconds += self.timing.mark()
         self.record.write("checkpoint", step=state.global_step, path=str(path))
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
