@@ -161,6 +161,7 @@ def _build(
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_model, load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, trainer_args, weights_device
+    from tunekit.run.tensor_parallel import distributed_config
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
@@ -169,6 +170,7 @@ def _build(
             dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
             attn_implementation=plan.attn_implementation,
             device=weights_device(plan, record.place),
+            distributed=distributed_config(plan),
             quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
         )
         model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
