@@ -127,10 +127,10 @@ def test_a_single_process_can_have_its_states_elsewhere(folder, alone):
 
 
 @pytest.mark.slow
-def test_deepspeed_that_is_skipped_without_a_word_is_noticed(folder, monkeypatch):
+def test_deepspeed_that_is_skipped_without_a_word_is_noticed(folder):
     # Accelerate runs DDP instead (accelerate 1.15, `PartialState`).
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    run = made(recipe(folder, "skipped", "full", num_processes=2, strategy="zero2"))
+    environment = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    run = made(recipe(folder, "skipped", "full", num_processes=2, strategy="zero2"), environment=environment)
     with pytest.raises(AssertionError, match="engine: zero2 planned, ddp found"):
         work_in(run, 2)
 

@@ -106,7 +106,7 @@ def load_model(
                 quantization_config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,
-                device_map={"": device} if device is not None and distributed is None else None,
+                device_map=None if device is None or distributed is not None else {"": device},
                 distributed_config=distributed,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
