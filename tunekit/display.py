@@ -154,7 +154,7 @@ class Progress:
         self.console.print(Text(f"going on from step {event['step']}", style="dim"))
 
     def _on_log(self, event: Event) -> None:
-        numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"
+        numbers = f"loss {float(event['loss']):.4f}  lr {event['learning_rate']:.2e}"
         if event["tokens_per_second"]:
             numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
         step = event["step"]
@@ -166,7 +166,7 @@ class Progress:
     def _on_eval(self, event: Event) -> None:
         accuracy = event.get("eval_mean_token_accuracy")
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
-        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
+        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
 
 
 def hosts_words(hosts: Sequence[Event]) -> str:

@@ -173,6 +173,8 @@ def test_another_ctrl_c_waits_for_nobody(here, monkeypatch):
         with pytest.raises(KeyboardInterrupt), Group(run.path, run.plan):
             workers = workers_of(os.getpid())
             workers[1].suspend()
+            while workers[1].status() != psutil.STATUS_STOPPED:
+                time.sleep(0.05)
             signal.setitimer(signal.ITIMER_REAL, 1)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -348,7 +350,11 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
     for run, words in (
         (finished, "is finished; `tunekit train` makes another run"),
         (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
-        (alive, f"is starting in process {os.getpid()}; wait for its end, or interrupt it first"),
+        (
+            alive,
+            f"is starting in process {os.getpid()} of {os.uname().nodename}; "
+            "wait for its end, or interrupt it first; if it was cut off, resume it there",
+        ),
     ):
         with pytest.raises(RunError) as caught:
             tunekit.resume(run)

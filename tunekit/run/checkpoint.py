@@ -79,8 +79,10 @@ def check_resumable(run: Run) -> Newest:
     if state == "finished":
         raise RunError(f"{run.name} is finished", hint="`tunekit train` makes another run")
     if state not in FINAL_PHASES and state != "died":
+        status = run.status()
         raise RunError(
-            f"{run.name} is {state} in process {run.status()['pid']}", hint="wait for its end, or interrupt it first"
+            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
+            hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
         )
     newest = newest_complete(run.path)
     if newest.path is None:

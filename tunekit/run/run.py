@@ -5,8 +5,10 @@
     status.json    phase, step, process, and why it ended
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
+    log-1.txt ...  the same from the other processes, where there are several
+    launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
-    checkpoints/   the last two
+    checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
 A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
@@ -112,7 +114,9 @@ class Run:
         status = self.status()
         if status["phase"] in FINAL_PHASES:
             return str(status["phase"])
-        return str(status["phase"]) if _is_alive(status["pid"], status["process_started"]) else "died"
+        # Of another machine, such as the first node of a job, nothing can be seen from here.
+        is_here = status.get("host", os.uname().nodename) == os.uname().nodename
+        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else str(status["phase"])
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -253,7 +257,7 @@ def _write_status(path: Path, status: dict[str, Any]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "process_started": psutil.Process().create_time()}
+    return {"pid": os.getpid(), "process_started": psutil.Process().create_time(), "host": os.uname().nodename}
 
 
 def _is_alive(pid: int, started: float) -> bool:

@@ -309,6 +309,8 @@ def main() -> None:
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
