@@ -22,7 +22,7 @@ from tunekit.errors import PlanError, RunError
 from tunekit.run.hosts import BOUND_SECONDS, Hosts
 from tunekit.run.run import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 80
 
@@ -33,6 +33,9 @@ PATIENCE_SECONDS = 300
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """Two hosts, and a third that commands are given on."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
     with namespaces(3, tmp_path_factory.mktemp("hosts") / "ssh") as found:
         yield found
 
