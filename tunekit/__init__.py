@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, plan, resume, sweep, train
+    from tunekit.api import compare, data_report, fit, launch, plan, resume, sweep, train
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
@@ -35,6 +35,7 @@ __all__ = [
     "data_report",
     "find_run",
     "fit",
+    "launch",
     "list_runs",
     "load_recipe",
     "plan",
@@ -54,6 +55,7 @@ _HOMES = {
     "data_report": "tunekit.api",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",

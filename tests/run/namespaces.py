@@ -99,8 +99,16 @@ def missing() -> str | None:
     for program in ("ip", "ssh", "sshd", "ssh-keygen"):
         if shutil.which(program, path=SYSTEM_PATH) is None:
             return f"{program} is not installed: apt-get install iproute2 openssh-client openssh-server"
-    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else f"network namespaces cannot be made: {tried.stderr.strip()}"
+    name = f"tk{os.getpid()}p"
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, *["link", "add", "br0", "type", "bridge"])
+        _run("ip", "-n", name, *["link", "add", "v0", "type", "veth", "peer", "name", "v1"])
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made: {error.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return None
 
 
 @contextlib.contextmanager

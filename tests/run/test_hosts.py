@@ -22,9 +22,9 @@ from tunekit.errors import PlanError, RunError
 from tunekit.run.hosts import BOUND_SECONDS, Hosts
 from tunekit.run.run import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+pytestmark = pytest.mark.slow
 
-NUM_STEPS = 40
+NUM_STEPS = 80
 
 PATIENCE_SECONDS = 300
 """How long a test waits for what takes ten seconds, on a machine that is busy."""
@@ -33,6 +33,9 @@ PATIENCE_SECONDS = 300
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     """Two hosts, and a third that commands are given on."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
     with namespaces(3, tmp_path_factory.mktemp("hosts") / "ssh") as found:
         yield found
 
@@ -46,7 +49,7 @@ def workspace(tmp_path_factory):
         "model": "model",
         "data": {"train": "rows.jsonl", "max_length": 64},
         "adapter": "full",
-        "train": {"max_steps": NUM_STEPS, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 4},
+        "train": {"max_steps": NUM_STEPS, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 8},
         "output": {"sample_prompts": []},
     }
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
@@ -123,13 +126,11 @@ def test_two_hosts_train_as_one_process_does(hosts, workspace, expected):
 def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_host_is_back(hosts, workspace, expected):
     folder = workspace / "cut"
     command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *two(hosts))
-    until(lambda: (folder / "checkpoints" / "checkpoint-4" / "manifest.json").exists())
+    until(lambda: (folder / "checkpoints" / "checkpoint-8" / "manifest.json").exists())
     hosts.link(1, "down")
     try:
-        cut = time.monotonic()
+        cut = time.time()
         code, words = command.end()
-        took = time.monotonic() - cut
-        print(f"{took:.1f} s from the cut to the message, of {BOUND_SECONDS}")
         assert code == 2, words
         assert "10.77.0.2: no sign of life" in words
         assert "10.77.0.1:" not in words
@@ -139,7 +140,8 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
         assert run.status()["step"] < NUM_STEPS
         # The other side of the cut ends by itself, though nobody can tell it to.
         until(lambda: not [process for process in hosts.processes() if "tunekit" in " ".join(process.cmdline())])
-        print(f"{time.monotonic() - cut:.1f} s until nothing ran")
+        (said,) = [event["time"] for event in run.events() if event["event"] == "error"]
+        print(f"said {said - cut:.1f} s after the cut, of {BOUND_SECONDS}; {time.time() - cut:.1f} s until nothing ran")
     finally:
         hosts.link(1, "up")
     with pytest.raises(PlanError, match="planned for 2 nodes"):
@@ -152,9 +154,9 @@ def test_a_run_whose_host_is_cut_off_ends_with_its_name_and_goes_on_when_the_hos
 
 def test_a_run_starts_again_once_a_lost_host_answers_and_ctrl_c_ends_it_on_all_hosts(hosts, workspace):
     folder = workspace / "again"
-    restarts = ["parallel.max_restarts=1", f"train.max_steps={100 * NUM_STEPS}", "train.save_steps=4"]
+    restarts = ["parallel.max_restarts=1", f"train.max_steps={50 * NUM_STEPS}"]
     command = Command(hosts, workspace, "launch", "recipe.yaml", f"output.dir={folder}", *restarts, *two(hosts))
-    until(lambda: (folder / "checkpoints" / "checkpoint-4" / "manifest.json").exists())
+    until(lambda: (folder / "checkpoints" / "checkpoint-8" / "manifest.json").exists())
     run = Run(folder)
     (node,) = running(hosts, "tunekit.run.node", "10.77.0.2")
     node.kill()

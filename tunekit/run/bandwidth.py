@@ -38,7 +38,7 @@ BEAT_SECONDS = 1
 SILENT_SECONDS = 8
 """How long a rank may say nothing before it is taken for stopped."""
 
-STUCK_SECONDS = 60
+STUCK_SECONDS = 120
 """How long a rank may be at one thing: starting, which imports torch, or one size of a collective."""
 
 

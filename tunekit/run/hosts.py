@@ -32,7 +32,7 @@ CONNECT_SECONDS = 10
 ANSWER_SECONDS = 60
 """How long a host that is reached may take to answer: the first time it imports, perhaps from a shared disk."""
 
-BOUND_SECONDS = LOST_SECONDS + 3
+BOUND_SECONDS = LOST_SECONDS + 5
 """After which time a cut is reported: the silence, the time to end what runs on the others, and some for slow hosts."""
 
 NAME = re.compile(r"(?:[^@\s-][^@\s]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")

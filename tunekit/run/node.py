@@ -26,7 +26,7 @@ from tunekit.run.network import infiniband, way_to
 BEAT_SECONDS = 2
 """How often each side says that it is there."""
 
-LOST_SECONDS = 12
+LOST_SECONDS = 10
 """How long a side may be silent before the other takes it for lost."""
 
 POLL_SECONDS = 0.1
