@@ -1,13 +1,11 @@
 """Runs as jobs of a real Slurm: a controller and two nodes on this machine, with a configuration of their own."""
 
 import getpass
-import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -82,8 +80,6 @@ def slurm(tmp_path_factory):
     )
     environment = pytest.MonkeyPatch()
     environment.setenv("SLURM_CONF", str(configuration))
-    # As on a real node, programs are not looked for in the folder that a job was submitted from.
-    environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])))
     commands = [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "first"], ["slurmd", "-D", "-N", "second"]]
     daemons = [
         subprocess.Popen([f"{DAEMONS}/{name}", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -221,4 +217,4 @@ def test_nodes_are_counted_once():
 
 def test_what_starts_a_job_is_this_python(recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
-    assert f"{sys.executable} -m torch.distributed.run" in write_script(run, nodes, Wishes()).read_text()
+    assert f"{sys.executable} -m tunekit.run.launch {run.path}" in write_script(run, nodes, Wishes()).read_text()

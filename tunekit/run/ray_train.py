@@ -72,7 +72,8 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             record.end("interrupted", INTERRUPTED)
             raise
         except TrainingFailedError as error:
-            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {error}", hint="see `ray status`"))
+            last_line = str(error).strip().splitlines()[-1]
+            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
             record.end("failed", str(failure))
             raise failure from error
 
@@ -103,6 +104,10 @@ def _work(config: dict[str, Any]) -> None:
         num_processes=context.get_world_size(),
         num_local=context.get_local_world_size(),
     )
+    if place.num_processes == 1:
+        # Accelerate would wrap a model that is alone as one of several.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
     work(Run(config["folder"]), place=place, supervised=True)
 
 

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: one torchrun on each node, and a checkpoint and a new place in the queue before time is up.
+"""A run as a job of Slurm: processes on each node, and a checkpoint and a new place in the queue before time is up.
 
 Slurm sends SIGUSR1 to the job's script some time before the limit. The script hands it on to the processes, which save
 a checkpoint after the step and end well; the run's status then says `queued`, and the script puts the job into the
@@ -17,7 +17,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
-from tunekit.run.cluster import num_cores, num_local
+from tunekit.run.cluster import command_of, num_cores, num_local
 from tunekit.run.job import write_job
 from tunekit.run.run import Run
 
@@ -157,16 +157,8 @@ def _body(run: Run) -> str:
     plan, folder = run.plan, run.path.resolve()
     variables = {**plan.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
-    # Expanded on each node. Python leaves a signal ignored that was ignored when it started, and torchrun, which
-    # would be ended by this one, is started so.
-    torchrun = (
-        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes={plan.num_nodes} "
-        f"--nproc-per-node={num_local(plan)} --max-restarts={plan.recipe.parallel.max_restarts} "
-        '--rdzv-backend=c10d --rdzv-endpoint="$TUNEKIT_MEET" '
-        '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" '
-        f"-m tunekit.run.worker {shlex.quote(str(folder))}"
-    )
-    on_each = f"trap '' USR1; exec {torchrun}"
+    # Python leaves a signal ignored that was ignored when it started. What has no use for this one is started so.
+    on_each = f"trap '' USR1; exec {command_of(plan, sys.executable, str(folder), meeting=_meeting(plan))}"
     return f"""\
 printf '{{"scheduler": "slurm", "id": "%s"}}\\n' "$SLURM_JOB_ID" > {shlex.quote(str(folder / "job.json"))}
 {exports}
@@ -191,3 +183,12 @@ if [ "$code" = 0 ] && grep -q '"phase": "queued"' {shlex.quote(str(folder / "sta
 fi
 exit "$code"
 """
+
+
+def _meeting(plan: Plan) -> str:
+    """How several nodes meet, expanded on each: the first holds what they agree on."""
+    return (
+        f"--max-restarts={plan.recipe.parallel.max_restarts} "
+        '--rdzv-backend=c10d --rdzv-endpoint="$TUNEKIT_MEET" '
+        '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))"'
+    )
