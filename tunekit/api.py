@@ -176,9 +176,9 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) ->
         from tunekit.run.joined import train_joined
 
         return train_joined(place, make, on_event)
+    run = make()
     from tunekit.run.launch import launch
 
-    run = make()
     launch(run, on_event)
     return run
 
