@@ -28,7 +28,10 @@ FIRST_PORT, NUM_PORTS = 15000, 15000
 """Where nodes meet: ports that programs are not given by chance, by the number of the job."""
 
 NOTICE_SECONDS = 60
-"""Between the signal and the limit besides a step and a save. Slurm itself is up to a minute early."""
+"""Between the signal and the limit, besides a step and a save."""
+
+EARLY_SECONDS = 60
+"""How much earlier than asked Slurm may send a signal."""
 
 BYTES_PER_TRAINED = 12
 """Of a checkpoint at most: a weight and AdamW's two states in float32."""
@@ -110,10 +113,11 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     plan = run.plan
     notice = notice_seconds(plan)
     limit = None if wishes.time is None else seconds_of(wishes.time)
-    if limit is not None and limit <= notice:
+    if limit is not None and limit <= notice + EARLY_SECONDS:
         raise RunError(
-            f"--time {wishes.time}: a checkpoint is saved {notice} s before the limit, which is before the start",
-            hint=f"give it more than {notice // 60 + 1} minutes",
+            f"--time {wishes.time}: Slurm may ask for a checkpoint {notice + EARLY_SECONDS} s before the limit, "
+            "when the job has hardly begun",
+            hint=f"give it more than {-(-(notice + EARLY_SECONDS) // 60)} minutes",
         )
     yield f"--job-name={shlex.quote(run.name)}"
     yield f"--nodes={plan.num_nodes}"
