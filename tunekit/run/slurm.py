@@ -101,7 +101,7 @@ def submit(run: Run, script: Path) -> str:
 def notice_seconds(plan: Plan) -> int:
     """Time for the step at hand and a checkpoint, before a limit: twice what they are expected to take, and more."""
     speed, schedule = plan.speed, plan.schedule
-    save = plan.num_trainable_params * BYTES_PER_TRAINED / plan.num_nodes / STORAGE_BYTES_PER_SECOND
+    save = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
     step = 0.0
     if speed is not None and speed.seconds is not None and schedule is not None:
         step = speed.seconds.high / schedule.num_steps
