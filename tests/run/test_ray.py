@@ -75,7 +75,7 @@ def _kill_one_process_after(run, step):
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_though_one_of_them_is_killed(address, tmp_path):
     run = _run(tmp_path, "parallel.num_processes=2", "parallel.max_restarts=1")
-    killer = threading.Thread(target=_kill_one_process_after, args=(run, 41))
+    killer = threading.Thread(target=_kill_one_process_after, args=(run, 41), daemon=True)
     killer.start()
     told = []
     train_on_ray(run, address, told.append)

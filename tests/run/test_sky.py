@@ -57,7 +57,7 @@ def test_what_the_processes_read_is_brought_to_the_same_place(recipe, tmp_path):
     folders = {str(run.path), recipe["model"]}
     assert task["file_mounts"] == {folder: folder for folder in folders}
     words = _words_on_a_node(task["run"], tmp_path)
-    assert words[-1] == str(run.path) and {"--standalone", "--max-restarts=2"} < set(words)
+    assert words == ["-m", "tunekit.run.launch", str(run.path)]
     assert (Path(words[-1]) / "plan.yaml").exists() and run.state == "queued"
 
 

@@ -1,16 +1,15 @@
 """Runs as jobs of a real Slurm: a controller and two nodes on this machine, with a configuration of their own."""
 
 import getpass
-import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.processes import free_port, in_processes
 from tests.tiny import save_chats, save_tiny_model
@@ -82,8 +81,6 @@ def slurm(tmp_path_factory):
     )
     environment = pytest.MonkeyPatch()
     environment.setenv("SLURM_CONF", str(configuration))
-    # As on a real node, programs are not looked for in the folder that a job was submitted from.
-    environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())])))
     commands = [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "first"], ["slurmd", "-D", "-N", "second"]]
     daemons = [
         subprocess.Popen([f"{DAEMONS}/{name}", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -200,8 +197,9 @@ def test_the_printed_script_asks_for_the_nodes_of_the_plan(recipe, tmp_path):
 def test_a_limit_that_leaves_no_time_before_the_save_is_refused(recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
     assert notice_seconds(run.plan) == 60
-    with pytest.raises(RunError, match="--time 1: a checkpoint is saved 60 s before the limit"):
-        write_script(run, nodes, Wishes(time="1"))
+    with pytest.raises(RunError, match="--time 2: Slurm may ask for a checkpoint 120 s before the limit"):
+        write_script(run, nodes, Wishes(time="2"))
+    write_script(run, nodes, Wishes(time="2:01"))
 
 
 @pytest.mark.parametrize(
@@ -221,4 +219,15 @@ def test_nodes_are_counted_once():
 
 def test_what_starts_a_job_is_this_python(recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
-    assert f"{sys.executable} -m torch.distributed.run" in write_script(run, nodes, Wishes()).read_text()
+    assert f"{sys.executable} -m tunekit.run.launch {run.path}" in write_script(run, nodes, Wishes()).read_text()
+
+
+def test_the_command_says_where_it_can_launch_and_prints_what_it_would_submit(recipe, tmp_path):
+    given = tmp_path / "double.yaml"
+    given.write_text(yaml.safe_dump({**recipe, "output": {"dir": str(tmp_path / "run")}}))
+    command = [sys.executable, "-m", "tunekit", "launch", str(given)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "give one of --slurm, --ray and --sky" in refused.stderr
+    printed = subprocess.run([*command, "--slurm", "--print"], capture_output=True, text=True, check=True)
+    assert printed.stdout == (tmp_path / "run" / "job.sbatch").read_text()
+    assert Run(tmp_path / "run").state == "queued"

@@ -1,5 +1,7 @@
 """What a cluster's schedulers have in common: the nodes that a run is planned for, and the processes of each."""
 
+import shlex
+
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Hardware
 from tunekit.planner.machines import find_machine
@@ -37,6 +39,22 @@ def with_all_nodes(recipe: Recipe, hardware: Hardware) -> Recipe:
 def num_local(plan: Plan) -> int:
     """Processes on each node."""
     return plan.layout.num_processes // plan.num_nodes
+
+
+def command_of(plan: Plan, python: str, folder: str, *, meeting: str) -> str:
+    """What a shell starts on each node: tunekit's own supervisor on one alone, and one torchrun on each of several.
+
+    Args:
+        plan: The plan.
+        python: The Python of the nodes.
+        folder: The run folder there.
+        meeting: Options of torchrun that say how nodes find each other.
+    """
+    python, folder = shlex.quote(python), shlex.quote(folder)
+    if plan.num_nodes == 1:
+        return f"{python} -m tunekit.run.launch {folder}"
+    torchrun = f"{python} -m torch.distributed.run --nnodes={plan.num_nodes} --nproc-per-node={num_local(plan)}"
+    return f"{torchrun} {meeting} -m tunekit.run.worker {folder}"
 
 
 def num_cores(plan: Plan, hardware: Hardware) -> int:

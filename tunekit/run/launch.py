@@ -207,3 +207,16 @@ def raised(words: dict[str, Any]) -> Exception:
         kind: type[TunekitError] = vars(errors)[words["kind"]]
         return kind(words["problem"], hint=words["hint"])
     return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
+
+
+def main() -> None:
+    """Train as the run folder says that is the only argument, for a scheduler that gave this node to it."""
+    try:
+        launch(Run(sys.argv[1]))
+    except TunekitError:
+        # It stands in the run folder.
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

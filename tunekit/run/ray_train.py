@@ -4,10 +4,8 @@ Ray makes the process group too, as the plan has it; each process then does what
 Ray ends the others and starts all of them anew, and they go on from the newest checkpoint.
 """
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
@@ -18,7 +16,7 @@ from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
-    from ray.train import ScalingConfig
+    from ray.train import Result, ScalingConfig
 
 POLL_SECONDS = 0.2
 """How often the events of the processes are looked at."""
@@ -64,15 +62,17 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             worker_runtime_env={"env_vars": dict(plan.environment)},
         ),
     )
-    with ray.init(address, log_to_driver=False):
+    # In another thread, since Ray takes Ctrl-C to itself in this one and then ends the program. Where the driver goes,
+    # Ray ends what it started.
+    with ThreadPoolExecutor(1) as pool, ray.init(address, log_to_driver=False):
         try:
-            with _told(run, listener):
-                trainer.fit()
+            _follow(run, pool.submit(trainer.fit), listener)
         except KeyboardInterrupt:
             record.end("interrupted", INTERRUPTED)
             raise
         except TrainingFailedError as error:
-            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {error}", hint="see `ray status`"))
+            last_line = str(error).strip().splitlines()[-1]
+            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
             record.end("failed", str(failure))
             raise failure from error
 
@@ -103,32 +103,21 @@ def _work(config: dict[str, Any]) -> None:
         num_processes=context.get_world_size(),
         num_local=context.get_local_world_size(),
     )
+    if place.num_processes == 1:
+        # Accelerate would wrap a model that is alone as one of several.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
     work(Run(config["folder"]), place=place, supervised=True)
 
 
-@contextlib.contextmanager
-def _told(run: Run, listener: Listener | None) -> Iterator[None]:
-    """Tell a listener what the processes write, as long as it takes."""
-    if listener is None:
-        yield
-        return
-    done = threading.Event()
-
-    def tell() -> None:
-        offset = 0
-        while True:
-            # Asked before reading, so that what was written last is read.
-            is_last = done.wait(POLL_SECONDS)
-            events, offset = read_events(run.path / "events.jsonl", offset)
+def _follow(run: Run, training: "Future[Result]", listener: Listener | None) -> None:
+    """Tell a listener what the processes write, until they are done."""
+    offset, is_last = 0, False
+    while not is_last:
+        # Asked before reading, so that what was written last is read.
+        is_last = bool(wait([training], POLL_SECONDS).done)
+        events, offset = read_events(run.path / "events.jsonl", offset)
+        if listener is not None:
             for event in events:
                 listener(event)
-            if is_last:
-                return
-
-    teller = threading.Thread(target=tell)
-    teller.start()
-    try:
-        yield
-    finally:
-        done.set()
-        teller.join()
+    training.result()

@@ -18,9 +18,8 @@ import yaml
 
 from tunekit.errors import DependencyError, PlanError, RunError
 from tunekit.planner.machines import find_machine
-from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
-from tunekit.run.cluster import num_local
+from tunekit.run.cluster import command_of, num_local
 from tunekit.run.run import Run
 
 TASK = "task.sky.yaml"
@@ -29,8 +28,10 @@ TASK = "task.sky.yaml"
 NAMES = {"a100-40gb": "A100", "h100-pcie": "H100"}
 """SkyPilot's names of accelerators, where they are others than ours. Capitals do not count."""
 
-PORT = 29511
-"""Where several nodes meet. They are the task's own."""
+MEETING = (
+    '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port=29511'
+)
+"""How several nodes meet. Ranks begin on the first, so that what the main process writes is in its folder."""
 
 
 def write_task(run: Run, on: str) -> Path:
@@ -57,7 +58,7 @@ def write_task(run: Run, on: str) -> Path:
         "file_mounts": {path: path for path in (folder, *_local_files(plan.recipe))},
         "envs": dict(plan.environment),
         "setup": f"pip install 'tunekit=={version('tunekit')}'\n",
-        "run": f"{_torchrun(plan)} -m tunekit.run.worker {shlex.quote(folder)}\n",
+        "run": command_of(plan, "python", folder, meeting=MEETING) + "\n",
     }
     path = Path(folder) / TASK
     path.write_text(yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=1000), encoding="utf-8")
@@ -109,14 +110,3 @@ def _local_files(recipe: Recipe) -> Iterator[str]:
     for path in (recipe.model.path, recipe.model.chat_template):
         if path is not None and Path(path).is_absolute() and Path(path).exists():
             yield path
-
-
-def _torchrun(plan: Plan) -> str:
-    """How the processes of a node are started; those of the first come first, and write into its folder."""
-    command = f"python -m torch.distributed.run --nproc-per-node={num_local(plan)}"
-    if plan.num_nodes == 1:
-        return f"{command} --standalone --max-restarts={plan.recipe.parallel.max_restarts}"
-    return (
-        f'{command} --nnodes={plan.num_nodes} --node-rank="$SKYPILOT_NODE_RANK" '
-        f'--master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port={PORT}'
-    )

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: one torchrun on each node, and a checkpoint and a new place in the queue before time is up.
+"""A run as a job of Slurm: processes on each node, and a checkpoint and a new place in the queue before time is up.
 
 Slurm sends SIGUSR1 to the job's script some time before the limit. The script hands it on to the processes, which save
 a checkpoint after the step and end well; the run's status then says `queued`, and the script puts the job into the
@@ -17,7 +17,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
-from tunekit.run.cluster import num_cores, num_local
+from tunekit.run.cluster import command_of, num_cores, num_local
 from tunekit.run.job import write_job
 from tunekit.run.run import Run
 
@@ -28,7 +28,10 @@ FIRST_PORT, NUM_PORTS = 15000, 15000
 """Where nodes meet: ports that programs are not given by chance, by the number of the job."""
 
 NOTICE_SECONDS = 60
-"""Between the signal and the limit besides a step and a save. Slurm itself is up to a minute early."""
+"""Between the signal and the limit, besides a step and a save."""
+
+EARLY_SECONDS = 60
+"""How much earlier than asked Slurm may send a signal."""
 
 BYTES_PER_TRAINED = 12
 """Of a checkpoint at most: a weight and AdamW's two states in float32."""
@@ -98,7 +101,7 @@ def submit(run: Run, script: Path) -> str:
 def notice_seconds(plan: Plan) -> int:
     """Time for the step at hand and a checkpoint, before a limit: twice what they are expected to take, and more."""
     speed, schedule = plan.speed, plan.schedule
-    save = plan.num_trainable_params * BYTES_PER_TRAINED / plan.num_nodes / STORAGE_BYTES_PER_SECOND
+    save = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
     step = 0.0
     if speed is not None and speed.seconds is not None and schedule is not None:
         step = speed.seconds.high / schedule.num_steps
@@ -110,10 +113,11 @@ def _options(run: Run, hardware: Hardware, wishes: Wishes) -> Iterator[str]:
     plan = run.plan
     notice = notice_seconds(plan)
     limit = None if wishes.time is None else seconds_of(wishes.time)
-    if limit is not None and limit <= notice:
+    if limit is not None and limit <= notice + EARLY_SECONDS:
         raise RunError(
-            f"--time {wishes.time}: a checkpoint is saved {notice} s before the limit, which is before the start",
-            hint=f"give it more than {notice // 60 + 1} minutes",
+            f"--time {wishes.time}: Slurm may ask for a checkpoint {notice + EARLY_SECONDS} s before the limit, "
+            "when the job has hardly begun",
+            hint=f"give it more than {-(-(notice + EARLY_SECONDS) // 60)} minutes",
         )
     yield f"--job-name={shlex.quote(run.name)}"
     yield f"--nodes={plan.num_nodes}"
@@ -157,16 +161,8 @@ def _body(run: Run) -> str:
     plan, folder = run.plan, run.path.resolve()
     variables = {**plan.environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
-    # Expanded on each node. Python leaves a signal ignored that was ignored when it started, and torchrun, which
-    # would be ended by this one, is started so.
-    torchrun = (
-        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes={plan.num_nodes} "
-        f"--nproc-per-node={num_local(plan)} --max-restarts={plan.recipe.parallel.max_restarts} "
-        '--rdzv-backend=c10d --rdzv-endpoint="$TUNEKIT_MEET" '
-        '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))" '
-        f"-m tunekit.run.worker {shlex.quote(str(folder))}"
-    )
-    on_each = f"trap '' USR1; exec {torchrun}"
+    # Python leaves a signal ignored that was ignored when it started. What has no use for this one is started so.
+    on_each = f"trap '' USR1; exec {command_of(plan, sys.executable, str(folder), meeting=_meeting(plan))}"
     return f"""\
 printf '{{"scheduler": "slurm", "id": "%s"}}\\n' "$SLURM_JOB_ID" > {shlex.quote(str(folder / "job.json"))}
 {exports}
@@ -191,3 +187,12 @@ if [ "$code" = 0 ] && grep -q '"phase": "queued"' {shlex.quote(str(folder / "sta
 fi
 exit "$code"
 """
+
+
+def _meeting(plan: Plan) -> str:
+    """How several nodes meet, expanded on each: the first holds what they agree on."""
+    return (
+        f"--max-restarts={plan.recipe.parallel.max_restarts} "
+        '--rdzv-backend=c10d --rdzv-endpoint="$TUNEKIT_MEET" '
+        '--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" --rdzv-conf="is_host=$((SLURM_NODEID == 0))"'
+    )
