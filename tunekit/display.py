@@ -36,6 +36,9 @@ PIPE_WIDTH = 140
 PLAIN_LINES = 20
 """Progress lines of a run whose output is not a terminal."""
 
+TOLD = {"rewards/accuracies": "accuracy", "reward": "reward"}
+"""What DPO and GRPO are judged by, by TRL's names, and what it is called beside the loss."""
+
 
 def make_console() -> Console:
     """A console on standard output as it is now, whatever is redirected later."""
@@ -140,6 +143,7 @@ class Progress:
         numbers = f"loss {event['loss']:.4f}  lr {event['learning_rate']:.2e}"
         if event["tokens_per_second"]:
             numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
+        numbers += "".join(f"  {word} {event[name]:.3f}" for name, word in TOLD.items() if event.get(name) is not None)
         step = event["step"]
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
@@ -149,6 +153,8 @@ class Progress:
     def _on_eval(self, event: Event) -> None:
         accuracy = event.get("eval_mean_token_accuracy")
         tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
+        held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
+        tail += "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
         self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {event['eval_loss']:.4f}{tail}")
 
 
@@ -161,6 +167,8 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("loss", f"{result['first_loss']:.4f} → {result['last_loss']:.4f}")
     if result["eval_loss"] is not None:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
+    for name, (first, last) in result["measures"].items():
+        table.add_row(name, f"{first:.4f} → {last:.4f}")
     if result["tokens_per_second"]:
         of_them = f"{result['optimizer_seconds']:.1f} s of them updates; {result['data_seconds']:.1f} s for rows"
         steps = f"{result['num_tokens']:,} tokens in {result['step_seconds']:.0f} s of steps, {of_them}"

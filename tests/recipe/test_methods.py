@@ -47,6 +47,12 @@ def test_a_method_reads_back_equal(method: DPOMethod | GRPOMethod, tmp_path: Any
             ["train.global_batch_size=12"],
             "method.num_generations: 8 does not divide train.global_batch_size 12",
         ),
+        (
+            "dpo",
+            ["adapter.dropout=0.1"],
+            "adapter.dropout: means nothing with method dpo, for which TRL switches dropout off",
+        ),
+        ("grpo", ["method.rewards=[score]"], "method.rewards[0]: must be module:function"),
         ("sft", ["method.beta=0.2"], "method.type=sft has no 'beta'; it goes with method.type=dpo or grpo"),
         ("grpo", ["method.num_generations=1"], "method.num_generations: must be at least 2, got 1"),
         ("dpo", ["method.trainer_args.beta=1"], "tunekit sets this itself; use method.beta"),

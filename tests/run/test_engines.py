@@ -66,7 +66,14 @@ def parts_and_files(trainer):
 
 
 CASES = [
-    ("full", "tied", 2, {"reshard_after_forward": False}, {"micro_batch_size": 2, "gradient_checkpointing": True}, True),
+    (
+        "full",
+        "tied",
+        2,
+        {"reshard_after_forward": False},
+        {"micro_batch_size": 2, "gradient_checkpointing": True},
+        True,
+    ),
     (HEAD_TOO, "model", 2, {"reshard_after_forward": True}, {"micro_batch_size": 1}, False),
     ("lora", "model", 4, {"dp_shard_size": 2}, {"gradient_checkpointing": True}, False),
 ]

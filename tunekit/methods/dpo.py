@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
-from tunekit.methods.reference import refer_to_base
+from tunekit.methods.reference import loading_arguments, refer_to_base
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection, DPOMethod, TrainSection
+from tunekit.recipe.schema import DataSection, DPOMethod, ModelSection, TrainSection
 
 LEARNER = Learner("dpo", ("preference",))
 """What it learns from."""
@@ -33,6 +33,7 @@ def build(
     schedule: Schedule,
     *,
     model: "Module",
+    base: ModelSection,
     reference: "PreTrainedModel | None",
     tokenizer: "PreTrainedTokenizerBase",
     train_dataset: "Dataset",
@@ -50,6 +51,7 @@ def build(
         plan: Precision, micro-batch and memory choices.
         schedule: Steps.
         model: The model with its adapter.
+        base: Where TRL finds the model before training, if FSDP2 computes its log-probabilities beforehand.
         reference: The model before training, where it is a second one. Without, it is the model without its adapter,
             or its log-probabilities are computed beforehand.
         tokenizer: For the pairs, and saved with each checkpoint.
@@ -77,6 +79,7 @@ def build(
             max_length=data.max_length,
             beta=method.beta,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
+            model_init_kwargs=loading_arguments(base) if method.precompute_ref_log_probs else None,
             **engine,
             **method.trainer_args,
         ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
-from tunekit.methods.reference import refer_to_base
+from tunekit.methods.reference import loading_arguments, refer_to_base
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection, GRPOMethod, ModelSection, TrainSection
 
@@ -83,7 +83,7 @@ def build(
             beta=method.beta,
             use_vllm=False,
             # Of a second model, which TRL loads from where the first came from.
-            model_init_kwargs=_of(base) if method.beta else None,
+            model_init_kwargs=loading_arguments(base) if method.beta else None,
             **engine,
             **method.trainer_args,
         ),
@@ -95,10 +95,6 @@ def build(
     refer_to_base(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _of(base: ModelSection) -> dict[str, Any]:
-    return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
 
 
 def _whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:

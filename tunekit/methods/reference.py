@@ -1,12 +1,19 @@
-"""The reference of preference and reinforcement methods where an adapter is trained: the model without it."""
+"""The reference of preference and reinforcement methods: the model without its adapter, or a second one."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tunekit.recipe.schema import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 _COPY = "ref"
 """What TRL calls its copy of the adapter that it was given."""
+
+
+def loading_arguments(base: ModelSection) -> dict[str, Any]:
+    """How TRL is to load a second model, where it does so itself: from where the first came from."""
+    return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
 
 
 def refer_to_base(model: "Module") -> None:

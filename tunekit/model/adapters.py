@@ -42,5 +42,8 @@ def keep_trained_in_float32(model: "torch.nn.Module") -> None:
 
 
 def num_trained(model: "torch.nn.Module") -> int:
-    """Number of parameters that require gradients."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    """Number of parameters that require gradients, those that DeepSpeed divided counted whole."""
+    from transformers.trainer_pt_utils import get_model_param_count
+
+    number: int = get_model_param_count(model, trainable_only=True)
+    return number

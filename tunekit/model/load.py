@@ -62,7 +62,7 @@ def load_model(
     *,
     dtype: Dtype,
     attn_implementation: str,
-    device: str,
+    device: str | None,
     quantization: QloraAdapter | None = None,
 ) -> "PreTrainedModel":
     """The model on its device.
@@ -74,7 +74,7 @@ def load_model(
         section: Which model.
         dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
         attn_implementation: Attention implementation by its transformers name.
-        device: Where the weights go: `cpu`, `cuda` or `meta`.
+        device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantise the linear layers to 4 bits, or None.
 
     Raises:
@@ -102,7 +102,7 @@ def load_model(
                 quantization_config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,
-                device_map={"": device},
+                device_map=None if device is None else {"": device},
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(

@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
-from tunekit.recipe.schema import FullAdapter, Optim, ParallelSection, QloraAdapter, SFTMethod
+from tunekit.recipe.schema import DPOMethod, FullAdapter, Optim, ParallelSection, QloraAdapter, SFTMethod
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
 and transformers' Adafactor raise (torch 2.13, bitsandbytes 0.50, transformers 5.23; a test runs each)."""
 
 CPU_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""Optimizers that DeepSpeed can run on the processor: its own AdamW stands in for torch's."""
+"""Optimizers that DeepSpeed runs on the processor, where states are offloaded to: torch's own. The fused one takes as
+long as DeepSpeed's, which would be compiled when first used; the other one takes ten times as long."""
 
 SIZES = (2, 4, 8, 16, 32, 64)
 """Devices that may divide a layer or a sequence."""
@@ -197,7 +198,8 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
 def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
     used = spread(setting) if setting.hardware.accelerators else None
-    if not used or not isinstance(setting.recipe.adapter, FullAdapter):
+    asked = setting.recipe.parallel.offload_optimizer_device == "cpu"
+    if not used or not (asked or isinstance(setting.recipe.adapter, FullAdapter)):
         return
     why = "the processor updates the weights: they cross to the host once a step"
     for strategy in ("zero2", "zero3") if used.num_devices > 1 else ("zero2",):
@@ -218,6 +220,9 @@ def _offload(setting: Setting) -> Iterator[Candidate]:
     for size in _shard_sizes(setting, used):
         sizes = {"dp_replicate_size": used.num_devices // size, "dp_shard_size": size}
         yield Candidate(Layout.model_validate({"strategy": "fsdp2", **sizes, **both}), used.num_nodes, why)
+    if setting.recipe.parallel.strategy == "zero3":
+        layout = Layout.model_validate({"strategy": "zero3", "dp_shard_size": used.num_devices, **both})
+        yield Candidate(layout, used.num_nodes, why)
 
 
 def _nvme(setting: Setting) -> Iterator[Candidate]:
@@ -253,8 +258,9 @@ class Refusal(NamedTuple):
 
 def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     """Why the libraries cannot run this recipe in a layout correctly, if they cannot."""
-    recipe, model = setting.recipe, setting.model
-    optim = recipe.train.optim
+    recipe, optim = setting.recipe, setting.recipe.train.optim
+    if layout.strategy.startswith("zero") and setting.hardware.deepspeed is False:
+        return Refusal("DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'")
     if isinstance(recipe.adapter, QloraAdapter) and (
         layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
     ):
@@ -264,6 +270,10 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
     if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
+    beforehand = isinstance(recipe.method, DPOMethod) and recipe.method.precompute_ref_log_probs
+    if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
+        why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
+        return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
     if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
@@ -274,18 +284,31 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
             return refused
     if layout.cp_size > 1:
         return _ring_refusal(setting)
-    in_one_row = recipe.data.packing or recipe.data.padding_free is True
-    if layout.sp_size > 1 and in_one_row and not setting.attention.startswith("flash_attention"):
-        why = f"{setting.attention} does not keep packed documents apart when they are divided"
-        return Refusal(why, "use flash_attention_2, or rows without packing")
-    slides = model.sliding_window is not None and recipe.data.max_length > model.sliding_window
-    if layout.sp_size > 1 and slides and not setting.attention.startswith("flash_attention"):
-        return Refusal("Ulysses drops the mask that a sliding window needs", "use flash_attention_2")
+    if layout.sp_size > 1:
+        return _ulysses_refusal(setting, layout)
     return None
 
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 """What to use instead of an optimizer that a layout does not run."""
+
+
+def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
+    """Ulysses gives each device whole heads, and no mask."""
+    recipe, model = setting.recipe, setting.model
+    if setting.attention == "eager":
+        return Refusal("Ulysses does not divide eager attention", "use sdpa")
+    if setting.device.kind == "cpu" and layout.num_batches > 1:
+        why = "gloo has no gradients of what only some of the processes exchange"
+        return Refusal(why, f"set parallel.num_processes={layout.sp_size}")
+    if setting.attention.startswith("flash_attention"):
+        return None
+    if recipe.data.packing or recipe.data.padding_free is True:
+        why = f"{setting.attention} does not keep packed documents apart when they are divided"
+        return Refusal(why, "use flash_attention_2, or rows without packing")
+    if model.sliding_window is not None and recipe.data.max_length > model.sliding_window:
+        return Refusal("Ulysses drops the mask that a sliding window needs", "use flash_attention_2")
+    return None
 
 
 def _cpu_refusal(layout: Layout) -> Refusal | None:

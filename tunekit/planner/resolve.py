@@ -33,7 +33,7 @@ from tunekit.planner.reasons import (
 from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
-from tunekit.planner.zero import zero_buckets
+from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
 
 
@@ -96,6 +96,7 @@ def resolve(
         environment=environment,
         timeout_seconds=TIMEOUT_SECONDS,
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
+        pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
         num_params=model.num_params,

@@ -9,7 +9,7 @@ of them, but no larger than what is trained.
 from collections.abc import Iterator
 
 from tunekit.planner.activations import Head, Layers
-from tunekit.planner.facts import Facts, ModelFacts
+from tunekit.planner.facts import Device, Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, weights_bytes
@@ -38,6 +38,17 @@ def zero_buckets(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> ZeroB
         prefetched=int(0.9 * square),
         persistent=10 * model.hidden_size,
     )
+
+
+def pad_to_multiple_of(max_length: int, layout: Layout, device: Device) -> int | None:
+    """What rows are padded to where Ulysses divides them: as many equal parts as there are devices.
+
+    The devices show each other their micro-batches, which gloo can only where they are of one length.
+    """
+    parts = layout.sp_size
+    if parts == 1:
+        return None
+    return parts * -(-max_length // parts) if device.kind == "cpu" else parts
 
 
 def zero_kept(

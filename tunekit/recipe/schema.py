@@ -644,6 +644,16 @@ def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
             yield Conflict(("data", *key), what, "leave it out")
 
 
+def _conflicts_of_adapter(method: Method, adapter: Adapter) -> Iterator[Conflict]:
+    """What a method cannot do with an adapter."""
+    if not isinstance(method, DPOMethod) or not isinstance(adapter, LoraAdapter) or not adapter.dropout:
+        return
+    if method.trainer_args.get("disable_dropout", True):
+        what = "means nothing with method dpo, for which TRL switches dropout off: it would move the model from itself"
+        hint = "leave it out, or set method.trainer_args.disable_dropout=false"
+        yield Conflict(("adapter", "dropout"), what, hint)
+
+
 def _conflicts_of_numbers(method: Method, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
     """What a method asks of other numbers in the recipe."""
     if isinstance(method, DPOMethod) and method.precompute_ref_log_probs and data.streaming:
@@ -688,6 +698,7 @@ class Recipe(Section):
         conflicts = [
             *_conflicts_of_rows(self.method, self.data),
             *_conflicts_of_numbers(self.method, self.data, self.train),
+            *_conflicts_of_adapter(self.method, self.adapter),
         ]
         if conflicts:
             raise Conflicts(conflicts)

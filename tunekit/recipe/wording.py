@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, takes_list, variant
 from tunekit.recipe.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.places import Key, Places, Problem, dotted
-from tunekit.recipe.schema import NAME_PATTERN, Conflicts, FunctionPath, Recipe, Section
+from tunekit.recipe.schema import FUNCTION_PATTERN, NAME_PATTERN, Conflicts, FunctionPath, Recipe, Section
 from tunekit.recipe.suggest import unknown_key
 
 _TYPE_ERRORS = {
@@ -32,6 +32,7 @@ _TYPE_ERRORS = {
 }
 """pydantic's ways to say that a value is of another kind than the field."""
 
+_FUNCTION = "must be module:function, such as my_module:my_function"
 _MANY = 8
 """More choices than this are counted rather than listed."""
 
@@ -138,6 +139,8 @@ def _complaint(
             return f"must be at most {context['max_length']} characters long, got {len(value)}", None
         case "string_pattern_mismatch" if context["pattern"] == NAME_PATTERN:
             return f"may hold letters, digits, '.', '_' and '-', a letter or digit first, {got}", None
+        case "string_pattern_mismatch" if context["pattern"] == FUNCTION_PATTERN:
+            return f"{_FUNCTION}, {got}", None
         case "value_error":
             return str(context["error"]), None
     return f"{message[0].lower()}{message[1:]}, {got}", None
@@ -163,7 +166,7 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         takes = f"one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
         takes += " or module:function" if FunctionPath in kinds else ""
     if FunctionPath in kinds and isinstance(value, str) and ":" in value:
-        return f"must be module:function, such as my_module:my_function, got {show(value)}", None
+        return f"{_FUNCTION}, got {show(value)}", None
     hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
     if value is None and not isinstance(key[-1], int):
         hint = "leave the key out for its default"

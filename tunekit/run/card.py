@@ -9,6 +9,14 @@ from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.schema import FullAdapter
 from tunekit.run.run import Run
 
+LOSSES = {
+    "sft": "Losses are mean negative log-likelihoods in nats per trained token.",
+    "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
+    "of pairs whose better answer gained more than the worse, margins how much more.",
+    "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
+}
+"""What the losses of each method are."""
+
 
 def write_card(run: Run, result: dict[str, Any]) -> None:
     """Write README.md beside the weights.
@@ -38,9 +46,10 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
         ("Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])),
         ("Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])),
     ]
+    rows += [(name, _from_to(first, last)) for name, (first, last) in result["measures"].items()]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
-    card += f"\nLosses are mean negative log-likelihoods in nats per trained token.\n{_samples(run)}"
+    card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run)}"
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(card, ignore_metadata_errors=False).save(run.model_path / "README.md")
 

@@ -4,6 +4,7 @@
 choose the engine. What has weights in parts is in `fsdp2` and `zero`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ def join(plan: Plan, place: Place) -> None:
         torch.distributed.init_process_group("gloo", timeout=timeout)
         if plan.layout.strategy == "fsdp2":
             fsdp2.let_accelerate_shard_on_a_cpu()
+    if plan.layout.strategy.startswith("zero"):
+        zero.join(plan)
 
 
 def leave() -> None:
@@ -51,10 +54,20 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     return zero.trainer_args(plan)
 
 
-def weights_device(plan: Plan, place: Place) -> str:
-    """Where a process loads the model to. With FSDP2 one process of a node reads it, and the others get their parts."""
+def loading(plan: Plan) -> AbstractContextManager[None]:
+    """While a model is loaded and its adapter attached."""
+    return zero.loading(plan) if plan.layout.strategy.startswith("zero") else nullcontext()
+
+
+def weights_device(plan: Plan, place: Place) -> str | None:
+    """Where a process loads the model to; None where DeepSpeed says it.
+
+    With FSDP2 one process of a node reads it, and the others get their parts.
+    """
     if plan.layout.strategy == "fsdp2":
         return "cpu" if place.local_rank == 0 else "meta"
+    if plan.layout.strategy == "zero3":
+        return None
     return plan.device.kind
 
 
@@ -68,3 +81,9 @@ def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs once it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2":
         fsdp2.gather_head(trainer)
+
+
+def before_steps(trainer: "Trainer", plan: Plan) -> None:
+    """What an engine needs after passes that are not those of training, in every process."""
+    if plan.layout.strategy == "zero3":
+        zero.forget_order(trainer)

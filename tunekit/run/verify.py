@@ -65,6 +65,8 @@ def _planned(plan: Plan) -> dict[str, Any]:
     }
     if layout.strategy == "fsdp2":
         planned["reshard_after_forward"] = layout.reshard_after_forward
+    if layout.strategy.startswith("zero"):
+        planned |= zero.planned(plan)
     return planned
 
 

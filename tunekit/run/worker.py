@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
 
+MEASURES = {"dpo": ("rewards/accuracies", "rewards/margins"), "grpo": ("reward", "completions/mean_length")}
+"""What tells whether a method works besides its loss, by TRL's names."""
+
 
 def work(run: Run, listener: Listener | None = None, place: Place | None = None) -> None:
     """Train as the run folder says, in this process. The status says how it ended, whatever happens.
@@ -103,7 +106,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
-    from tunekit.run.engine import after_wrapping
+    from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
 
     began = time.time()
@@ -118,6 +121,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
         _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+        before_steps(trainer, plan)
 
     watch.before_training = look
     trainer.train()
@@ -159,11 +163,12 @@ def _build(
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
-    from tunekit.run.engine import before_wrapping, weights_device
+    from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
-    model = _load_model(recipe, plan, device=weights_device(plan, record.place))
-    model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+    with loading(plan):
+        model = _load_model(recipe, plan, device=weights_device(plan, record.place))
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
     trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
     keep_trained_in_float32(trainer.model)
     before_wrapping(trainer, plan)
@@ -177,7 +182,7 @@ def _build(
     return trainer, tokenizer
 
 
-def _load_model(recipe: Recipe, plan: Plan, *, device: str) -> "PreTrainedModel":
+def _load_model(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     from tunekit.model.load import load_model
 
     return load_model(
@@ -233,6 +238,7 @@ def _build_trainer(
             return dpo.build(
                 method,
                 *numbers,
+                base=recipe.model,
                 reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
@@ -334,10 +340,26 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "data_seconds": watch.data_seconds,
         "seconds": seconds,
         **peaks(plan),
+        "measures": _measures(plan, events),
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
     }
+
+
+def _measures(plan: Plan, events: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What tells whether the method works, by its name in the log: its first and its last value, held out if it can be.
+
+    A method is judged by its own measures: the loss of GRPO says nothing, as it is near zero whatever is learned.
+    """
+    kind, prefix = ("eval", "eval_") if plan.data.num_eval else ("log", "")
+    logged = [event for event in events if event["event"] == kind]
+    found: dict[str, list[float]] = {}
+    for name in MEASURES.get(plan.recipe.method.type, ()):
+        values = [event[prefix + name] for event in logged if event.get(prefix + name) is not None]
+        if values:
+            found[name] = [values[0], values[-1]]
+    return found
 
 
 def main() -> None:

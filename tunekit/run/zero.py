@@ -1,32 +1,200 @@
-"""DeepSpeed's ZeRO: what the trainer is told, what is found in it, and its weights as a whole."""
+"""DeepSpeed as a plan has it: what its engine is told, whether that is what runs, and the state of it in one piece.
 
+Nothing is left to `auto`: the numbers of the configuration are those that the plan's memory estimate was made with.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
+from tunekit.planner.zero import SUB_GROUP_PARAMS
+from tunekit.recipe.schema import FullAdapter
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
+    from torch.nn import Module, Parameter
     from transformers import Trainer
 
 
+def join(plan: Plan) -> None:
+    """Have DeepSpeed take over the process group that is there, before anything of its own is made.
+
+    On a processor it would compile sums over shared memory for that, for half a minute, which only its inference uses
+    (deepspeed 0.19, `TorchBackend`). What it may compile stands in a table that is there to be edited.
+    """
+    import deepspeed
+
+    assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__ or plan.device.kind == "cuda"
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if plan.device.kind == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.timeout_seconds), verbose=False)
+
+
 def trainer_args(plan: Plan) -> dict[str, Any]:
-    """Arguments of TRL's config that choose DeepSpeed."""
-    config = {
-        "zero_optimization": {"stage": int(plan.layout.strategy[-1])},
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
+    """Arguments of TRL's config that choose DeepSpeed and divide sequences."""
+    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.timeout_seconds}
+    if plan.layout.sp_size > 1:
+        args |= _ulysses(plan)
+    return args
+
+
+def config(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration of a plan. Accelerate works out the batch of a step from the rest."""
+    assert plan.zero_buckets is not None, plan.layout
+    stage = int(plan.layout.strategy[-1])
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": plan.zero_buckets.reduced}
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": plan.zero_buckets.prefetched,
+            "stage3_param_persistence_threshold": plan.zero_buckets.persistent,
+            "sub_group_size": SUB_GROUP_PARAMS,
+            # A checkpoint holds a model that can be loaded as it is, besides what is divided.
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    for what, where in (
+        ("offload_param", plan.layout.offload_param_device),
+        ("offload_optimizer", plan.layout.offload_optimizer_device),
+    ):
+        if where != "none":
+            zero[what] = {"device": where, "pin_memory": plan.device.kind == "cuda"}
+        if where == "nvme":
+            zero[what]["nvme_path"] = plan.recipe.parallel.nvme_path
+    return {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "gradient_clipping": plan.recipe.train.max_grad_norm,
+        "bf16": {"enabled": plan.autocast and plan.dtype == "bfloat16"},
+        # The recipe's optimizer takes its steps wherever the states are.
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {"enabled": plan.autocast and plan.dtype == "float16"},
     }
-    return {"deepspeed": config, "ddp_timeout": plan.timeout_seconds}
+
+
+def _ulysses(plan: Plan) -> dict[str, Any]:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    sequences = ParallelismConfig(
+        dp_shard_size=plan.layout.dp_shard_size,
+        sp_backend="deepspeed",
+        sp_size=plan.layout.sp_size,
+        sp_handler=DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation=plan.attn_implementation
+        ),
+    )
+    return {"parallelism_config": sequences, "pad_to_multiple_of": plan.pad_to_multiple_of}
+
+
+@contextmanager
+def loading(plan: Plan) -> Iterator[None]:
+    """While a model is loaded: ZeRO-3 divides each weight as soon as it is read, and PEFT gathers what it looks at."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    # It is known to transformers as long as somebody holds it.
+    held = HfDeepSpeedConfig(config(plan))
+    yield
+    del held
+
+
+def planned(plan: Plan) -> dict[str, Any]:
+    """What `found` should give besides what every engine has."""
+    return {
+        "offload_param_device": plan.layout.offload_param_device,
+        "offload_optimizer_device": plan.layout.offload_optimizer_device,
+        "is_recipes_optimizer": True,
+    }
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """What runs, by the names of the `engine` event."""
-    return {"engine": plan.layout.strategy}
+    """What runs, by the names of the `engine` event, and the parameters that are not where they should be."""
+    from deepspeed import DeepSpeedEngine
+
+    engine = trainer.model_wrapped
+    assert isinstance(engine, DeepSpeedEngine), type(engine)
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    named = list(engine.module.named_parameters())
+    size, sequences = engine.seq_dp_world_size, engine.sequence_parallel_size
+    if stage == 3:
+        groups, masters = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        sizes = {name: (one.ds_tensor.ds_numel, one.ds_numel) for name, one in named}
+        misplaced = [name for name, (part, whole) in sizes.items() if part != -(-whole // size)]
+        local_share = sum(part for part, _ in sizes.values()) / sum(whole for _, whole in sizes.values())
+    else:
+        groups, masters = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+        misplaced = []
+        trained = sum(one.numel() for _, one in named if one.requires_grad)
+        local_share = sum(master.numel() for master in masters) / trained
+    updated = {id(parameter) for group in groups for parameter in group}
+    param, states = engine.zero_offload_param(), engine.zero_offload_optimizer()
+    computed, _ = engine.get_data_types()
+    asked, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    mesh = {"dp_shard": size // sequences, "sp": sequences}
+    return {
+        "engine": f"zero{stage}",
+        "mesh": {name: number for name, number in mesh.items() if number > 1},
+        "micro_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "trained_dtype": ", ".join(sorted({_name(master.dtype) for master in masters})),
+        "compute_dtype": _name(computed),
+        "reduce_dtype": _name(engine.communication_data_type),
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "is_recipes_optimizer": type(engine.basic_optimizer) is asked,
+        "offload_param_device": "none" if param is None else param.device,
+        "offload_optimizer_device": "none" if states is None else states.device,
+        # Of all weights in stage 3; below, of the float32 copies that the optimizer updates.
+        "local_share": round(local_share, 4),
+        "misplaced": misplaced,
+        "not_updated": [name for name, one in named if one.requires_grad and id(one) not in updated],
+    }
+
+
+def _name(kind: "dtype") -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def forget_order(trainer: "Trainer") -> None:
+    """Make ZeRO-3 forget in which order the modules ran, after passes that are not those of training.
+
+    It gathers weights ahead of their use by that order. TRL's fused head takes the weight of the head and calls no
+    module, so that one that was gathered ahead would be gathered twice (deepspeed 0.19, trl 1.16: an assertion).
+    """
+    coordinator = trainer.model_wrapped.optimizer.parameter_offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
-    """The trained weights, whole and on the CPU of the main process; nothing elsewhere. Called by all together."""
-    return {name: tensor.cpu() for name, tensor in trainer.model.state_dict().items()}
+    """The weights to save, whole and in the main memory of the main process; nothing elsewhere. Called by all together.
+
+    One weight after the other is put together, so that no device ever holds the whole model. Of what is trained it is
+    the float32 weight that the optimizer updates. Of a model with an adapter it is the adapter alone.
+    """
+    model: Module = trainer.model
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    full, is_main = isinstance(plan.recipe.adapter, FullAdapter), trainer.accelerator.is_main_process
+    wholes: dict[Parameter, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, held in model.state_dict().items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            state[name] = held.cpu()
+        elif full or parameter.requires_grad:
+            if parameter not in wholes:
+                wholes[parameter] = _whole(parameter, keep=is_main)
+            state[name] = wholes[parameter]
+    return state if is_main else {}
+
+
+def _whole(parameter: "Parameter", *, keep: bool) -> "Tensor":
+    """A parameter in one piece, empty where it is not kept."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if parameter.requires_grad:
+        whole: Tensor = safe_get_full_fp32_param(parameter)
+        return whole.cpu() if keep else whole.new_empty(0, device="cpu")
+    with GatheredParameters([parameter]):
+        return parameter.detach().to("cpu", copy=True) if keep else parameter.detach().new_empty(0, device="cpu")

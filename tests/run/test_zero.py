@@ -1,0 +1,113 @@
+"""DeepSpeed in two real processes: equal to one process, what the plan says, and a model that anyone can load."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.run.engines import made, work_in, worked
+from tests.tiny import save_chats, save_tiny_model
+
+LEARNED = [(f"double {n}" * (1 + n % 3), f"{2 * n}") for n in range(26)]
+"""Rows of unlike lengths, so that a mean of means would be another loss."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", LEARNED[:20])
+    save_chats(folder / "eval.jsonl", LEARNED[20:])
+    return folder
+
+
+def recipe(folder: Path, name: str, adapter: str, *, dtype="auto", train=None, **parallel):
+    return {
+        "model": {"path": str(folder / "model"), "dtype": dtype},
+        "data": {"train": str(folder / "rows.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 64},
+        "adapter": adapter,
+        "train": {"max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3}
+        | {"max_grad_norm": 0.5, "gradient_checkpointing": True, "save_steps": 3}
+        | (train or {}),
+        "parallel": parallel,
+        "output": {"dir": str(folder / name), "sample_prompts": ["double 3"]},
+    }
+
+
+def outcome(run: Path):
+    """Losses, losses of the evaluations, and what was answered; and the weights that were saved."""
+    from tunekit.run.run import Run
+
+    events = Run(run).events()
+    of = {kind: [event for event in events if event["event"] == kind] for kind in ("log", "eval", "sample", "engine")}
+    weights = {}
+    for file in sorted((run / "model").glob("*.safetensors")):
+        weights |= load_file(file)
+    losses = [event["loss"] for event in of["log"]], [event["eval_loss"] for event in of["eval"]]
+    return *losses, [event["answer"] for event in of["sample"]], of["engine"][0], weights
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same in one process."""
+    known = {}
+
+    def run(adapter: str, **changes):
+        key = adapter, str(changes)
+        if key not in known:
+            path = made(recipe(folder, f"alone-{len(known)}", adapter, **changes))
+            worked(path)
+            known[key] = outcome(path)
+        return known[key]
+
+    return run
+
+
+def near(found, wanted, tolerance):
+    assert len(found) == len(wanted) > 0
+    return max(abs(one - other) for one, other in zip(found, wanted, strict=True)) < tolerance
+
+
+def check_equal(found, wanted, tolerance=1e-5):
+    losses, evals, answers, _, weights = found
+    assert near(losses, wanted[0], tolerance) and near(evals, wanted[1], tolerance)
+    assert answers == wanted[2]
+    assert weights.keys() == wanted[4].keys()
+    for name, weight in weights.items():
+        assert weight.dtype == wanted[4][name].dtype
+        assert (weight - wanted[4][name]).abs().max() < tolerance, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "layout"),
+    [
+        ("full", {"strategy": "zero1"}),
+        ("full", {"strategy": "zero3"}),
+        ("lora", {"strategy": "zero2"}),
+        ("lora", {"strategy": "zero3"}),
+        ("full", {"strategy": "zero2", "offload_optimizer_device": "cpu"}),
+        ("full", {"strategy": "zero3", "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
+)
+def test_two_processes_are_equal_to_one_whatever_is_divided_or_offloaded(folder, alone, adapter, layout):
+    run = made(recipe(folder, f"{adapter}-{'-'.join(layout.values())}", adapter, num_processes=2, **layout))
+    work_in(run, 2)
+    found = outcome(run)
+    check_equal(found, alone(adapter))
+    engine = found[3]
+    assert engine["engine"] == layout["strategy"] and engine["mesh"] == {"dp_shard": 2}
+    assert engine["optimizer"] == "AdamW"
+    assert engine["local_share"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_sequences_that_two_processes_divide_give_the_losses_of_one(folder, alone, adapter):
+    whole = {"train": {"micro_batch_size": 8}}
+    run = made(recipe(folder, f"{adapter}-ulysses", adapter, num_processes=2, sp_size=2, strategy="zero3", **whole))
+    work_in(run, 2)
+    found = outcome(run)
+    check_equal(found, alone(adapter, **whole))
+    assert found[3]["mesh"] == {"sp": 2}
