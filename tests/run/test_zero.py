@@ -111,3 +111,37 @@ def test_sequences_that_two_processes_divide_give_the_losses_of_one(folder, alon
     found = outcome(run)
     check_equal(found, alone(adapter, **whole))
     assert found[3]["mesh"] == {"sp": 2}
+
+
+@pytest.mark.slow
+def test_a_single_process_can_have_its_states_elsewhere(folder, alone):
+    from tunekit.planner.zero import ZeroBuckets
+
+    buckets = ZeroBuckets(reduced=2304, prefetched=2073, persistent=480).model_dump()
+    layout = {"strategy": "zero2", "offload_optimizer_device": "cpu"}
+    run = made(recipe(folder, "offload-alone", "full"), layout, zero_buckets=buckets)
+    work_in(run, 1)
+    found = outcome(run)
+    check_equal(found, alone("full"))
+    assert found[3]["offload_optimizer_device"] == "cpu"
+
+
+@pytest.mark.slow
+def test_deepspeed_that_is_skipped_without_a_word_is_noticed(folder, monkeypatch):
+    # Accelerate runs DDP instead (accelerate 1.15, `PartialState`).
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    run = made(recipe(folder, "skipped", "full", num_processes=2, strategy="zero2"))
+    with pytest.raises(AssertionError, match="engine: zero2 planned, ddp found"):
+        work_in(run, 2)
+
+
+@pytest.mark.slow
+def test_weights_in_16_bits_are_updated_in_float32(folder, alone):
+    run = made(recipe(folder, "bf16", "lora", dtype="bfloat16", num_processes=2, strategy="zero3"))
+    work_in(run, 2)
+    found = outcome(run)
+    assert near(found[0], alone("lora")[0], 2e-2)
+    assert found[3]["trained_dtype"] == "float32" and found[3]["compute_dtype"] == "bfloat16"
+    assert {str(weight.dtype) for weight in found[4].values()} == {"torch.float32"}
+    # Had they been saved as they are computed with, they would not change.
+    assert any((weight != weight.bfloat16().float()).any() for weight in found[4].values())

@@ -16,6 +16,7 @@ from tunekit.recipe.schema import ModelSection, QloraAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.distributed import DistributedConfig
 
 
 def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
@@ -64,6 +65,7 @@ def load_model(
     attn_implementation: str,
     device: str | None,
     quantization: QloraAdapter | None = None,
+    distributed: "DistributedConfig | None" = None,
 ) -> "PreTrainedModel":
     """The model on its device.
 
@@ -76,6 +78,7 @@ def load_model(
         attn_implementation: Attention implementation by its transformers name.
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantise the linear layers to 4 bits, or None.
+        distributed: How to divide it over the processes, each of which loads its part to its own device then.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -84,6 +87,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     torch_dtype = getattr(torch, dtype)
+    is_given = device == "meta" and distributed is None
     config = None
     if quantization is not None:
         config = BitsAndBytesConfig(
@@ -93,7 +97,7 @@ def load_model(
             bnb_4bit_compute_dtype=torch_dtype,
         )
     try:
-        with _keeping_buffers() if device == "meta" else contextlib.nullcontext():
+        with _keeping_buffers() if is_given else contextlib.nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
                 model_folder(section),
                 revision=section.revision,
@@ -102,14 +106,15 @@ def load_model(
                 quantization_config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,
-                device_map=None if device is None else {"": device},
+                device_map=None if device is None or distributed is not None else {"": device},
+                distributed_config=distributed,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint="see the log for the whole message",
         ) from error
-    if device == "meta":
+    if is_given:
         _give_unwritten_memory(model)
     if quantization is not None:
         keep_quantised_layout(model)
@@ -145,6 +150,8 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
                 empty = torch.empty_like(parameter, device="cpu")
                 module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
     model.tie_weights()
+    # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
+    model.hf_device_map = {"": "cpu"}
 
 
 def keep_quantised_layout(model: "PreTrainedModel") -> None:

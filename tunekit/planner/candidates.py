@@ -167,7 +167,8 @@ def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
         divides = model.num_heads % size == 0 and model.num_kv_heads % size == 0
         if used and size <= used.per_node and used.per_node % size == 0 and divides:
             layout = Layout(strategy="fsdp2", dp_shard_size=used.num_devices // size, tp_size=size)
-            yield Candidate(layout, used.num_nodes, "each layer is divided over devices of a node")
+            why = "each layer is divided over devices of a node; without checkpoints, which transformers cannot resume"
+            yield Candidate(layout, used.num_nodes, why)
 
 
 def _context_parallel(setting: Setting) -> Iterator[Candidate]:
@@ -276,6 +277,9 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
+    if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):
+        why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
+        return Refusal(why, "use fsdp2 without tp_size")
     if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
         return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
     if setting.device.kind == "cpu" and layout.strategy == "fsdp2":

@@ -57,9 +57,10 @@ class Layout(Facts):
     def reduces_in(self, dtype: Dtype) -> Dtype:
         """Type in which gradients are summed over devices, where products are computed in `dtype`.
 
-        DDP sums what the optimizer takes. FSDP2 and DeepSpeed sum what the backward pass gives, and keep it in float32.
+        DDP sums what the optimizer takes. FSDP2 through Accelerate and DeepSpeed sum what the backward pass gives;
+        the first keeps the sums in float32. Through transformers, which divides layers besides, FSDP2 sums in float32.
         """
-        return "float32" if self.strategy in ("single", "ddp") else dtype
+        return "float32" if self.strategy in ("single", "ddp") or self.tp_size > 1 else dtype
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from tunekit.recipe.schema import (
     DPOMethod,
     FullAdapter,
     GRPOMethod,
+    Optim,
     QloraAdapter,
     Recipe,
     SFTMethod,
@@ -129,6 +130,21 @@ def optimizer_reason(recipe: Recipe) -> Reason:
         choice=f"{recipe.train.optim}, learning rate {learning_rate:g}",
         why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
     )
+
+
+def deepspeed_reasons(layout: Layout, gradient_accumulation_steps: int, optim: Optim) -> Iterator[Reason]:
+    """What DeepSpeed does differently from other engines, and what it takes."""
+    if not layout.strategy.startswith("zero"):
+        return
+    if layout.offload_optimizer_device != "none":
+        why = "as in the recipe: DeepSpeed's own AdamW would be compiled first and is hardly faster than torch's"
+        yield Reason(topic="offloaded states", choice=f"updated by {optim} on the processor", why=why)
+    if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
+        why = "DeepSpeed compiles its access to the disk when it is first used, which takes minutes"
+        yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
+    if layout.sp_size > 1 and gradient_accumulation_steps * layout.num_batches > 1:
+        why = "Ulysses averages each over its own tokens; other layouts average a step over all of its tokens"
+        yield Reason(topic="loss", choice="micro-batches weigh alike, whatever they hold", why=why)
 
 
 def model_reason(model: ModelFacts) -> Reason:

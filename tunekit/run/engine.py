@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
-from tunekit.run import fsdp2, zero
+from tunekit.run import fsdp2, tensor_parallel, zero
 from tunekit.run.place import Place
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
         return {}
     if layout.strategy == "ddp":
         return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.timeout_seconds}
+    if layout.tp_size > 1:
+        return tensor_parallel.trainer_args(plan)
     if layout.strategy == "fsdp2":
         return fsdp2.trainer_args(plan)
     return zero.trainer_args(plan)
@@ -73,13 +75,15 @@ def weights_device(plan: Plan, place: Place) -> str | None:
 
 def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs before it wraps the model, in every process."""
-    if plan.layout.strategy == "fsdp2":
+    if plan.layout.tp_size > 1:
+        tensor_parallel.save_no_checkpoints(trainer)
+    elif plan.layout.strategy == "fsdp2":
         fsdp2.keep_losses_in_float32(trainer, plan)
 
 
 def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs once it has wrapped the model, in every process, before the first step."""
-    if plan.layout.strategy == "fsdp2":
+    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.gather_head(trainer)
 
 

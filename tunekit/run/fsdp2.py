@@ -88,7 +88,7 @@ def gather_head(trainer: "Trainer") -> None:
 
     TRL's loss does not call the head: it takes its weight, and gathers that by itself if it is divided. Then no
     gradients are summed over the devices, and each trains its part of the head on its own rows, without a word (trl
-    1.16, `patch_chunked_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
+    1.16, `add_fused_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
     finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -132,7 +132,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
     compute = {policy.param_dtype or torch.float32 for policy in policies}
     reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
-    held, total = _held_bytes(model)
+    held, total = held_bytes(model)
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
@@ -158,7 +158,7 @@ def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
     return is_placed and parameter.to_local().numel() <= part
 
 
-def _held_bytes(model: "Module") -> tuple[int, int]:
+def held_bytes(model: "Module") -> tuple[int, int]:
     """Bytes of parameters that this process holds, and of all."""
     from torch.distributed.tensor import DTensor
 

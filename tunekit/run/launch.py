@@ -40,7 +40,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
     """
     plan = run.plan
-    if plan.layout.num_processes == 1:
+    # DeepSpeed wants a process group for one process too.
+    if plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero"):
         work(run, listener)
         return
     _supervise(run, plan, listener)

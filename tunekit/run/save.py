@@ -20,6 +20,10 @@ def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
         plan: How it was spread.
         folder: Where to.
     """
+    if plan.layout.tp_size > 1:
+        # transformers divided it, and puts it together.
+        trainer.model.save_pretrained(folder)
+        return
     state = full_state(trainer, plan)
     # An adapter carries no copy of embeddings that it did not train.
     how = {} if isinstance(plan.recipe.adapter, FullAdapter) else {"save_embedding_layers": False}

@@ -21,6 +21,10 @@ COMPUTE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of the products by Accelerate's names of mixed precision."""
 
 
+NAMES = {"fsdp": "dp_shard", "tp": "tp"}
+"""Accelerate's names for the dimensions of transformers' mesh."""
+
+
 def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     """Compare the engine of a trainer whose model is wrapped with the plan.
 
@@ -63,7 +67,7 @@ def _planned(plan: Plan) -> dict[str, Any]:
         "compute_dtype": plan.dtype,
         "reduce_dtype": plan.reduce_dtype,
     }
-    if layout.strategy == "fsdp2":
+    if layout.strategy == "fsdp2" and layout.tp_size == 1:
         planned["reshard_after_forward"] = layout.reshard_after_forward
     if layout.strategy.startswith("zero"):
         planned |= zero.planned(plan)
@@ -103,25 +107,58 @@ def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     found = {"trained_dtype": _trained_dtype(trainer), "not_updated": _not_updated(trainer)}
     if trainer.accelerator.is_fsdp2:
         return found | fsdp2.found(trainer, plan)
+    if trainer.is_distributed_loading_by_transformers:
+        return found | _divided_at_load(trainer)
     return found | _whole(trainer)
 
 
 def _whole(trainer: "Trainer") -> dict[str, Any]:
-    """What runs where each process holds all: alone, or in DDP, which sums gradients in their own type."""
+    """What runs where each process holds all: alone, or in DDP, which sums gradients in their own type.
+
+    A process that was started as the only one of a group is alone, though Accelerate wraps its model too.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
-    accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
-    is_ddp = isinstance(wrapped, DistributedDataParallel)
-    # Accelerate computes in other types than float32 by a forward method of its own, where the device can.
-    casts = accelerator.native_amp and "_original_forward" in vars(trainer.model)
+    wrapped = trainer.model_wrapped
+    is_ddp = isinstance(wrapped, DistributedDataParallel) and wrapped.process_group.size() > 1
     return {
         "engine": "ddp" if is_ddp else "single",
         "mesh": {"dp_replicate": wrapped.process_group.size()} if is_ddp else {},
-        "compute_dtype": COMPUTE[accelerator.mixed_precision] if casts else "float32",
+        "compute_dtype": _autocast_dtype(trainer),
         "reduce_dtype": _trained_dtype(trainer),
         "local_share": 1.0,
         "misplaced": [],
     }
+
+
+def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
+    """What runs where transformers divided the model. Gradients have the type of the trained parameters."""
+    from torch.distributed.tensor import DTensor
+
+    parameters = dict(trainer.model.named_parameters())
+    meshes = [parameter.device_mesh for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.size())
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    matrices = {name: parameter for name, parameter in parameters.items() if parameter.dim() > 1}
+    held, total = fsdp2.held_bytes(trainer.model)
+    return {
+        "engine": "fsdp2",
+        "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
+        "compute_dtype": _autocast_dtype(trainer),
+        "reduce_dtype": _trained_dtype(trainer),
+        "local_share": round(held / total, 4),
+        "misplaced": [
+            name
+            for name, matrix in matrices.items()
+            if not isinstance(matrix, DTensor) or matrix.device_mesh.size() != mesh.size()
+        ],
+    }
+
+
+def _autocast_dtype(trainer: "Trainer") -> str:
+    """Type of the products, where Accelerate casts by a forward method of its own; it does where the device can."""
+    casts = trainer.accelerator.native_amp and "_original_forward" in vars(trainer.model)
+    return COMPUTE[trainer.accelerator.mixed_precision] if casts else "float32"
 
 
 def _trained_dtype(trainer: "Trainer") -> str:

@@ -184,12 +184,14 @@ def _build(
 
 def _load_model(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     from tunekit.model.load import load_model
+    from tunekit.run.tensor_parallel import distributed_config
 
     return load_model(
         recipe.model,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
         device=device,
+        distributed=distributed_config(plan),
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
 

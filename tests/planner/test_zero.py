@@ -1,0 +1,83 @@
+"""What a plan says of DeepSpeed, and what it refuses of it."""
+
+import pytest
+
+from tests.planner.golden import ROWS, recipe
+from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
+from tunekit.errors import PlanError
+from tunekit.planner.facts import Device, Hardware
+from tunekit.planner.machines import find_machine
+from tunekit.planner.resolve import resolve
+
+LAPTOP = Hardware(
+    cpu=Device(
+        kind="cpu", name="CPU", memory_total_bytes=256 * GIB, memory_free_bytes=256 * GIB, native_bfloat16=False
+    ),
+    deepspeed=True,
+)
+WITHOUT = LAPTOP.model_copy(update={"deepspeed": False})
+
+
+def planned(machine=LAPTOP, **sections):
+    return resolve(recipe(**sections), machine, LLAMA_1B, ROWS)
+
+
+def test_the_engine_is_told_the_sizes_that_the_estimate_counts():
+    zero = pytest.importorskip("tunekit.run.zero")
+    square = LLAMA_1B.hidden_size**2
+    plan = planned(adapter="full", parallel={"num_processes": 2, "strategy": "zero3"})
+    config = zero.config(plan)
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": square,
+        "stage3_prefetch_bucket_size": int(0.9 * square),
+        "stage3_param_persistence_threshold": 10 * LLAMA_1B.hidden_size,
+        "sub_group_size": 10**9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert plan.environment["DS_ACCELERATOR"] == "cpu"
+
+
+def test_other_engines_are_told_nothing_of_deepspeed():
+    plan = planned(parallel={"num_processes": 2})
+    assert plan.zero_buckets is None and plan.pad_to_multiple_of is None
+    assert "DS_ACCELERATOR" not in plan.environment
+
+
+def test_deepspeed_that_is_not_installed_is_refused_with_how_to_install_it():
+    with pytest.raises(PlanError, match=r"DeepSpeed is not installed.*pip install 'tunekit\[deepspeed\]'"):
+        planned(WITHOUT, parallel={"num_processes": 2, "strategy": "zero2"})
+
+
+def test_deepspeed_that_is_not_installed_is_not_chosen():
+    sections = recipe(adapter="full")
+    machine = find_machine("h100").hardware()
+    assert machine.deepspeed is None
+    assert resolve(sections, machine, LLAMA_8B, ROWS).layout.name == "ZeRO-2, optimizer on the CPU"
+    with pytest.raises(PlanError, match="ZeRO-2, optimizer on the CPU: DeepSpeed is not installed"):
+        resolve(sections, machine.model_copy(update={"deepspeed": False}), LLAMA_8B, ROWS)
+
+
+def test_offloaded_states_are_updated_by_the_recipes_own_optimizer():
+    layout = {"num_processes": 2, "strategy": "zero3", "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}
+    plan = planned(adapter="full", parallel=layout)
+    assert plan.layout.name == "ZeRO-3, CPU offload"
+    assert any(reason.choice == "updated by adamw_torch_fused on the processor" for reason in plan.reasons)
+
+
+def test_sequences_and_rows_are_not_divided_together_on_a_processor():
+    batch = {"global_batch_size": 8, "micro_batch_size": 8}
+    plan = planned(train=batch, parallel={"num_processes": 2, "sp_size": 2})
+    assert plan.layout.name == "ZeRO-3, Ulysses 2"
+    assert plan.pad_to_multiple_of == plan.recipe.data.max_length
+    with pytest.raises(PlanError, match="gloo has no gradients") as error:
+        planned(train={"global_batch_size": 8}, parallel={"num_processes": 4, "sp_size": 2})
+    assert "parallel.num_processes=2" in str(error.value)
+
+
+def test_a_plan_says_where_micro_batches_weigh_alike():
+    accumulated = {"global_batch_size": 8, "micro_batch_size": 4}
+    plan = planned(train=accumulated, parallel={"num_processes": 2, "sp_size": 2})
+    assert [reason.choice for reason in plan.reasons if reason.topic == "loss"] == [
+        "micro-batches weigh alike, whatever they hold"
+    ]
