@@ -22,7 +22,7 @@ def laptop(**facts) -> Hardware:
 
 
 def test_processes_share_the_cores_of_a_machine():
-    asked = recipe(parallel={"num_processes": 2})
+    asked = recipe(parallel={"num_processes": 2}, adapter="qlora")
     assert resolve(asked, laptop(), LLAMA_1B, ROWS).environment == {"OMP_NUM_THREADS": "4"}
 
 
