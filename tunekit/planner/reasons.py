@@ -155,6 +155,13 @@ def model_reason(model: ModelFacts) -> Reason:
     return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
 
 
+def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
+    if model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
+        why = "TRL adds the loss of the router, a mean over micro-batches: how a batch is cut shows in it a little"
+        yield Reason(topic="experts", choice="balanced as the model's own config says", why=why)
+
+
 def method_reasons(recipe: Recipe) -> Iterator[Reason]:
     """How it is trained, if by other means than imitation."""
     if not isinstance(recipe.method, SFTMethod):
