@@ -121,7 +121,7 @@ def resolve(
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
-            *deepspeed_reasons(layout, found.gradient_accumulation_steps, recipe.train.optim),
+            *deepspeed_reasons(layout, recipe.train.optim),
             *environment_reasons(environment, chosen.candidate.num_nodes),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
