@@ -35,7 +35,7 @@ def recipe(folder: Path, name: str, adapter: str, *, dtype="auto", train=None, *
 
 
 def outcome(run: Path):
-    """Losses, losses of the evaluations, and what was answered; and the weights that were saved."""
+    """Losses, those of the evaluations, what was answered, what ran, the weights that were saved, and gradient norms."""
     from tunekit.run.run import Run
 
     events = Run(run).events()
@@ -44,7 +44,8 @@ def outcome(run: Path):
     for file in sorted((run / "model").glob("*.safetensors")):
         weights |= load_file(file)
     losses = [event["loss"] for event in of["log"]], [event["eval_loss"] for event in of["eval"]]
-    return *losses, [event["answer"] for event in of["sample"]], of["engine"][0], weights
+    norms = [event["grad_norm"] for event in of["log"]]
+    return *losses, [event["answer"] for event in of["sample"]], of["engine"][0], weights, norms
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,11 @@ def near(found, wanted, tolerance):
 
 
 def check_equal(found, wanted, tolerance=1e-5):
-    losses, evals, answers, _, weights = found
+    losses, evals, answers, _, weights, norms = found
     assert near(losses, wanted[0], tolerance) and near(evals, wanted[1], tolerance)
     assert answers == wanted[2]
+    # Clipped gradients are alike whatever they were multiplied with before.
+    assert norms == pytest.approx(wanted[5], rel=1e-4)
     assert weights.keys() == wanted[4].keys()
     for name, weight in weights.items():
         assert weight.dtype == wanted[4][name].dtype
@@ -102,12 +105,9 @@ def check_held(folder, run, adapter, layout, num_trained):
 @pytest.mark.parametrize(
     ("adapter", "layout"),
     [
-        ("full", {"strategy": "zero1"}),
         ("full", {"strategy": "zero3"}),
         ("lora", {"strategy": "zero2"}),
-        ("lora", {"strategy": "zero3"}),
         ("full", {"strategy": "zero2", "offload_optimizer_device": "cpu"}),
-        ("full", {"strategy": "zero3", "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
 )
@@ -124,12 +124,11 @@ def test_two_processes_are_equal_to_one_whatever_is_divided_or_offloaded(folder,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_sequences_that_two_processes_divide_give_the_losses_of_one(folder, alone, adapter):
-    run = made(recipe(folder, f"{adapter}-ulysses", adapter, num_processes=2, sp_size=2, strategy="zero3"))
+def test_sequences_that_two_processes_divide_give_the_losses_of_one(folder, alone):
+    run = made(recipe(folder, "ulysses", "full", num_processes=2, sp_size=2, strategy="zero3"))
     work_in(run, 2)
     found = outcome(run)
-    check_equal(found, alone(adapter))
+    check_equal(found, alone("full"))
     assert found[3]["mesh"] == {"sp": 2}
 
 

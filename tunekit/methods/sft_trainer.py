@@ -53,10 +53,8 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         if self.aux_loss_enabled:
             times = self.current_gradient_accumulation_steps * num_processes
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss / times
-        # The sum over all processes is what is wanted. DeepSpeed divides that of gradients by the number of sequences
-        # that are computed side by side (deepspeed 0.19), and the trainer that of losses by the number of processes.
-        loss = loss * (num_processes // self._num_parts)
-        return loss + (self._num_parts - 1) * loss.detach()
+        # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
+        return loss * num_processes
 
     def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
         """Keep what TRL logs besides the loss."""
