@@ -311,9 +311,6 @@ def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(why, f"set train.global_batch_size to a multiple of {num_rows}")
     if setting.attention == "eager":
         return Refusal("Ulysses does not divide eager attention", "use sdpa")
-    if setting.device.kind == "cpu" and layout.num_batches > 1:
-        why = "gloo has no gradients of what only some of the processes exchange"
-        return Refusal(why, f"set parallel.num_processes={layout.sp_size}")
     if setting.attention.startswith("flash_attention"):
         return None
     if recipe.data.packing or recipe.data.padding_free is True:
