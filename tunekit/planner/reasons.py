@@ -132,7 +132,7 @@ def optimizer_reason(recipe: Recipe) -> Reason:
     )
 
 
-def deepspeed_reasons(layout: Layout, gradient_accumulation_steps: int, optim: Optim) -> Iterator[Reason]:
+def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
     """What DeepSpeed does differently from other engines, and what it takes."""
     if not layout.strategy.startswith("zero"):
         return
@@ -142,9 +142,6 @@ def deepspeed_reasons(layout: Layout, gradient_accumulation_steps: int, optim: O
     if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
         why = "DeepSpeed compiles its access to the disk when it is first used, which takes minutes"
         yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
-    if layout.sp_size > 1 and gradient_accumulation_steps * layout.num_batches > 1:
-        why = "Ulysses averages each over its own tokens; other layouts average a step over all of its tokens"
-        yield Reason(topic="loss", choice="micro-batches weigh alike, whatever they hold", why=why)
 
 
 def model_reason(model: ModelFacts) -> Reason:

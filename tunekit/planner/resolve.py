@@ -131,7 +131,7 @@ def resolve(
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
-            *deepspeed_reasons(layout, found.gradient_accumulation_steps, recipe.train.optim),
+            *deepspeed_reasons(layout, recipe.train.optim),
             *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
             *timeout_reasons(layout, wait_bytes),
             *data_reasons(recipe, data),
