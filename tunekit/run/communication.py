@@ -88,7 +88,8 @@ class Trace:
         self._profile.stop()
         assert self._profile.profiler is not None
         assert self._profile.profiler.kineto_results is not None
-        exchanges, kernels = [], []
+        exchanges: list[Span] = []
+        kernels: list[Span] = []
         for event in self._profile.profiler.kineto_results.events():
             span = (event.start_ns(), event.end_ns())
             if self.plan.device.kind == "cpu" and event.name().startswith(GLOO):
