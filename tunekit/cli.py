@@ -1,10 +1,11 @@
-"""The command line: arguments to verbs, and what comes back to the terminal. The only module that prints and exits.
+"""The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
+
+What starts runs is in `tunekit.cli_train`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 130 interrupted.
 """
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,19 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, train
 from tunekit.errors import PlanError, TunekitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
 
-    from tunekit.display import Progress
-    from tunekit.planner.facts import Hardware
     from tunekit.planner.plan import Plan
     from tunekit.recipe.schema import Recipe
-    from tunekit.run.events import Listener
-    from tunekit.run.run import Run
 
 
 class Commands(TyperGroup):
@@ -52,22 +48,6 @@ runs_app = typer.Typer(help="List the runs of this folder, or show one.", invoke
 
 TRAIN, RECIPES, RUNS = "Train", "Recipes", "Runs and the machine"
 
-RecipeArgument = Annotated[
-    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
-]
-NodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes",
-        metavar="HOST,HOST",
-        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
-    ),
-]
-
 
 def main() -> None:
     """Entry point of the `tunekit` command."""
@@ -83,159 +63,8 @@ def _tunekit() -> None:
     pass
 
 
-@app.command(rich_help_panel=TRAIN)
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Train: plan, run, and say what came out."""
-    from tunekit import api
-
-    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
-
-
-@app.command(rich_help_panel=RUNS)
-def resume(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
-    nodes: NodesOption = None,
-) -> None:
-    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
-    from tunekit import api
-
-    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
-
-
-def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
-    """Show a run as it goes, in the one process that does so.
-
-    Args:
-        start: Starts it, with what is to be told of its events.
-        what: What is read first, in words.
-    """
-    from tunekit.display import Progress, make_console
-    from tunekit.run.place import place_of
-
-    progress = Progress(make_console()) if place_of().is_main else None
-    if progress is not None:
-        progress.console.print(f"[dim]reading {what}[/dim]")
-    try:
-        # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-        start(progress)
-    except KeyboardInterrupt:
-        if progress is not None:
-            progress.stop()
-            print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except BaseException:
-        if progress is not None:
-            progress.stop()
-        raise
-
-
-@app.command(rich_help_panel=TRAIN)
-def launch(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    nodes: NodesOption = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
-    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
-    ] = None,
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
-    ] = None,
-    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
-    sbatch_arg: Annotated[
-        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
-    ] = None,
-) -> None:
-    """Train on other machines. But for --sky, the run folder lies on storage that they share."""
-    if (nodes is not None) + slurm + ray + sky != 1:
-        raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
-    if nodes is not None:
-        _launch_hosts(recipe, overrides, nodes.split(","))
-    elif slurm:
-        _launch_slurm(
-            recipe,
-            overrides,
-            on,
-            num_nodes,
-            print_only=print_only,
-            time=time,
-            partition=partition,
-            account=account,
-            sbatch_args=tuple(sbatch_arg or ()),
-        )
-    elif ray:
-        _launch_ray(recipe, overrides, on, num_nodes, address)
-    else:
-        _launch_sky(recipe, overrides, on, num_nodes, print_only=print_only)
-
-
-def _launch_hosts(recipe: str, overrides: list[str] | None, nodes: list[str]) -> None:
-    from tunekit import api
-
-    _watch(
-        lambda on_event: api.launch(recipe, overrides or [], nodes=nodes, on_event=on_event), "the hosts and the data"
-    )
-
-
-def _launch_slurm(
-    recipe: str,
-    overrides: list[str] | None,
-    on: str | None,
-    num_nodes: int | None,
-    *,
-    print_only: bool,
-    **wishes: Any,
-) -> None:
-    from tunekit.display import make_console
-    from tunekit.run.slurm import Wishes, submit, write_script
-
-    run, hardware, _ = _make_run(recipe, overrides, on, num_nodes)
-    script = write_script(run, hardware, Wishes(**wishes))
-    if print_only:
-        print(script.read_text(encoding="utf-8"), end="")
-    else:
-        make_console().print(f"job {submit(run, script)}; `tunekit runs` shows it")
-
-
-def _launch_ray(
-    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, address: str | None
-) -> None:
-    from tunekit.run.ray_train import train_on_ray
-
-    run, _, progress = _make_run(recipe, overrides, on, num_nodes)
-    try:
-        train_on_ray(run, address, progress)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    finally:
-        progress.stop()
-
-
-def _launch_sky(
-    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None, *, print_only: bool
-) -> None:
-    from tunekit.display import make_console
-    from tunekit.run.sky import launch_task, write_task
-
-    if on is None:
-        raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
-    run, _, _ = _make_run(recipe, overrides, on, num_nodes)
-    task = write_task(run, on)
-    if print_only:
-        print(task.read_text(encoding="utf-8"), end="")
-    else:
-        make_console().print(f"started; when it is done, its results are fetched by: {launch_task(run, task)}")
+for start in (train, launch, resume):
+    app.command(rich_help_panel=TRAIN)(start)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -475,25 +304,6 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
     from tunekit.recipe.load import load_recipe_with_notes
 
     return load_recipe_with_notes(recipe, overrides or [])
-
-
-def _make_run(
-    recipe: str, overrides: list[str] | None, on: str | None, num_nodes: int | None
-) -> "tuple[Run, Hardware, Progress]":
-    """A run that is made here and will be started on nodes, these, and what shows it."""
-    from rich.console import Console
-
-    from tunekit import api
-    from tunekit.display import Progress
-    from tunekit.run.cluster import nodes_of, with_all_nodes
-
-    source, notes = _load(recipe, overrides)
-    console = Console(stderr=True)
-    for note in notes:
-        console.print(f"note: {note}")
-    hardware, progress = nodes_of(on, num_nodes), Progress(console)
-    run = api.make_run(with_all_nodes(source, hardware), hardware=hardware, on_event=progress)
-    return run, hardware, progress
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

@@ -1,13 +1,45 @@
 """What the processes of a run find in their environment: decided here, shown in the plan, set before torch is there."""
 
+import math
 from collections.abc import Iterator, Mapping
 
-from tunekit.planner.facts import Hardware
+from tunekit.planner.facts import Hardware, ModelFacts
+from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.layout import Layout
-from tunekit.planner.plan import Reason
+from tunekit.planner.plan import Reason, gib
 
-TIMEOUT_SECONDS = 600
-"""How long a process waits for the others in an exchange, before it says that one of them does not answer."""
+LEAST_TIMEOUT_SECONDS = 600
+"""How long a process waits for the others in an exchange at least, before it says that one of them does not answer."""
+
+SLOW_STORAGE = 3
+"""How many times slower than assumed storage may be, before a process that reads or writes is taken for a dead one."""
+
+BYTES_PER_TRAINED = 12
+"""Of a checkpoint at most: a weight and AdamW's two states in float32."""
+
+BYTES_PER_READ = 2
+"""Of a weight as most models store it."""
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""How torch's allocator goes about memory (torch 2.9 and later; PYTORCH_CUDA_ALLOC_CONF before)."""
+
+
+def longest_wait_bytes(model: ModelFacts, num_trained: int) -> int:
+    """What one process reads or writes while the others wait for it: the weights at first, a checkpoint later."""
+    return max(BYTES_PER_READ * model.num_params, BYTES_PER_TRAINED * num_trained)
+
+
+def timeout_of(wait_bytes: int) -> int:
+    """How long a process waits for the others, in whole minutes, as seconds."""
+    seconds = SLOW_STORAGE * wait_bytes / STORAGE_BYTES_PER_SECOND
+    return max(LEAST_TIMEOUT_SECONDS, 60 * math.ceil(seconds / 60))
+
+
+def timeout_reasons(layout: Layout, wait_bytes: int) -> Iterator[Reason]:
+    """How long they wait, for the plan."""
+    if layout.num_processes > 1:
+        why = f"one of them may read or write {gib(wait_bytes)} meanwhile, {SLOW_STORAGE} times slower than 1 GB/s"
+        yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min for an exchange", why=why)
 
 
 def environment_of(hardware: Hardware, layout: Layout, num_nodes: int) -> dict[str, str]:
@@ -23,6 +55,8 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int) -> dict[s
         **_visible_devices(hardware, of_a_node, num_nodes),
         **_threads(hardware, of_a_node),
         **_accelerator(hardware, layout),
+        **_allocator(hardware),
+        **{name: value for name, value in hardware.environment.items() if name in DECIDED},
     }
 
 
@@ -47,11 +81,23 @@ def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
     return {"DS_ACCELERATOR": hardware.device.kind} if layout.strategy.startswith("zero") else {}
 
 
-def environment_reasons(environment: Mapping[str, str], num_nodes: int) -> Iterator[Reason]:
+def _allocator(hardware: Hardware) -> dict[str, str]:
+    """Segments that grow leave fewer holes where sequences differ in length. CUDA has them, and ROCm has not."""
+    return {} if hardware.device.compute_capability is None else {ALLOCATOR: "expandable_segments:True"}
+
+
+DECIDED = (ALLOCATOR, "OMP_NUM_THREADS")
+"""Variables that are decided here unless the user has set them."""
+
+
+def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_nodes: int) -> Iterator[Reason]:
     """What is set, and what each node finds by itself, for the plan."""
     if environment:
         choice = ", ".join(f"{name}={value}" for name, value in environment.items())
-        yield Reason(topic="environment", choice=choice, why="set in every process before torch is imported")
+        why = "set in every process before torch is imported"
+        if hardware.environment:
+            why += f"; {', '.join(hardware.environment)} as it was set here"
+        yield Reason(topic="environment", choice=choice, why=why)
     if num_nodes > 1:
         yield Reason(
             topic="network",

@@ -91,6 +91,8 @@ class Hardware(Facts):
     deepspeed: bool | None = None
     """The same of DeepSpeed."""
     num_nodes: int = 1
+    environment: Mapping[str, str] = {}
+    """Variables for torch that the user has set, and that a plan would decide otherwise."""
     figures: Figures | None = None
     """Of each accelerator."""
     note: str | None = None

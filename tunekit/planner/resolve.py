@@ -7,7 +7,13 @@ from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
 from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
-from tunekit.planner.environment import TIMEOUT_SECONDS, environment_of, environment_reasons
+from tunekit.planner.environment import (
+    environment_of,
+    environment_reasons,
+    longest_wait_bytes,
+    timeout_of,
+    timeout_reasons,
+)
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
 from tunekit.planner.layout import Layout
@@ -82,6 +88,8 @@ def resolve(
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes)
+    num_trained = num_trainable_params(model, recipe.adapter)
+    wait_bytes = longest_wait_bytes(model, num_trained)
     return Plan(
         recipe=recipe,
         layout=layout,
@@ -95,13 +103,13 @@ def resolve(
         micro_batch_size=found.micro_batch_size,
         gradient_accumulation_steps=found.gradient_accumulation_steps,
         environment=environment,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_of(wait_bytes),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
         learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
         num_params=model.num_params,
-        num_trainable_params=num_trainable_params(model, recipe.adapter),
+        num_trainable_params=num_trained,
         data=data,
         schedule=schedule,
         memory=found.memory,
@@ -122,7 +130,8 @@ def resolve(
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
             *deepspeed_reasons(layout, found.gradient_accumulation_steps, recipe.train.optim),
-            *environment_reasons(environment, chosen.candidate.num_nodes),
+            *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
+            *timeout_reasons(layout, wait_bytes),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             speed_reason(recipe.data, data, speed),

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tunekit.planner.catalogue import NOTES
+from tunekit.planner.environment import DECIDED
 from tunekit.planner.facts import Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.found import Found, figures_of, split_by_kind
@@ -67,6 +68,7 @@ def probe_node() -> Hardware:
         unused=unused,
         num_cores=num_cores(),
         flash_attn=find_spec("flash_attn") is not None,
+        environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,
         figures=figures_of(used),
         note="; ".join(notes) or None,
@@ -87,11 +89,14 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
     if launch is None:
         return node
     used, note = use_launch(launch, len(node.accelerators))
+    # torchrun sets one thread where nobody said a number.
+    unset = ("OMP_NUM_THREADS",) if launch.starts_processes else ()
     hardware = node.model_copy(
         update={
             "accelerators": node.accelerators[:used],
             "unused": node.accelerators[used:] + node.unused,
             "num_nodes": launch.num_nodes,
+            "environment": {name: value for name, value in node.environment.items() if name not in unset},
             "note": "; ".join(filter(None, (node.note, note))) or None,
         }
     )

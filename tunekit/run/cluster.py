@@ -23,9 +23,11 @@ def nodes_of(on: str | None, num_nodes: int | None) -> Hardware:
     node = find_machine(on).hardware() if on is not None else probe_node()
     if num_nodes not in (None, 1, node.num_nodes) and node.num_nodes > 1:
         raise PlanError(f"--on {on} names {node.num_nodes} nodes, --num-nodes {num_nodes}", hint="give one of them")
-    # Which of its devices a program sees holds for this machine alone.
+    # Which of its devices a program sees holds for this machine alone, and so do the user's variables.
     devices = tuple(device.model_copy(update={"visible_as": None}) for device in node.accelerators)
-    return node.model_copy(update={"accelerators": devices, "num_nodes": num_nodes or node.num_nodes})
+    return node.model_copy(
+        update={"accelerators": devices, "num_nodes": num_nodes or node.num_nodes, "environment": {}}
+    )
 
 
 def with_all_nodes(recipe: Recipe, hardware: Hardware) -> Recipe:

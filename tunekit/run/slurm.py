@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.errors import DependencyError, RunError
+from tunekit.planner.environment import BYTES_PER_TRAINED
 from tunekit.planner.facts import Hardware
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
@@ -32,9 +33,6 @@ NOTICE_SECONDS = 60
 
 EARLY_SECONDS = 60
 """How much earlier than asked Slurm may send a signal."""
-
-BYTES_PER_TRAINED = 12
-"""Of a checkpoint at most: a weight and AdamW's two states in float32."""
 
 REPEAT_SECONDS = 10
 """How often the processes are told until they end: while they load, they do not listen yet."""

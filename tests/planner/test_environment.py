@@ -1,0 +1,68 @@
+"""What processes find in their environment, and how long they wait for each other."""
+
+import pytest
+
+from tests.planner.golden import ROWS, recipe
+from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
+from tunekit.planner.environment import timeout_of
+from tunekit.planner.facts import Hardware
+from tunekit.planner.machines import find_machine
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.probe.hardware import with_nodes
+
+
+def why(plan: Plan, topic: str) -> str:
+    """The words of a plan about a topic."""
+    return next(f"{reason.choice}; {reason.why}" for reason in plan.reasons if reason.topic == topic)
+
+
+def laptop(**facts) -> Hardware:
+    return LAPTOP.model_copy(update={"num_cores": 8, **facts})
+
+
+def test_processes_share_the_cores_of_a_machine():
+    asked = recipe(parallel={"num_processes": 2}, adapter="qlora")
+    assert resolve(asked, laptop(), LLAMA_1B, ROWS).environment == {"OMP_NUM_THREADS": "4"}
+
+
+def test_one_process_has_the_threads_that_torch_takes():
+    assert resolve(recipe(), laptop(), LLAMA_1B, ROWS).environment == {}
+
+
+def test_the_allocator_of_cuda_has_segments_that_grow_and_that_of_rocm_has_not():
+    nvidia, amd = (find_machine(name).hardware() for name in ("h100", "mi300x"))
+    assert resolve(recipe(), nvidia, LLAMA_1B, ROWS).environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert "PYTORCH_ALLOC_CONF" not in resolve(recipe(), amd, LLAMA_1B, ROWS).environment
+
+
+def test_what_the_user_has_set_is_kept_and_said():
+    theirs = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
+    hardware = find_machine("h100").hardware().model_copy(update={"environment": theirs})
+    plan = resolve(recipe(), hardware, LLAMA_1B, ROWS)
+    assert plan.environment == theirs
+    assert "PYTORCH_ALLOC_CONF as it was set here" in why(plan, "environment")
+
+
+def test_the_one_thread_that_torchrun_sets_is_nobodys_wish():
+    started = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    node = laptop(environment={"OMP_NUM_THREADS": "1"})
+    assert with_nodes(node, started).environment == {}
+    assert with_nodes(node, {}).environment == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("wait_bytes", "seconds"),
+    [(0, 600), (200 * 10**9, 600), (201 * 10**9, 660), (810 * 10**9, 2460)],
+    ids=["nothing", "just so", "a minute more", "405B in 16 bits"],
+)
+def test_a_process_waits_three_times_as_long_as_another_may_read_or_write(wait_bytes, seconds):
+    """3 x 810 GB at 1 GB/s are 2,430 s, in whole minutes 41."""
+    assert timeout_of(wait_bytes) == seconds
+
+
+def test_the_wait_is_for_a_checkpoint_where_all_is_trained_and_for_the_weights_where_little_is():
+    machine = find_machine("8xh100").hardware()
+    full, lora = (resolve(recipe(adapter=kind), machine, LLAMA_8B, ROWS) for kind in ("full", "lora"))
+    assert f"read or write {12 * LLAMA_8B.num_params / 2**30:,.1f} GiB" in why(full, "timeout")
+    assert f"read or write {2 * LLAMA_8B.num_params / 2**30:,.1f} GiB" in why(lora, "timeout")

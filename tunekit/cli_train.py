@@ -1,0 +1,147 @@
+"""The commands that start runs: here, on other machines, or where they ended before."""
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunekit.errors import TunekitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tunekit.clusters import Submitted
+    from tunekit.run.events import Listener
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
+]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="HOST,HOST",
+        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+    ),
+]
+
+
+def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Train: plan, run, and say what came out."""
+    from tunekit import api
+
+    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
+
+
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: NodesOption = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+    ] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[
+        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
+    ] = None,
+) -> None:
+    """Train on other machines. But for --sky, the run folder lies on storage that they share."""
+    from tunekit import api, clusters
+
+    if (nodes is not None) + slurm + ray + sky != 1:
+        raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
+    if nodes is not None:
+        hosts = nodes.split(",")
+        _watch(lambda told: api.launch(recipe, overrides or [], nodes=hosts, on_event=told), "the hosts and the data")
+    elif ray:
+        _watch(
+            lambda told: clusters.launch_ray(
+                recipe, overrides or [], address=address, on=on, num_nodes=num_nodes, on_event=told
+            ),
+            "the data",
+        )
+    elif slurm:
+        from tunekit.run.slurm import Wishes
+
+        wishes = Wishes(time, partition, account, tuple(sbatch_arg or ()))
+        _submit(
+            lambda told: clusters.launch_slurm(
+                recipe, overrides or [], wishes=wishes, on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
+            ),
+            print_only=print_only,
+        )
+    else:
+        if on is None:
+            raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
+        _submit(
+            lambda told: clusters.launch_sky(
+                recipe, overrides or [], on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
+            ),
+            print_only=print_only,
+        )
+
+
+def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> None:
+    """Say what became of a run that somebody else starts, or print what it would be given. The plan goes to stderr."""
+    from rich.console import Console
+
+    from tunekit.display import Progress
+
+    submitted = make(Progress(Console(stderr=True)))
+    print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    nodes: NodesOption = None,
+) -> None:
+    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
+    from tunekit import api
+
+    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
+
+
+def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
+    """Show a run as it goes, in the one process that does so.
+
+    Args:
+        start: Starts it, with what is to be told of its events.
+        what: What is read first, in words.
+    """
+    from tunekit.display import Progress, make_console
+    from tunekit.run.place import place_of
+
+    progress = Progress(make_console()) if place_of().is_main else None
+    if progress is not None:
+        progress.console.print(f"[dim]reading {what}[/dim]")
+    try:
+        # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        start(progress)
+    except KeyboardInterrupt:
+        if progress is not None:
+            progress.stop()
+            print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except BaseException:
+        if progress is not None:
+            progress.stop()
+        raise
