@@ -208,8 +208,9 @@ def summary(result: Event, run: Run) -> RenderableType:
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
         more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
         table.add_row("waiting", f"at least {waited} of the steps, for the slowest in each{more}")
-        if ranks[0]["communication_step"] is not None:
-            table.add_row("exchanges", _exchange_words(ranks))
+        traced = [rank for rank in ranks if rank["communication_step"] is not None]
+        if traced:
+            table.add_row("exchanges", _exchange_words(traced))
     sizes = [rank["peak_memory_bytes"] for rank in ranks]
     peak = gib(max(sizes)) if len(ranks) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
