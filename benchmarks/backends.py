@@ -1,12 +1,13 @@
 """What each way to spread a run costs on processors: time beside one process, time to the first step, peak memory.
 
-    python -m benchmarks.backends [--repeats N] [--steps N] [--hidden N] [--batch N] [--only NAME ...] [--save]
+    python -m benchmarks.backends [--repeats N] [--steps N] [--launches N] [--hidden N] [--batch N] [--only NAME ...]
+                                  [--save]
 
 All runs are `tunekit train` of one recipe: full fine-tuning of a small Llama in float32, with the same global batch and
 one thread in every process, as a user starts it. They take turns, and each is compared with the run of one process of
 the same turn; the table gives medians over the turns.
 
-- `step` is the median optimizer step by the main process's clock, the first two left out.
+- `step` is the median optimizer step by the main process's clock, the first three left out.
 - `ratio` is that to the step of one process. Processes that cost nothing to keep together would come down to one part
   in as many as there are cores for them: `overhead` is what the step takes longer than that, so that 0 % is perfect and
   100 % is as slow as if the second core were not there (for two processes on two cores).
@@ -41,13 +42,14 @@ from rich.table import Table
 
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.probe.hardware import probe_hardware
+from tunekit.run.communication import TRACED_STEP
 from tunekit.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "backends.json"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate", "deepspeed")
-NUM_WARM = 2
-"""Steps at the beginning of a run that are not counted: buffers are allocated, and kernels chosen."""
+NUM_WARM = TRACED_STEP
+"""Steps at the beginning of a run that are not counted: buffers are allocated, and the last one is traced."""
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "single": {"num_processes": 1, "strategy": "single"},
@@ -207,6 +209,13 @@ def overhead_table(turns: dict[str, list[Measured]], num_cores: int) -> dict[str
     return table
 
 
+def launch_table(launches: dict[str, list[float]]) -> dict[str, float]:
+    """Seconds to the first step, medians over the turns, and how they compare."""
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(*launches.values(), strict=True))
+    medians = {name: statistics.median(values) for name, values in launches.items()}
+    return {**{f"{name}, seconds to the first step": value for name, value in medians.items()}, "ratio": ratio}
+
+
 def circumstances() -> dict[str, Any]:
     """Where and on what it was measured."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
@@ -220,7 +229,7 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def show(overheads: dict[str, dict[str, float]], launches: dict[str, float]) -> None:
+def show(overheads: dict[str, dict[str, float]], launch: dict[str, float]) -> None:
     """Print both tables."""
     console = Console()
     table = Table("backend")
@@ -237,15 +246,16 @@ def show(overheads: dict[str, dict[str, float]], launches: dict[str, float]) -> 
             f"{row['planned_bytes'] / 2**20:,.0f} MiB",
         )
     console.print(table)
-    for name, seconds in launches.items():
-        console.print(f"launch, {name}: {seconds:.2f}" + ("" if name == "ratio" else " s"))
+    for name, value in launch.items():
+        console.print(f"launch, {name}: {value:.2f}")
 
 
 def main() -> None:
     """Measure, print the tables, and with `--save` keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="turns of all backends (5)")
-    parser.add_argument("--steps", type=int, default=12, help="steps of a run (12)")
+    parser.add_argument("--repeats", type=int, default=2, help="turns of all backends (2)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run, four or more (10)")
+    parser.add_argument("--launches", type=int, default=2, help="turns of both ways to launch, or 0 (2)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model (256)")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step (8)")
     parser.add_argument("--only", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="these, and single")
@@ -258,12 +268,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), hidden=args.hidden, batch=args.batch, num_steps=args.steps)
         # The first ones leave bytecode and prepared rows behind, and are not counted.
-        for turn in range(args.repeats + 1):
+        for turn in range(args.launches + 1 if args.launches else 0):
             seconds = {
                 "tunekit train": bench.tunekit(BACKENDS["DDP x2"], 3).launch_seconds,
                 "accelerate launch": bench.accelerate_launch(),
             }
-            print(f"launches {turn} of {args.repeats}: {seconds}", file=sys.stderr, flush=True)
+            print(f"launches {turn} of {args.launches}: {seconds}", file=sys.stderr, flush=True)
             for name, value in seconds.items() if turn else ():
                 launches[name].append(value)
         for turn in range(args.repeats):
@@ -274,11 +284,9 @@ def main() -> None:
 
     where = circumstances()
     overheads = overhead_table(turns, where["machine"]["num_cores"])
-    medians = {name: statistics.median(values) for name, values in launches.items()}
-    ratio = statistics.median(ours / theirs for ours, theirs in zip(*launches.values(), strict=True))
-    launch = {**{f"{name}, seconds to the first step": value for name, value in medians.items()}, "ratio": ratio}
+    launch = launch_table(launches) if args.launches else {}
     print(f"commit {where['commit']}, {where['date']}, {where['machine']}")
-    show(overheads, {**medians, "ratio": ratio})
+    show(overheads, launch)
     if args.save:
         settings = {key: value for key, value in vars(args).items() if key not in ("only", "save")}
         found = {**where, "settings": settings, "backends": overheads, "launch": launch}

@@ -208,6 +208,9 @@ def summary(result: Event, run: Run) -> RenderableType:
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
         more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
         table.add_row("waiting", f"at least {waited} of the steps, for the slowest in each{more}")
+        traced = [rank for rank in ranks if rank["communication_step"] is not None]
+        if traced:
+            table.add_row("exchanges", _exchange_words(traced))
     sizes = [rank["peak_memory_bytes"] for rank in ranks]
     peak = gib(max(sizes)) if len(ranks) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
@@ -229,6 +232,20 @@ def _time_words(result: Event) -> str:
     parts["loading and the rest"] = whole - sum(parts.values())
     shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
     return f"{duration(whole)}: {shares}"
+
+
+def _exchange_words(ranks: Sequence[Event]) -> str:
+    """How much of a step went to exchanges between processes, in words."""
+    share = _range_words([rank["communication_share"] for rank in ranks])
+    words = f"{share} of step {ranks[0]['communication_step']} in each process, measured by torch's profiler; "
+    if ranks[0]["exposed_share"] is None:
+        return words + "part of it may overlap with computing"
+    return words + f"{_range_words([rank['exposed_share'] for rank in ranks])} while nothing was computed"
+
+
+def _range_words(shares: Sequence[float]) -> str:
+    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
+    return low if low == high else f"{low} to {high}"
 
 
 def samples_table(run: Run) -> list[RenderableType]:

@@ -4,8 +4,12 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
+from accelerate import PartialState
+from torch import distributed
 
 import tunekit
 from tests.processes import in_processes
@@ -13,6 +17,7 @@ from tests.tiny import save_chats, save_tiny_model
 from tunekit.api import make_run
 from tunekit.planner.plan import Plan
 from tunekit.run.callback import rates
+from tunekit.run.communication import TRACED_STEP, Trace, covered_seconds, exposed_seconds
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
 from tunekit.run.timing import WINDOW_STEPS, slow_ranks
@@ -93,6 +98,10 @@ def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy,
     for rank in result["ranks"]:
         assert rank["node"] == platform.node()
         assert 0 < rank["forward_seconds"] < rank["step_seconds"]
+        assert rank["communication_step"] == 3
+        assert 0 < rank["communication_share"] < 1
+        assert 0 < rank["communication_seconds"] < rank["step_seconds"]
+        assert rank["exposed_share"] is None
     waited = [rank["wait_seconds"] for rank in result["ranks"]]
     assert sum(waited) > 0
     saved = [event["step"] for event in run.events() if event["event"] == "checkpoint"]
@@ -118,6 +127,54 @@ def test_a_rank_that_keeps_the_others_waiting_is_named(workspace, tmp_path):
     assert slow["step_seconds"] == pytest.approx(fast["step_seconds"], rel=0.2)
     assert slow["forward_seconds"] > 1.25 * fast["forward_seconds"]
     assert fast["wait_seconds"] > slow["wait_seconds"]
+
+
+def sums_by_hand(plan):
+    """Two sums at once in each of four steps, for which rank 1 comes late: what a clock and what the trace say of them.
+
+    Returns:
+        By step whether the profiler was on; of the third, seconds of the sums and of all by the clock; what was found.
+    """
+    distributed.init_process_group("gloo")
+    rank, trace, profiled, clocked, told = distributed.get_rank(), Trace(plan), [], [], []
+    for step in range(1, 5):
+        trace.begin_step(PartialState(cpu=True))
+        profiled.append(torch.autograd._profiler_enabled())
+        entered, pause = time.perf_counter(), 0.5 if step == TRACED_STEP else 0.0
+        time.sleep(pause * rank)
+        began = time.perf_counter()
+        sums = [distributed.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]
+        for one in sums:
+            one.wait()
+        ended = time.perf_counter()
+        time.sleep(pause)
+        clocked.append((ended - began, time.perf_counter() - entered))
+        told.append(trace.end_step(step))
+    distributed.destroy_process_group()
+    assert told == profiled
+    return profiled, clocked[2], trace.found
+
+
+def test_exchanges_of_one_step_are_as_long_as_by_the_clock(workspace):
+    plan = tunekit.plan(recipe_for(workspace))
+    early, late = in_processes(2, sums_by_hand, plan)
+    for profiled, (seconds, _), found in (early, late):
+        assert profiled == [False, False, True, False]
+        assert found["communication_step"] == 3
+        assert found["communication_seconds"] <= seconds
+    # Who waits has them on its clock for as long as it waits, once, though there are two at the same time.
+    _, (seconds, step_seconds), found = early
+    assert found["communication_seconds"] == pytest.approx(seconds, rel=0.1)
+    assert found["communication_share"] == pytest.approx(seconds / step_seconds, rel=0.1)
+    assert late[2]["communication_share"] < found["communication_share"]
+
+
+def test_what_overlaps_is_counted_once_and_what_computes_meanwhile_is_not_exposed():
+    second = 10**9
+    exchanges = [(1 * second, 4 * second), (2 * second, 3 * second), (6 * second, 12 * second)]
+    assert covered_seconds(exchanges, (0, 10 * second)) == 3 + 4
+    kernels = [(0, 2 * second), (3 * second, 7 * second), (5 * second, 6 * second)]
+    assert exposed_seconds(exchanges, kernels, (0, 10 * second)) == 1 + 3
 
 
 def test_a_slow_rank_is_told_from_the_median_of_the_others():

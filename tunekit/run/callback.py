@@ -11,6 +11,7 @@ from tunekit.errors import RunError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.run.checkpoint import CHECKPOINTS, complete
+from tunekit.run.communication import Trace
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
 from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
@@ -47,7 +48,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.context_bytes: int | None = None
         """What was resident when training began, besides the model."""
         self.timing = Timing(record.run.plan)
-        self.ranks = Ranks(self.timing)
+        self.trace = Trace(record.run.plan)
+        self.ranks = Ranks(self.timing, self.trace)
         self.num_tokens = 0
         """Tokens trained on so far by all processes, padding not counted."""
         self.evaluated_step: int | None = None
@@ -115,14 +117,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Start the clock of a step."""
         self.timing.begin_step()
+        self.trace.begin_step(self.trainer.accelerator)
+        self.timing.mark()
 
     def on_step_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
+        is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
-        if state.global_step % WINDOW_STEPS == 0:
+        if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
         if self.asked_to_stop.is_set():
             raise KeyboardInterrupt

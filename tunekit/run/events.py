@@ -14,7 +14,10 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
 - `resume`: `step`, `path` of the checkpoint, and `skipped`, newer ones with what is wrong with them
-- `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint
+- `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint. Of several
+  processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
+  `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.run.communication`). Part of it
+  may overlap with computing; `exposed_share` (on CUDA) does not
 - `warning`: `message`; for a process that the others wait for, its `rank` and `node`
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory

@@ -4,8 +4,8 @@ Processes that train together end every step at the same time, however fast each
 an exchange, and exchanges hide behind computing. So the length of a step says nothing of who is slow. What a process
 does by itself does: `Timing.own` is the time in which it gets its rows and goes forward through the layers, measured
 inside of what an engine adds to them, where nobody is waited for. Backward passes are not in it; they take as many
-times longer for a slow process as forward passes do. How long exchanges take is not measured: they go on while a
-process computes, and only a trace tells what of them it waits for.
+times longer for a slow process as forward passes do. How long exchanges take no clock here tells: they go on while a
+process computes (see `tunekit.run.communication`).
 
 On CUDA the layers are timed by events on the device's own queue, read at the end of the step, when the trainer has
 looked at the losses and they are over; nothing is waited for that is not over by then. All else is the time of the
@@ -25,6 +25,7 @@ from torch.nn import Module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.planner.plan import Plan
+from tunekit.run.communication import Communication, Trace
 from tunekit.run.memory import Peaks, peaks
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ SLOW_SHARE = 0.25
 window is another's turn in the next; what is a quarter slower costs all the others a fifth of their time."""
 
 
-class RankReport(Peaks):
+class RankReport(Peaks, Communication):
     """A process as the `ranks` event and the result tell of it."""
 
     rank: int
@@ -162,10 +163,12 @@ class Ranks:
 
     Args:
         timing: That of this process.
+        trace: What it found of its exchanges.
     """
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: Timing, trace: Trace) -> None:
         self.timing = timing
+        self.trace = trace
         self.steps: list[list[float]] = []
         """By rank, what each had to itself in the steps that were not yet compared."""
         self.waited: list[float] = []
@@ -186,6 +189,7 @@ class Ranks:
             forward_seconds=timing.forward_seconds,
             wait_seconds=0.0,
             **peaks(timing.plan),
+            **self.trace.found,
         )
         told = _gather((mine, timing.own))
         timing.own = []
