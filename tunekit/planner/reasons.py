@@ -282,7 +282,7 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
     if speed is None:
         why = "operations are counted for decoders with attention in every layer"
         return Reason(topic="speed", choice="not predicted", why=why)
-    at_most = not data.tokenized and not section.packing
+    at_most = not data.has_lengths and not section.packing
     why = speed.basis
     if at_most and speed.seconds is not None:
         why += f"; every row taken as {section.max_length} tokens"
