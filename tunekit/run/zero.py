@@ -197,9 +197,6 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
     else:
         masters, gradients = optimizer.single_partition_of_fp32_groups, []
         stored = {one: [one.detach()] for one in parameters}
-    # Stage 3 updates weights of float32 where they are.
-    seen = {tensor.untyped_storage().data_ptr() for tensors in stored.values() for tensor in tensors}
-    masters = [master for master in masters if master.untyped_storage().data_ptr() not in seen]
     states = [value for states in engine.basic_optimizer.state.values() for value in states.values()]
     parts: dict[Part, list[Tensor]] = {
         "weights": [tensor for one in parameters if full or not one.requires_grad for tensor in stored[one]],
