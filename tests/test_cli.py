@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,6 +285,23 @@ def test_runs_show_draws_the_loss_in_text_and_as_a_picture(trained, workspace):
     picture = tunekit(workspace, "runs", "show", name, "--plot", "loss.png")
     assert picture.returncode == 0, picture.stderr
     assert (workspace / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_an_earlier_version_is_shown_with_what_it_told(trained, workspace, tmp_path):
+    run = next(run for run in list_runs(workspace / "runs") if run.status()["step"] == 6)
+    shutil.copytree(run.path, tmp_path / "old")
+    told = {"first_loss", "last_loss", "first_eval_loss", "eval_loss", "num_tokens", "tokens_per_second"}
+    told |= {"step_seconds", "seconds", "peak_memory_bytes", "planned_memory_bytes", "model", "event", "time"}
+    events = [
+        {name: value for name, value in event.items() if event["event"] != "result" or name in told}
+        for event in run.events()
+    ]
+    (tmp_path / "old" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    answer = tunekit(tmp_path, "runs", "show", "old")
+    assert answer.returncode == 0, answer.stderr
+    result = run.result()
+    assert f"{result['first_loss']:.4f} → {result['last_loss']:.4f}" in answer.stdout
+    assert re.search(r"^peak memory +\d.*planned", answer.stdout, re.MULTILINE)
 
 
 def test_no_runs_is_said_so(tmp_path):

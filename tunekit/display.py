@@ -30,7 +30,7 @@ from tunekit.planner.plan import gib
 from tunekit.planner.speed import duration
 from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
-from tunekit.run.run import Run
+from tunekit.run.run import Run, judged_by
 
 PIPE_WIDTH = 140
 """Columns of what is written to a pipe or a file, where neither a terminal nor COLUMNS tells its width."""
@@ -173,9 +173,10 @@ class Progress:
 
     def _on_eval(self, event: Event) -> None:
         accuracy = event.get("eval_mean_token_accuracy")
-        tail = "" if accuracy is None else f"  token accuracy {accuracy:.1%}"
         held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
-        tail += "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
+        tail = "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
+        if not tail and accuracy is not None:
+            tail = f"  token accuracy {accuracy:.1%}"
         self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
 
 
@@ -186,20 +187,24 @@ def hosts_words(hosts: Sequence[Event]) -> str:
 
 
 def summary(result: Event, run: Run) -> RenderableType:
-    """What came out of a finished run: numbers, then answers before and after."""
+    """What came out of a finished run: numbers, then answers before and after.
+
+    Runs of earlier versions told less: no `measures`, `ranks` and `mfu`, and no time of any part.
+    """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    if result["first_loss"] is not None:
+    measures, ranks = result.get("measures", {}), result.get("ranks", [])
+    # Where answers are rewarded, the loss is near zero whatever is learned.
+    if result["first_loss"] is not None and "reward" not in measures:
         table.add_row("loss", f"{result['first_loss']:.4f} → {result['last_loss']:.4f}")
-    if result["eval_loss"] is not None:
+    if result["eval_loss"] is not None and "reward" not in measures:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
-    for name, (first, last) in result["measures"].items():
+    for name, (first, last) in measures.items():
         table.add_row(name, f"{first:.4f} → {last:.4f}")
-    ranks = result["ranks"]
     if result["tokens_per_second"]:
         together = f" in {len(ranks)} processes together" if len(ranks) > 1 else ""
-        mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
+        mfu = "" if result.get("mfu") is None else f", MFU {result['mfu']:.1%}"
         tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of steps"
         table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
         table.add_row("time", _time_words(result))
@@ -208,18 +213,21 @@ def summary(result: Event, run: Run) -> RenderableType:
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
         more = f" ({len(ranks) - MAX_RANKS} more in events.jsonl)" if len(ranks) > MAX_RANKS else ""
         table.add_row("waiting", f"at least {waited} of the steps, for the slowest in each{more}")
-        traced = [rank for rank in ranks if rank["communication_step"] is not None]
+        traced = [rank for rank in ranks if rank.get("communication_step") is not None]
         if traced:
             table.add_row("exchanges", _exchange_words(traced))
-    sizes = [rank["peak_memory_bytes"] for rank in ranks]
-    peak = gib(max(sizes)) if len(ranks) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
+    sizes = [rank["peak_memory_bytes"] for rank in ranks] or [result["peak_memory_bytes"]]
+    peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
     table.add_row("model", result["model"])
     return Group("", table, *samples_table(run))
 
 
 def _time_words(result: Event) -> str:
-    """What the time of a run went to, in words."""
+    """What the time of a run went to, in words; only how long it took where that is all that was told."""
+    whole = result["seconds"]
+    if "ranks" not in result:
+        return duration(whole)
     computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and exchanges"
     parts = {
         computing: result["step_seconds"] - result["optimizer_seconds"],
@@ -228,7 +236,6 @@ def _time_words(result: Event) -> str:
         "evaluation": result["evaluation_seconds"],
         "saving": result["saving_seconds"],
     }
-    whole = result["seconds"]
     parts["loading and the rest"] = whole - sum(parts.values())
     shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
     return f"{duration(whole)}: {shares}"
@@ -292,7 +299,7 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
 
 
 def loss_curve(run: Run, width: int) -> str:
-    """The loss over the steps as terminal text; empty while nothing was logged."""
+    """The loss or the reward over the steps as terminal text; empty while nothing was logged."""
     import plotext
 
     metrics = run.metrics()
@@ -302,12 +309,14 @@ def loss_curve(run: Run, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(min(width, 100), 18)
-    figure.title("training loss" + (" (line), eval loss (o)" if "eval_loss" in metrics else ""))
-    for column, marker in (("loss", "braille"), ("eval_loss", "o")):
+    learned = judged_by(metrics)
+    held_out = f"eval_{learned}"
+    figure.title(f"training {learned}" + (f" (line), eval {learned} (o)" if held_out in metrics else ""))
+    for column, marker in ((learned, "braille"), (held_out, "o")):
         if column in metrics:
             series = metrics[column].dropna()
             signal = figure.signal(series.index.tolist(), series.tolist(), marker=marker)
-            figure.draw(signal if column == "eval_loss" else signal.lines())
+            figure.draw(signal if column == held_out else signal.lines())
     figure.label("step", "x")
     return str(plotext.uncolorize(str(figure.build())))
 

@@ -301,7 +301,7 @@ def _figures(plan: Plan | PlanError) -> dict[str, str]:
     figures = {"GiB": _memory(plan.memory.total_bytes, plan.memory_limit_bytes), "batch": plan.batch_words}
     if plan.memory.host_bytes:
         figures["host GiB"] = _figure(plan.memory.host_bytes / 2**30)
-    speed, at_most = plan.speed, not plan.data.tokenized and not plan.recipe.data.packing
+    speed, at_most = plan.speed, not plan.data.has_lengths and not plan.recipe.data.packing
     if speed is None or speed.tokens_per_second is None:
         return figures | {"tokens/s": "unknown"}
     figures["tokens/s"] = _span(speed.tokens_per_second)

@@ -40,11 +40,11 @@ def recipe(method, *, adapter="lora", length=1024, batch=16, **sections) -> Reci
     return Recipe.model_validate({**given, "train": {"global_batch_size": batch}, **sections})
 
 
-def made(method, *, model=LLAMA_8B, layout=None, rows=2, **how) -> Step:
+def made(method, *, model=LLAMA_8B, layout=None, rows=2, data=ROWS, **how) -> Step:
     found = step_of(
         recipe(method, **how),
         model,
-        ROWS,
+        data,
         DEVICE,
         dtype="bfloat16",
         mask_length=None,
@@ -87,6 +87,19 @@ def test_a_row_of_dpo_is_two_sequences_and_a_pass_of_the_reference():
     assert (sft.num_tokens, dpo.num_tokens) == (16 * 1024, 2 * 16 * 1024)
     assert dpo.flops_per_token / sft.flops_per_token == pytest.approx(6 / 4, rel=0.03)
     assert made(DPOMethod(precompute_ref_log_probs=True)).flops_per_token == sft.flops_per_token
+
+
+def test_pairs_that_were_measured_are_as_long_as_they_are():
+    """640 pairs with 192,000 tokens in both answers have 150 in each, and 400 in the longest."""
+    measured = {"tokenized": True, "num_train_tokens": 192_000, "longest_tokens": 400}
+    pairs = DataFacts(num_train=640, format="preference", **measured)
+    found = made("dpo", data=pairs)
+    assert (found.num_tokens, found.max_computed_tokens) == (2 * 16 * 150, 2 * 16 * 400)
+    assert made("dpo", data=pairs, length=256).max_computed_tokens == 2 * 16 * 256, "what is longer is cut"
+    # How long answers will be, nobody knows before they are written.
+    prompts = DataFacts(num_train=640, format="prompts", **measured)
+    assert made("grpo", data=prompts) == made("grpo")
+    assert (pairs.has_lengths, prompts.has_lengths) == (True, False)
 
 
 def test_a_reference_computed_before_is_one_pass_over_all_rows():

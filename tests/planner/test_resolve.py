@@ -6,8 +6,10 @@ from tests.planner.golden import CASES, ROWS, recipe
 from tests.planner.shapes import GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4, with_gpu
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts
+from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.probe.model import known_model
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -164,3 +166,14 @@ def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_w
     alone = resolve(recipe(parallel={"strategy": "single"}), hardware, LLAMA_1B, ROWS)
     both = resolve(recipe(), hardware, LLAMA_1B, ROWS)
     assert (alone.memory_limit_bytes, both.memory_limit_bytes) == (int(0.92 * 80 * GIB), int(0.92 * 30 * GIB))
+
+
+def test_the_loss_of_the_router_is_told_of_where_there_is_one():
+    experts = known_model("mistralai/Mixtral-8x7B-v0.1")
+    machine = find_machine("8xh100").hardware()
+    without = {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}
+    topics = [
+        {reason.topic for reason in resolve(asked, machine, model, ROWS).reasons}
+        for asked, model in ((recipe(), experts), (recipe(method=without), experts), (recipe(), LLAMA_8B))
+    ]
+    assert ["experts" in found for found in topics] == [True, False, False]

@@ -208,6 +208,7 @@ def test_recorded_runs_count_more_than_the_sheet():
     "other",
     [
         {"device": "Round 200"},
+        {"method": "dpo"},
         {"model_type": "gpt2"},
         {"adapter": "lora"},
         {"dtype": "float32"},

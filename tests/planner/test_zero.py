@@ -65,19 +65,18 @@ def test_offloaded_states_are_updated_by_the_recipes_own_optimizer():
     assert any(reason.choice == "updated by adamw_torch_fused on the processor" for reason in plan.reasons)
 
 
-def test_sequences_and_rows_are_not_divided_together_on_a_processor():
-    batch = {"global_batch_size": 8, "micro_batch_size": 8}
-    plan = planned(train=batch, parallel={"num_processes": 2, "sp_size": 2})
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_sequences_are_divided_on_a_processor_where_they_are_of_one_length(num_processes):
+    batch = {"global_batch_size": 8, "micro_batch_size": 2}
+    plan = planned(train=batch, parallel={"num_processes": num_processes, "sp_size": 2})
     assert plan.layout.name == "ZeRO-3, Ulysses 2"
     assert plan.pad_to_multiple_of == plan.recipe.data.max_length
-    with pytest.raises(PlanError, match="gloo has no gradients") as error:
-        planned(train={"global_batch_size": 8}, parallel={"num_processes": 4, "sp_size": 2})
-    assert "parallel.num_processes=2" in str(error.value)
 
 
-def test_a_plan_says_where_micro_batches_weigh_alike():
-    accumulated = {"global_batch_size": 8, "micro_batch_size": 4}
-    plan = planned(train=accumulated, parallel={"num_processes": 2, "sp_size": 2})
-    assert [reason.choice for reason in plan.reasons if reason.topic == "loss"] == [
-        "micro-batches weigh alike, whatever they hold"
-    ]
+def test_each_device_that_divides_sequences_brings_a_micro_batch_to_a_step():
+    plan = planned(train={"global_batch_size": 12}, parallel={"num_processes": 2, "sp_size": 2})
+    assert plan.micro_batch_size == 6 and plan.gradient_accumulation_steps == 2
+    whole = {"global_batch_size": 8, "micro_batch_size": 8}
+    with pytest.raises(PlanError, match="each of the 2 devices brings a micro-batch") as error:
+        planned(train=whole, parallel={"num_processes": 2, "sp_size": 2})
+    assert "train.global_batch_size to a multiple of 16" in str(error.value)

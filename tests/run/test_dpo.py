@@ -134,21 +134,36 @@ def test_the_held_out_loss_is_that_of_the_paper_on_tokens_laid_out_by_hand(here,
     assert logged(run, "eval")[-1]["eval_loss"] == pytest.approx(sum(losses) / 4, rel=1e-4)
 
 
-@pytest.mark.parametrize("precompute", [False, True])
-def test_all_weights_are_held_to_those_before_training(here, precompute):
-    method = {"precompute_ref_log_probs": precompute}
-    run = tunekit.train(recipe(adapter="full", method=method, train={"max_steps": 3, "learning_rate": 1e-3}))
-    losses = [event["loss"] for event in logged(run)]
+def all_weights(**sections):
+    return recipe(adapter="full", train={"max_steps": 3, "learning_rate": 1e-3}, **sections)
+
+
+@pytest.fixture(scope="module")
+def whole(workspace):
+    """A run that trains all weights beside a second model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace)
+        return Run(tunekit.train(all_weights()).path.resolve())
+
+
+def test_all_weights_are_held_to_those_before_training(whole):
+    losses = [event["loss"] for event in logged(whole)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[-1] < 0.6
 
 
-def test_log_probabilities_computed_beforehand_give_the_same_losses(here):
-    one, other = (
-        tunekit.train(recipe(method={"precompute_ref_log_probs": precompute})) for precompute in (False, True)
-    )
-    expected = [event["loss"] for event in logged(one)]
-    assert [event["loss"] for event in logged(other)] == pytest.approx(expected, rel=1e-5)
+BEFOREHAND = {"precompute_ref_log_probs": True}
+
+
+def test_log_probabilities_computed_beforehand_give_the_same_losses(here, finished, whole):
+    for asked, expected in ((recipe(method=BEFOREHAND), finished), (all_weights(method=BEFOREHAND), whole)):
+        same_steps(tunekit.train(asked), expected)
+
+
+def same_steps(run, expected):
+    for kind, name in (("log", "loss"), ("log", "rewards/margins"), ("eval", "eval_loss")):
+        values = [event[name] for event in logged(expected, kind)]
+        assert [event[name] for event in logged(run, kind)] == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
 def test_a_pair_whose_prompt_leaves_no_room_is_left_out_and_longer_answers_are_cut(here):
@@ -178,14 +193,21 @@ def test_log_probabilities_of_weights_that_are_not_there_yet_are_refused(here):
         api.plan(recipe(adapter="full", method=method, parallel=spread))
 
 
-def test_two_processes_have_the_losses_of_one(here):
-    alone = tunekit.train(recipe())
-    run = api.make_run(recipe(parallel={"num_processes": 2, "strategy": "ddp"}))
+def test_two_processes_have_the_losses_of_one(here, finished):
+    in_two_processes(recipe(parallel={"num_processes": 2, "strategy": "ddp"}), finished)
+
+
+@pytest.mark.parametrize(("strategy", "method"), [("zero3", {}), ("fsdp2", BEFOREHAND)])
+def test_a_reference_in_parts_gives_the_losses_of_a_whole_one(here, whole, strategy, method):
+    spread = {"num_processes": 2, "strategy": strategy}
+    in_two_processes(all_weights(method=method, parallel=spread), whole)
+
+
+def in_two_processes(asked, alone):
+    run = api.make_run(asked)
     in_processes(2, work_in, str(run.path.resolve()))
     assert run.state == "finished"
-    for kind, name in (("log", "loss"), ("log", "rewards/margins"), ("eval", "eval_loss")):
-        expected = [event[name] for event in logged(alone, kind)]
-        assert [event[name] for event in logged(run, kind)] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    same_steps(run, alone)
 
 
 def work_in(folder: str) -> None:

@@ -11,6 +11,7 @@ from tests.run.test_dpo import logged, work_in
 from tests.tiny import save_tiny_model
 from tunekit import api
 from tunekit.errors import DataError, RecipeError, RunError, TunekitError
+from tunekit.methods.rewards import load_rewards
 
 REWARDS = """
 import json, os
@@ -87,8 +88,8 @@ def recipe(*rewards, rows="texts", **sections):
 
 
 def test_the_reward_rises_and_is_in_the_events_and_at_the_end(here):
-    asked = recipe("low", rows="chats", data={"eval": "chats.jsonl"}, train={"max_steps": 24, "global_batch_size": 16})
-    run = tunekit.train({**asked, "output": {}})
+    steps = {"max_steps": 20, "global_batch_size": 16, "eval_steps": 20}
+    run = tunekit.train(recipe("low", rows="chats", data={"eval": "chats.jsonl"}, train=steps, output={}))
     rewards = [event["reward"] for event in logged(run)]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     last = logged(run)[-1]
@@ -109,19 +110,26 @@ def test_a_reward_gets_the_columns_as_they_stand_in_the_rows_in_whole_groups(her
         assert all(prompts.count(prompt) == 4 for prompt in prompts)
 
 
+def test_a_reward_that_fails_ends_the_run_and_is_named_with_its_row(here):
+    what = r"raised ZeroDivisionError: division by zero \(.*grpo_rewards.py:\d+\) for prompt 'double 3'"
+    with pytest.raises(RunError, match=f"method.rewards: grpo_rewards:raises {what}") as error:
+        tunekit.train(recipe("raises", method={"max_completion_length": 4}, train={"global_batch_size": 48}))
+    assert error.value.hint
+
+
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
-        ("raises", r"raised ZeroDivisionError: division by zero \(.*grpo_rewards.py:\d+\) for prompt 'double 3'"),
-        ("short", "returned 1 values for 48 completions; the first was prompt 'double"),
+        ("short", "returned 1 values for 4 completions; the first was prompt 'double 0', completion '0'"),
         ("nothing", "returned a value of type NoneType, not a list"),
-        ("nan", "returned nan for prompt 'double"),
-        ("words", "returned good for prompt 'double"),
+        ("nan", "returned nan for prompt 'double 2', completion '2'"),
+        ("words", "returned good for prompt 'double 0', completion '0'"),
     ],
 )
-def test_a_reward_that_fails_ends_the_run_and_is_named_with_its_row(here, reward, problem):
+def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, problem):
+    (judge,) = load_rewards([f"grpo_rewards:{reward}"])
     with pytest.raises(RunError, match=f"method.rewards: grpo_rewards:{reward} {problem}") as error:
-        tunekit.train(recipe(reward, train={"global_batch_size": 48}))
+        judge(prompts=[f"double {n}" for n in range(4)], completions=["0", "1", "2", "3"])
     assert error.value.hint
 
 

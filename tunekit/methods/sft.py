@@ -55,7 +55,9 @@ def build(
     from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
     from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
 
-    at_once = plan.micro_batch_size * plan.layout.num_batches if plan.layout.num_batches > 1 else 1
+    # Processes that divide sequences bring each other micro-batches of their own.
+    side_by_side = plan.layout.num_batches * plan.layout.sp_size
+    at_once = plan.micro_batch_size * side_by_side if side_by_side > 1 else 1
     pad, order = tokenizer.pad_token_id, None
     if isinstance(train_dataset, Dataset):
         num_rows, missing = len(train_dataset), num_missing(len(train_dataset), at_once)

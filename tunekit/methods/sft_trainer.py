@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with an evaluation that is the same however its rows are divided."""
+"""TRL's SFTTrainer with means over tokens that are the same however rows and sequences are divided."""
 
 from typing import Any
 
@@ -10,16 +10,63 @@ from trl import SFTTrainer
 
 
 class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer whose evaluation is a mean over tokens, as its training is.
+    """SFTTrainer whose evaluation is a mean over tokens, as its training is, also where Ulysses divides sequences.
 
     The trainer's own evaluation is a mean over micro-batches: it changes with their size, and a row repeated to fill
-    the last one counts twice.
+    the last one counts twice. So is its training on divided sequences, where it takes the labels, which come shifted,
+    for none (transformers 5.23, `_get_num_items_in_batch` and `deepspeed_sp_compute_loss`).
     """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._nats = 0.0
         self._num_tokens = 0
+        sizes = self.accelerator.parallelism_config
+        self._num_parts: int = 1 if sizes is None else sizes.sp_size
+        if self._num_parts > 1:
+            self.loss_is_scaled_for_ga = True
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """Trained tokens of a step, of which each process has some of each sequence where they are divided."""
+        if self._num_parts == 1:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        own = sum(((batch["shift_labels"] != -100).sum() for batch in batch_samples), torch.tensor(0))
+        return self.accelerator.gather(own.to(device)).sum()
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of a micro-batch, as its share of the mean over the tokens of the step."""
+        if self._num_parts == 1 or not self.model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        assert num_items_in_batch is not None and not return_outputs
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+        self._note(outputs, inputs)
+        loss = -outputs.log_probs.sum() / num_items_in_batch.clamp(min=1)
+        num_processes = self.accelerator.num_processes
+        if self.aux_loss_enabled:
+            times = self.current_gradient_accumulation_steps * num_processes
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / times
+        # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
+        return loss * num_processes
+
+    def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
+        """Keep what TRL logs besides the loss."""
+        counted = (outputs.entropy.sum(), outputs.is_top1.sum(), outputs.label_mask.sum())
+        read = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].numel()
+        own = torch.tensor([[*map(float, counted), float(read)]], dtype=torch.float64, device=outputs.label_mask.device)
+        entropy, num_right, num_trained, num_read = self.accelerator.gather(own).sum(0).tolist()
+        self._total_train_tokens += int(num_read)
+        noted = self._metrics["train"]
+        noted["entropy"].append(entropy / max(1.0, num_trained))
+        noted["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
+        noted["num_tokens"] = [self._total_train_tokens]
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one micro-batch, and count its loss by its tokens."""

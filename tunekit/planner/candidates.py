@@ -186,7 +186,8 @@ def _ulysses(setting: Setting) -> Iterator[Candidate]:
         used = spread(setting, size)
         if used and setting.model.num_heads % size == 0:
             layout = Layout(strategy="zero3", dp_shard_size=used.num_devices // size, sp_size=size)
-            why = f"{setting.recipe.data.max_length:,} tokens are divided over {size} devices by heads"
+            tokens = f"{setting.recipe.data.max_length:,} tokens"
+            why = f"{tokens} are divided over {size} devices by heads; without checkpoints: {layout.why_not_resumed}"
             yield Candidate(layout, used.num_nodes, why)
 
 
@@ -298,13 +299,18 @@ CLOSEST_OPTIM: Optim = "adamw_torch_fused"
 
 
 def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
-    """Ulysses gives each device whole heads, and no mask."""
+    """Ulysses gives each device whole heads, and no mask.
+
+    The devices that divide sequences show each other as many micro-batches as they are, and compute them one after
+    another, so that the rows of a step are those of other layouts where it takes all of them.
+    """
     recipe, model = setting.recipe, setting.model
+    num_rows = layout.num_processes * (recipe.train.micro_batch_size or 1)
+    if recipe.train.global_batch_size % num_rows:
+        why = f"each of the {layout.num_processes} devices brings a micro-batch of its own to a step"
+        return Refusal(why, f"set train.global_batch_size to a multiple of {num_rows}")
     if setting.attention == "eager":
         return Refusal("Ulysses does not divide eager attention", "use sdpa")
-    if setting.device.kind == "cpu" and layout.num_batches > 1:
-        why = "gloo has no gradients of what only some of the processes exchange"
-        return Refusal(why, f"set parallel.num_processes={layout.sp_size}")
     if setting.attention.startswith("flash_attention"):
         return None
     if recipe.data.packing or recipe.data.padding_free is True:

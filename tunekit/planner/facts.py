@@ -456,6 +456,11 @@ class DataFacts(Facts):
     num_dropped: int | None = None
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether it is known how long sequences are: of prompts alone it is not, as answers are yet to be written."""
+        return self.tokenized and self.format != "prompts"
+
+    @property
     def truncated_share(self) -> float:
         """Share of the rows that were cut."""
         return (self.num_truncated or 0) / max(1, self.num_rows or 0)

@@ -134,7 +134,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
-    sizes = _sizes(recipe, batch)
+    sizes = _sizes(recipe, batch // layout.sp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
@@ -157,7 +157,9 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
                     gradient_accumulation_steps=batch // size,
                     gradient_checkpointing=checkpointing,
                     memory=memory,
-                    why_batch=_why_batch(setting, size, batch, setting.limit_bytes(devices_per_node), busy=busy),
+                    why_batch=_why_batch(
+                        setting, layout, size, batch, setting.limit_bytes(devices_per_node), busy=busy
+                    ),
                     why_checkpointing=_why_checkpointing(forced, checkpointing),
                 )
     return None
@@ -168,7 +170,7 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     recipe = setting.recipe
     forced = recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
-    size = _sizes(recipe, batch)[-1]
+    size = _sizes(recipe, batch // layout.sp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
     kinds = [True, False] if forced == "auto" else [forced]
     found = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
@@ -188,11 +190,13 @@ def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:
     return [layout, layout.model_copy(update={"sync_each_batch": True})]
 
 
-def _why_batch(setting: Setting, size: int, batch: int, limit_bytes: int, *, busy: bool) -> str:
+def _why_batch(setting: Setting, layout: Layout, size: int, batch: int, limit_bytes: int, *, busy: bool) -> str:
     if setting.recipe.train.micro_batch_size is not None:
         return "as in the recipe"
     if size == batch:
         return "the whole batch fits at once"
+    if size * layout.sp_size == batch:
+        return f"each of the {layout.sp_size} devices that divide sequences brings one micro-batch"
     if busy:
         return f"enough to keep it busy; more would only widen the mask of {setting.attention}"
     return f"the most that fits {gib(limit_bytes)}"

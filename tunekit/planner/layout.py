@@ -32,6 +32,15 @@ class Layout(Facts):
         return self.num_batches * self.devices_per_sequence
 
     @property
+    def why_not_resumed(self) -> str | None:
+        """Why a run in this layout cannot go on from a checkpoint, so that it writes none; None where it can."""
+        if self.tp_size > 1:
+            return "transformers resumes no model whose layers were divided when it was loaded"
+        if self.sp_size > 1:
+            return "transformers cannot skip rows that Ulysses divides"
+        return None
+
+    @property
     def num_batches(self) -> int:
         """Micro-batches that are computed at the same time, of different rows each."""
         return self.dp_replicate_size * self.dp_shard_size

@@ -132,7 +132,7 @@ def optimizer_reason(recipe: Recipe) -> Reason:
     )
 
 
-def deepspeed_reasons(layout: Layout, gradient_accumulation_steps: int, optim: Optim) -> Iterator[Reason]:
+def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
     """What DeepSpeed does differently from other engines, and what it takes."""
     if not layout.strategy.startswith("zero"):
         return
@@ -142,9 +142,6 @@ def deepspeed_reasons(layout: Layout, gradient_accumulation_steps: int, optim: O
     if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
         why = "DeepSpeed compiles its access to the disk when it is first used, which takes minutes"
         yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
-    if layout.sp_size > 1 and gradient_accumulation_steps * layout.num_batches > 1:
-        why = "Ulysses averages each over its own tokens; other layouts average a step over all of its tokens"
-        yield Reason(topic="loss", choice="micro-batches weigh alike, whatever they hold", why=why)
 
 
 def model_reason(model: ModelFacts) -> Reason:
@@ -153,6 +150,13 @@ def model_reason(model: ModelFacts) -> Reason:
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+
+
+def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
+    if model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
+        why = "TRL adds the loss of the router, a mean over micro-batches: how a batch is cut shows in it a little"
+        yield Reason(topic="experts", choice="balanced as the model's own config says", why=why)
 
 
 def method_reasons(recipe: Recipe) -> Iterator[Reason]:
@@ -278,7 +282,7 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
     if speed is None:
         why = "operations are counted for decoders with attention in every layer"
         return Reason(topic="speed", choice="not predicted", why=why)
-    at_most = not data.tokenized and not section.packing
+    at_most = not data.has_lengths and not section.packing
     why = speed.basis
     if at_most and speed.seconds is not None:
         why += f"; every row taken as {section.max_length} tokens"

@@ -25,6 +25,8 @@ class RunRecord(Facts):
     """As its plan counted them."""
     tokens_per_second: float
     """Of all devices together."""
+    method: str = "sft"
+    """Methods compute and wait for different things: GRPO's steps generate answers."""
     peak_memory_bytes: int
     planned_memory_bytes: int
     layout: Layout = Layout()

@@ -117,7 +117,8 @@ def step_of(
     Args:
         recipe: The recipe.
         model: The model.
-        data: Its rows; while they are not tokenised, each is taken as `data.max_length` tokens.
+        data: Its rows; while they are not tokenised, each is taken as `data.max_length` tokens. So is each answer to a
+            prompt with its prompt, as long as it is not generated.
         device: Where.
         dtype: Type of the products.
         mask_length: Length of a row of the attention mask, None without a mask.
@@ -143,6 +144,9 @@ def step_of(
             longest = float(data.longest_tokens)
         if device.kind == "cuda":
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
+    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.method == "dpo":
+        row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
+        longest = min(longest, float(data.longest_tokens))
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
     sequences = passes.sequences_per_row
 
@@ -170,6 +174,7 @@ def step_of(
         num_params=model.num_params,
         num_layers=model.num_layers,
         is_sparse=model.num_experts > 0,
+        method=passes.method,
         adapter=recipe.adapter.type,
         dtype=dtype,
         layout=layout,
@@ -346,9 +351,9 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
 
 
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
-    kind = (record.device, record.model_type, record.adapter, record.dtype)
+    kind = (record.device, record.model_type, record.method, record.adapter, record.dtype)
     of_a_size = 1 / SIMILAR_SIZE <= record.num_params / step.num_params <= SIMILAR_SIZE
-    return kind == (device.name, step.model_type, step.adapter, step.dtype) and of_a_size
+    return kind == (device.name, step.model_type, step.method, step.adapter, step.dtype) and of_a_size
 
 
 def _rate_of(records: Sequence[RunRecord]) -> Range:

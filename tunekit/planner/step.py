@@ -119,6 +119,7 @@ class Step:
         checkpoint_bytes: Size of a checkpoint with the optimizer's states.
         transfers: What each device sends.
         is_sparse: Whether tokens go through experts.
+        method: Kind of the method.
         num_forwards: Passes without gradients of a micro-batch.
         generating: The work of generating its answers; None where there are none.
         before: What is computed before the first step; None where nothing is.
@@ -142,6 +143,7 @@ class Step:
     checkpoint_bytes: float
     transfers: tuple[Transfer, ...] = ()
     is_sparse: bool = False
+    method: str = "sft"
     num_forwards: float = 0.0
     generating: Generating | None = None
     before: Before | None = None

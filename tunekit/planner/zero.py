@@ -70,7 +70,9 @@ def zero_kept(
     if layout.strategy == "zero3":
         base, adapters = base // layout.num_shards, adapters // layout.num_shards
     part = trained // layout.num_shards
-    masters, states = (4 * part if e == 2 else 0), int(optimizer_bytes * part)
+    # Stage 3 updates weights of float32 where they are; the other stages have a copy of them (deepspeed 0.19).
+    in_place = e == 4 and layout.strategy == "zero3" and layout.offload_optimizer_device == "none"
+    masters, states = (0 if in_place else 4 * part), int(optimizer_bytes * part)
     away = {"none": 0, "cpu": 0, "nvme": 0}
     away[layout.offload_param_device] += base + adapters
     away[layout.offload_optimizer_device] += masters + states + 4 * part

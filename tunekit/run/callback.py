@@ -12,7 +12,7 @@ from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
-from tunekit.run.memory import held_bytes, resident_bytes
+from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
 from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
 from tunekit.run.verify import verify
@@ -44,6 +44,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
+        self._held_in_step = False
         self.context_bytes: int | None = None
         """What was resident when training began, besides the model."""
         self.timing = Timing(record.run.plan)
@@ -86,7 +87,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Measure the model, and see that what runs is what was planned."""
         self.record.write("engine", **verify(self.trainer, self.plan))
-        self.held = held_bytes(model, None, full=self.full)
+        self.held = self._held(model, None)
         self.context_bytes = resident_bytes() - sum(self.held.values())
         self.before_training()
         self.record.enter("training")
@@ -102,8 +103,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Measure all that stays, once: the first gradients are still there."""
-        if "gradients" not in self.held:
-            self.held = held_bytes(model, optimizer, full=self.full)
+        if not self._held_in_step:
+            self._held_in_step = True
+            self.held = self._held(model, optimizer)
+
+    def _held(self, model: "Module", optimizer: "Optimizer | None") -> dict[Part, int]:
+        if self.trainer.is_deepspeed_enabled:
+            return zero_held_bytes(self.trainer, self.plan)
+        return held_bytes(model, optimizer, full=self.full)
 
     def on_step_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any

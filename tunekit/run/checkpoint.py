@@ -73,7 +73,7 @@ def check_resumable(run: Run) -> Newest:
     """Where a run can be gone on with.
 
     Raises:
-        RunError: It is finished or still alive, or has nothing to go on from.
+        RunError: It is finished or still alive, or has nothing to go on from, or its layout cannot.
     """
     state = run.state
     if state == "finished":
@@ -85,6 +85,11 @@ def check_resumable(run: Run) -> Newest:
             hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
         )
     newest = newest_complete(run.path)
+    why = run.plan.layout.why_not_resumed
+    if why is not None:
+        raise RunError(
+            f"{run.name} has no checkpoints: {why}", hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
+        )
     if newest.path is None:
         skipped = "".join(f"; {words}" for words in newest.skipped)
         raise RunError(

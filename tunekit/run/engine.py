@@ -82,10 +82,19 @@ def weights_device(plan: Plan, place: Place) -> str | None:
 
 def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs before it wraps the model, in every process."""
-    if plan.layout.tp_size > 1:
-        tensor_parallel.save_no_checkpoints(trainer)
-    elif plan.layout.strategy == "fsdp2":
+    if plan.layout.why_not_resumed is not None:
+        _save_no_checkpoints(trainer)
+    if plan.layout.sp_size > 1:
+        zero.divide_every_epoch(trainer)
+    if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.keep_losses_in_float32(trainer, plan)
+
+
+def _save_no_checkpoints(trainer: "Trainer") -> None:
+    """Leave out checkpoints that nothing could go on from."""
+    from transformers.trainer_utils import SaveStrategy
+
+    trainer.args.save_strategy = SaveStrategy.NO
 
 
 def after_wrapping(trainer: "Trainer", plan: Plan) -> None:

@@ -27,6 +27,7 @@ def _record(run: Run) -> RunRecord | None:
         return RunRecord(
             device=plan.device.name,
             model_type=plan.speed.model_type,
+            method=plan.recipe.method.type,
             adapter=plan.recipe.adapter.type,
             dtype=plan.dtype,
             num_params=plan.num_params,

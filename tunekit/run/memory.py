@@ -10,11 +10,13 @@ import psutil
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.planner.shortage import Shortage
+from tunekit.run import zero
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
+    from transformers import Trainer
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """As torch's allocators write them."""
@@ -41,6 +43,12 @@ def held_bytes(model: "Module", optimizer: "Optimizer | None", *, full: bool) ->
         "optimizer": 0 if optimizer is None else _sum_bytes(_states(optimizer)),
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def zero_held_bytes(trainer: "Trainer", plan: Plan) -> dict[Part, int]:
+    """The same where DeepSpeed divides the model: bytes of what this process has of it."""
+    sizes = {part: _sum_bytes(tensors) for part, tensors in zero.held(trainer, plan).items()}
+    return {part: size for part, size in sizes.items() if size}
 
 
 def _stored(parameter: "Parameter") -> "Iterator[Tensor]":

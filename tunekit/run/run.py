@@ -157,7 +157,7 @@ class Run:
         return numbers
 
     def plot(self) -> "Figure":
-        """Training and evaluation loss over the steps.
+        """Training and evaluation loss over the steps, or the reward where answers are rewarded.
 
         Raises:
             DependencyError: matplotlib is not installed.
@@ -171,10 +171,12 @@ class Run:
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        for column, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+        learned = judged_by(metrics)
+        for column, label, style in ((learned, "training", "-"), (f"eval_{learned}", "evaluation", "o-")):
             if column in metrics:
                 axes.plot(metrics[column].dropna(), style, label=label)
-        axes.set(title=self.name, xlabel="step", ylabel="loss (nats per token)")
+        per_token = " (nats per token)" if learned == "loss" and "rewards/margins" not in metrics else ""
+        axes.set(title=self.name, xlabel="step", ylabel=f"{learned}{per_token}")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
@@ -205,6 +207,11 @@ class Run:
         )
         table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
         return f"<table>{cells}</table>{table}"
+
+
+def judged_by(metrics: "pandas.DataFrame") -> str:
+    """What tells whether a run learns: the loss, but the reward where there is one, as the loss is near zero then."""
+    return "reward" if "reward" in metrics else "loss"
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from tunekit.planner.plan import Plan
 
 if TYPE_CHECKING:
-    from transformers import Trainer
     from transformers.distributed import DistributedConfig
 
 
@@ -32,10 +31,3 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     if plan.device.kind == "cpu":
         accelerator["use_configured_state"] = True
     return {"accelerator_config": accelerator, "save_only_model": True, "ddp_timeout": plan.timeout_seconds}
-
-
-def save_no_checkpoints(trainer: "Trainer") -> None:
-    """Leave out checkpoints, in which no states of the optimizer would be: nothing could go on from them."""
-    from transformers.trainer_utils import SaveStrategy
-
-    trainer.args.save_strategy = SaveStrategy.NO

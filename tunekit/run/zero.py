@@ -3,11 +3,12 @@
 Nothing is left to `auto`: the numbers of the configuration are those that the plan's memory estimate was made with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.planner.zero import SUB_GROUP_PARAMS
 from tunekit.recipe.schema import FullAdapter
@@ -88,6 +89,36 @@ def _ulysses(plan: Plan) -> dict[str, Any]:
     return {"parallelism_config": sequences, "pad_to_multiple_of": plan.pad_to_multiple_of}
 
 
+class EachEpoch:
+    """Divided rows that begin anew with every epoch.
+
+    DeepSpeed's loader stays at the end of the first one: the first step of the second has no rows, and is left out
+    without a word (deepspeed 0.19, `UlyssesSPDataLoaderAdapter`).
+
+    Args:
+        rows: The loader of the rows.
+        divide: Makes a loader of their parts, from the beginning.
+    """
+
+    def __init__(self, rows: Any, divide: Callable[[], Iterator[Any]]) -> None:
+        self.rows = rows
+        self.divide = divide
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.divide()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a stream which epoch begins."""
+        self.rows.set_epoch(epoch)
+
+
+def divide_every_epoch(trainer: "Trainer") -> None:
+    """Have every epoch of a trainer begin at its beginning, where its sequences are divided."""
+    accelerator = trainer.accelerator
+    adapt = accelerator.deepspeed_ulysses_dl_adapter
+    accelerator.deepspeed_ulysses_dl_adapter = lambda rows, model: EachEpoch(rows, lambda: adapt(rows, model))
+
+
 @contextmanager
 def loading(plan: Plan) -> Iterator[None]:
     """While a model is loaded: ZeRO-3 divides each weight as soon as it is read, and PEFT gathers what it looks at."""
@@ -149,6 +180,36 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "misplaced": misplaced,
         "not_updated": [name for name, one in named if one.requires_grad and id(one) not in updated],
     }
+
+
+def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
+    """What this process holds on its device from step to step.
+
+    Gradients of stages 1 and 2 are not among it: when the trainer says that a step was taken they are gone.
+    """
+    engine = trainer.model_wrapped
+    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
+    full = isinstance(plan.recipe.adapter, FullAdapter)
+    if engine.zero_optimization_stage() == 3:
+        masters, gradients = optimizer.fp32_partitioned_groups_flat, [optimizer.grad_partitions_flat_buffer]
+        # Small ones stay whole besides their parts.
+        stored = {one: [one.ds_tensor, one.detach()] for one in parameters}
+    else:
+        masters, gradients = optimizer.single_partition_of_fp32_groups, []
+        stored = {one: [one.detach()] for one in parameters}
+    # Stage 3 updates weights of float32 where they are.
+    seen = {tensor.untyped_storage().data_ptr() for tensors in stored.values() for tensor in tensors}
+    masters = [master for master in masters if master.untyped_storage().data_ptr() not in seen]
+    states = [value for states in engine.basic_optimizer.state.values() for value in states.values()]
+    parts: dict[Part, list[Tensor]] = {
+        "weights": [tensor for one in parameters if full or not one.requires_grad for tensor in stored[one]],
+        "adapters": [tensor for one in parameters if not full and one.requires_grad for tensor in stored[one]],
+        "masters": masters,
+        "gradients": gradients,
+        "optimizer": [state for state in states if not isinstance(state, (int, float))],
+    }
+    kind = plan.device.kind
+    return {part: [one for one in tensors if one.device.type == kind] for part, tensors in parts.items()}
 
 
 def _name(kind: "dtype") -> str:
