@@ -76,8 +76,8 @@ class First(TrainerCallback):
             open(ended, "w").write(repr(time.time()))
 
 config = SFTConfig(
-    output_dir=output, max_steps=3, per_device_train_batch_size=int(batch) // 2, learning_rate=1e-4, max_length=256,
-    logging_steps=1, save_strategy="steps", save_steps=3, report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
+    output_dir=output, max_steps=4, per_device_train_batch_size=int(batch) // 2, learning_rate=1e-4, max_length=256,
+    logging_steps=1, save_strategy="steps", save_steps=4, report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
     gradient_checkpointing=False, dataloader_pin_memory=False, ddp_find_unused_parameters=False,
     assistant_only_loss=True, model_init_kwargs={"dtype": "float32"},
 )
@@ -261,6 +261,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="these, and single")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
+    if args.steps <= NUM_WARM:
+        parser.error(f"--steps: the first {NUM_WARM} are not counted")
 
     names = ["single", *(name for name in args.only if name != "single")]
     turns: dict[str, list[Measured]] = {name: [] for name in names}
@@ -270,7 +272,7 @@ def main() -> None:
         # The first ones leave bytecode and prepared rows behind, and are not counted.
         for turn in range(args.launches + 1 if args.launches else 0):
             seconds = {
-                "tunekit train": bench.tunekit(BACKENDS["DDP x2"], 3).launch_seconds,
+                "tunekit train": bench.tunekit(BACKENDS["DDP x2"], NUM_WARM + 1).launch_seconds,
                 "accelerate launch": bench.accelerate_launch(),
             }
             print(f"launches {turn} of {args.launches}: {seconds}", file=sys.stderr, flush=True)
