@@ -103,6 +103,7 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
         eval_dataset=None,
         checkpoints=tmp_path,
         callbacks=[],
+        engine={},
     )
     loader = trainer.get_train_dataloader()
     assert (trainer.args.dataloader_num_workers, loader.num_workers) == (2, 2)
