@@ -69,8 +69,8 @@ def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> 
     """In which types the run computes, keeps weights and sums gradients over devices."""
     full = isinstance(recipe.adapter, FullAdapter)
     kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
-    summed = f", gradients summed in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
-    return Reason(topic="precision", choice=f"{dtype} products, {kept}{summed}", why=why)
+    summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
+    return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=f"{why}{summed}")
 
 
 def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int) -> Reason:
