@@ -93,11 +93,10 @@ DECIDED = (ALLOCATOR, "OMP_NUM_THREADS")
 def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_nodes: int) -> Iterator[Reason]:
     """What is set, and what each node finds by itself, for the plan."""
     if environment:
-        choice = ", ".join(f"{name}={value}" for name, value in environment.items())
-        why = "set in every process before torch is imported"
+        why = ", ".join(f"{name}={value}" for name, value in environment.items())
         if hardware.environment:
             why += f"; {', '.join(hardware.environment)} as it was set here"
-        yield Reason(topic="environment", choice=choice, why=why)
+        yield Reason(topic="environment", choice="set before torch is imported", why=why)
     if num_nodes > 1:
         yield Reason(
             topic="network",
