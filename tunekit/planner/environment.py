@@ -100,6 +100,6 @@ def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_
     if num_nodes > 1:
         yield Reason(
             topic="network",
-            choice="the interface on the way to the first node",
-            why="each node finds its own, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name one",
+            choice="the way to the first node",
+            why="each node finds its interface there, unless GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name one",
         )
