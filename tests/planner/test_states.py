@@ -163,6 +163,7 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
         eval_dataset=None,
         checkpoints=tmp_path,
         callbacks=[held],
+        engine={},
     )
     keep_trained_in_float32(trainer.model)
     trainer.train()

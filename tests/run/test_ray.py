@@ -2,8 +2,10 @@
 
 import os
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,9 +24,14 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
+def address():
     """The address of a cluster with three slots, until the last test of this module."""
-    folder = tmp_path_factory.mktemp("ray")
+    # Ray's sockets lie below, whose paths may have 107 characters: pytest's folders are too deep for them.
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        yield from _cluster(Path(folder))
+
+
+def _cluster(folder):
     (folder / "ray").mkdir()
     environment = pytest.MonkeyPatch()
     # It tells nobody, and leaves nothing behind in the user's home and in /tmp.
@@ -33,7 +40,6 @@ def address(tmp_path_factory):
     environment.setenv("RAY_TMPDIR", str(folder))
     from ray.cluster_utils import Cluster
 
-    # Ray's sockets lie below, whose paths may have 107 characters.
     node = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80 * MIB, "temp_dir": str(folder / "ray")}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:

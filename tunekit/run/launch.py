@@ -21,7 +21,6 @@ from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.place import Place
 from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
-from tunekit.run.worker import work
 
 POLL_SECONDS = 0.1
 """How often the other processes and their events are looked at."""
@@ -46,6 +45,9 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     # DeepSpeed wants a process group for one process too.
     alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
     if alone and not recipe.parallel.max_restarts and not in_notebook():
+        # It takes the libraries in, which those who only ask for a plan do not need.
+        from tunekit.run.worker import work
+
         work(run, listener)
         return
     words = ["tunekit.run.worker", str(run.path)]
