@@ -92,7 +92,7 @@ def test_two_processes_train_as_one_does_though_one_of_them_is_killed(address, t
     assert told == run.events()
     assert run.state == "finished" and (run.model_path / "config.json").exists()
     (engine, _) = (event for event in run.events() if event["event"] == "engine")
-    assert (engine["num_processes"], engine["strategy"]) == (2, "ddp")
+    assert (engine["num_processes"], engine["engine"]) == (2, "ddp")
     straight = _run(tmp_path, "parallel.num_processes=1")
     in_processes(1, _work, str(straight.path))
     assert list(_losses(run)) == list(range(1, 151))
