@@ -141,7 +141,6 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
             progress.stop()
             print("interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
-    except BaseException:
+    finally:
         if progress is not None:
             progress.stop()
-        raise

@@ -22,14 +22,11 @@ from tunekit.run.events import Listener
 from tunekit.run.group import LAUNCHERS_OWN
 from tunekit.run.place import Place
 from tunekit.run.record import errors_of, forget_errors
-from tunekit.run.run import Run
+from tunekit.run.run import SEEN_SECONDS, Run
 from tunekit.run.worker import work
 
 ASK_SECONDS = 0.2
 """How often a process that waits asks the store; between, it can be interrupted."""
-
-SEEN_SECONDS = 30
-"""How long another node has to see a new file, which a network's file system may show late."""
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Ports for the store: below those that systems give to programs that do not care."""

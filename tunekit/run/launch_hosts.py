@@ -17,15 +17,12 @@ from tunekit.run.hosts import Hosts, lost_error, unusable
 from tunekit.run.launch import supervise
 from tunekit.run.place import Place
 from tunekit.run.record import Record
-from tunekit.run.run import Run
+from tunekit.run.run import SEEN_SECONDS, Run
 
 RETURN_SECONDS = 600
 """How long a run that may start again waits for a host that was lost."""
 
 RETRY_SECONDS = 2
-
-SEEN_SECONDS = 30
-"""How long a host has to see a new file, which the file system of a network may show late."""
 
 
 def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:

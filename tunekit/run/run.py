@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where runs are kept, in the working directory."""
 
+SEEN_SECONDS = 30
+"""How long another machine has to see a new file of a run, which the file system of a network may show late."""
+
 
 class Run:
     """A run, by its folder.
