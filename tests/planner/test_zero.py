@@ -23,7 +23,8 @@ def planned(machine=LAPTOP, **sections):
 
 
 def test_the_engine_is_told_the_sizes_that_the_estimate_counts():
-    zero = pytest.importorskip("tunekit.run.zero")
+    from tunekit.run import zero
+
     square = LLAMA_1B.hidden_size**2
     plan = planned(adapter="full", parallel={"num_processes": 2, "strategy": "zero3"})
     config = zero.config(plan)
