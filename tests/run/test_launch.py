@@ -22,7 +22,7 @@ from tunekit.errors import ExchangeError, RunError
 from tunekit.run import group
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.group import Group
-from tunekit.run.launch import launch
+from tunekit.run.launch import launch, supervise
 from tunekit.run.place import Place, place_of
 from tunekit.run.record import Record, errors_of
 from tunekit.run.run import Run, list_runs
@@ -255,6 +255,34 @@ def test_the_first_error_counts_but_not_one_that_another_process_caused(here):
         Record(run, Place(rank=rank, num_processes=3)).write_error(error)
         time.sleep(0.01)
     assert [words["problem"] for words in errors_of(run)] == ["first", "second", "lost"]
+
+
+class Crashed:
+    """Two processes: one that crashed, and one that is still there."""
+
+    def codes(self):
+        return {0: -signal.SIGSEGV, 1: None}
+
+    def wait(self, seconds):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [(ExchangeError("rank 0 waited"), "rank 0 waited; no word from rank 1"), (None, "rank 0 was ended by SIGSEGV")],
+)
+def test_what_a_process_said_counts_more_than_how_it_crashed_on_its_way_out(told, shown, here):
+    run = api.make_run("double.yaml", [*MANY, "output.name=crashed"])
+
+    @contextlib.contextmanager
+    def start():
+        if told is not None:
+            Record(run, Place(rank=0, num_processes=2)).write_error(told)
+        yield Crashed()
+
+    with pytest.raises(RunError) as caught:
+        supervise(run, start, None)
+    assert caught.value.problem == shown
 
 
 def losses(run):

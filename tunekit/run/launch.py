@@ -182,13 +182,15 @@ class _Supervisor:
             silent: Ranks that were there to the last.
         """
         log = self.run.path / LOG
-        told = next(iter(errors_of(self.run)), None)
+        errors = errors_of(self.run)
+        told = next(iter(errors), None)
         if told is not None and told["kind"] != ExchangeError.__name__:
             return _Failure(raised(told), is_the_users=told["traceback"] is None)
+        # A process that said why it ends may crash on its way out, with the exchange it waited for still open.
+        have_told = {words["rank"] for words in errors}
+        killed = [rank for rank, code in codes.items() if code < 0 and rank not in have_told]
         # A process that was aborted often is one that saw another end.
-        for rank in sorted(
-            (rank for rank, code in codes.items() if code < 0), key=lambda r: codes[r] == -signal.SIGABRT
-        ):
+        for rank in sorted(killed, key=lambda r: codes[r] == -signal.SIGABRT):
             return _Failure(_killed(rank, signal.Signals(-codes[rank]), f"see {log}"))
         if told is not None:
             not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
