@@ -93,7 +93,8 @@ def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemor
     from tunekit.data.mixture import Mixing
     from tunekit.data.prepare import prepare_rows, tokens_of
     from tunekit.model.load import load_tokenizer
-    from tunekit.recipe.schema import DataSource, ModelSection
+    from tunekit.recipe.model import ModelSection
+    from tunekit.recipe.schema import DataSource
 
     tokenizer = load_tokenizer(ModelSection(path="pico"))
     import datasets

@@ -42,7 +42,8 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.machines import find_machine
 from tunekit.planner.memory import estimate
 from tunekit.planner.resolve import resolve
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Recipe
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.schema import Recipe
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")

@@ -12,7 +12,8 @@ from types import UnionType
 import pytest
 
 import tunekit.recipe.schema as schema
-from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe, Section
+from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe
+from tunekit.recipe.section import Section
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunekit"

@@ -18,7 +18,8 @@ from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe, load_recipe_with_notes
-from tunekit.recipe.schema import GRPOMethod, Recipe, SFTMethod
+from tunekit.recipe.methods import GRPOMethod, SFTMethod
+from tunekit.recipe.schema import Recipe
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event

@@ -14,7 +14,8 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import known_model, sketch_model
-from tunekit.recipe.schema import ModelSection, Recipe
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.schema import Recipe
 from tunekit.run.history import recorded_runs
 from tunekit.run.prepare import counted_facts
 

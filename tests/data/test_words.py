@@ -14,7 +14,7 @@ from transformers import CohereTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 from tunekit.data import words
 from tunekit.data.words import word_encoder
 from tunekit.model.load import load_tokenizer
-from tunekit.recipe.schema import ModelSection
+from tunekit.recipe.model import ModelSection
 
 TALES = Path(__file__).parents[2] / "examples" / "data" / "tales.txt"
 

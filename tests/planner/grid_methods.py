@@ -5,7 +5,8 @@ import random
 from tests.planner.grid import SHAPES
 from tests.planner.oracle import Step
 from tests.planner.oracle_methods import MethodStep
-from tunekit.recipe.schema import DPOMethod, FullAdapter, GRPOMethod, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod
 
 NUM_STEPS, SEED = 30, 2027
 

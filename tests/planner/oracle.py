@@ -41,7 +41,7 @@ from tunekit.planner.model_config import (
     num_experts_per_token_of,
 )
 from tunekit.planner.states import Dtype
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 
 @dataclass(frozen=True)

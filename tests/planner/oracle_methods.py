@@ -30,7 +30,9 @@ from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_proc
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
-from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.schema import DataSection
 
 
 @dataclass(frozen=True)

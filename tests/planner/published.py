@@ -23,7 +23,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
 from tunekit.planner.phases import Phase
 from tunekit.planner.states import BYTES, num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TABLE = Path(__file__).parent / "published.yaml"
 

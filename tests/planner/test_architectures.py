@@ -14,7 +14,8 @@ from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_exper
 from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
 from tunekit.planner.states import num_trainable_params, trained_tensors
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.schema import LoraAdapter, ModelSection
+from tunekit.recipe.adapters import LoraAdapter
+from tunekit.recipe.model import ModelSection
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,

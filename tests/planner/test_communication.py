@@ -23,7 +23,7 @@ from tunekit.planner.communication import (
 from tunekit.planner.facts import Figures
 from tunekit.planner.layout import Layout
 from tunekit.planner.states import num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 RANKS = 4
 

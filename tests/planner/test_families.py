@@ -7,7 +7,7 @@ import pytest
 from tests.planner.oracle import Step, estimate_of, facts_of, trace
 from tunekit.planner.activations import TRACED, is_traced
 from tunekit.planner.architectures import FAMILIES
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -11,7 +11,7 @@ from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import Passes
 from tunekit.planner.sharding import units_of
 from tunekit.planner.states import num_trainable_params
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 GPUS_PER_NODE = 8
 

@@ -13,7 +13,7 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import estimate
 from tunekit.planner.states import BYTES
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
 

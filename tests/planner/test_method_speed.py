@@ -30,7 +30,8 @@ from tunekit.planner.step import (
     seconds_before,
     seconds_of,
 )
-from tunekit.recipe.schema import DPOMethod, GRPOMethod, Recipe
+from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.schema import Recipe
 
 ROWS = DataFacts(num_train=640)
 

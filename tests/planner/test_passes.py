@@ -22,7 +22,9 @@ from tunekit.planner.passes import (
     with_reference,
 )
 from tunekit.planner.phases import Kept
-from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, SFTMethod
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.schema import DataSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

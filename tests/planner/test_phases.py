@@ -8,7 +8,7 @@ from tests.planner.shapes import LLAMA_1B, LLAMA_8B
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import estimate
 from tunekit.planner.phases import PHASE_WORDS
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -26,7 +26,9 @@ from tunekit.planner.states import (
     weights_bytes,
 )
 from tunekit.probe.model import probe_model
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, ModelSection, Optim, QloraAdapter, Recipe
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.worker import forget_overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore")

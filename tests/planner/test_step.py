@@ -26,7 +26,8 @@ from tunekit.planner.step import (
     rate_of,
     seconds_of,
 )
-from tunekit.recipe.schema import FullAdapter, Recipe
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.schema import Recipe
 
 FIGURES = Figures(
     flops_16bit=100e12,

@@ -11,7 +11,7 @@ import pytest
 from tests.tiny import save_tiny_model, save_tiny_model_with_vision
 from tunekit.errors import ModelError
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.schema import ModelSection
+from tunekit.recipe.model import ModelSection
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.overrides import spell_out
 from tunekit.recipe.parse import read_yaml
 from tunekit.recipe.places import MAPPING
-from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import Section
 
 NAMES = [recipe.name for recipe in list_recipes()]
 

@@ -6,7 +6,7 @@ import pytest
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.schema import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
 
 SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
 

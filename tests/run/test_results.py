@@ -112,7 +112,8 @@ def test_quantised_layers_are_told_to_keep_their_layout(model_folder):
     from bitsandbytes.nn import Linear4bit
 
     from tunekit.model.load import load_model
-    from tunekit.recipe.schema import ModelSection, QloraAdapter
+    from tunekit.recipe.adapters import QloraAdapter
+    from tunekit.recipe.model import ModelSection
 
     model = load_model(
         ModelSection(path=str(model_folder)),

@@ -8,10 +8,15 @@ from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
 from tunekit.methods.reference import loading_arguments, refer_to_base
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection, DPOMethod, ModelSection, TrainSection
+from tunekit.recipe.methods import DPOMethod
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.schema import DataSection, TrainSection
 
 LEARNER = Learner("dpo", ("preference",))
 """What it learns from."""
+
+MEASURES = ("rewards/accuracies", "rewards/margins")
+"""What tells whether it works besides its loss, by TRL's names."""
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,6 +82,9 @@ def build(
         args=DPOConfig(
             **shared,
             max_length=data.max_length,
+            loss_type=method.loss_type,
+            loss_weights=method.loss_weights,
+            label_smoothing=method.label_smoothing,
             beta=method.beta,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
             model_init_kwargs=loading_arguments(base) if method.precompute_ref_log_probs else None,

@@ -9,10 +9,15 @@ from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
 from tunekit.methods.reference import loading_arguments, refer_to_base
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection, GRPOMethod, ModelSection, TrainSection
+from tunekit.recipe.methods import GRPOMethod
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.schema import DataSection, TrainSection
 
 LEARNER = Learner("grpo", ("prompts",))
 """What it learns from."""
+
+MEASURES = ("reward", "completions/mean_length")
+"""What tells whether it works besides its loss, by TRL's names."""
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,6 +86,12 @@ def build(
             steps_per_generation=plan.gradient_accumulation_steps,
             num_iterations=method.num_iterations,
             beta=method.beta,
+            loss_type=method.loss_type,
+            importance_sampling_level=method.importance_sampling_level,
+            scale_rewards=method.scale_rewards,
+            epsilon=method.epsilon,
+            epsilon_high=method.epsilon_high,
+            mask_truncated_completions=method.mask_truncated_completions,
             use_vllm=False,
             # Of a second model, which TRL loads from where the first came from.
             model_init_kwargs=loading_arguments(base) if method.beta else None,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tunekit.recipe.schema import ModelSection
+from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module

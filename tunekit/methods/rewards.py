@@ -11,17 +11,19 @@ from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.recipe.functions import find_function
+from tunekit.recipe.rewards import FunctionReward, Reward
 
 _SHOWN = 200
 """Letters of a prompt and of a completion that an error shows."""
 
 
-def load_rewards(paths: Sequence[str]) -> list[Callable[..., Any]]:
+def load_rewards(rewards: Sequence[Reward]) -> list[Callable[..., Any]]:
     """The functions that a recipe names, each called as TRL calls it.
 
     Raises:
         RecipeError: One of them is not there.
     """
+    paths = [reward.path for reward in rewards if isinstance(reward, FunctionReward)]
     names = [path.rpartition(":")[2] for path in paths]
     return [
         _checked(path, find_function(path), name if names.count(name) == 1 else path)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection, SFTMethod, TrainSection
+from tunekit.recipe.methods import SFTMethod
+from tunekit.recipe.schema import DataSection, TrainSection
 
 LEARNER = Learner("sft", ("messages", "prompt_completion", "text", "tokens"))
 """What it learns from."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 if TYPE_CHECKING:
     import torch

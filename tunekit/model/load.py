@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tunekit.errors import ModelError
 from tunekit.planner.states import Dtype
 from tunekit.probe.model import model_folder
-from tunekit.recipe.schema import ModelSection, QloraAdapter
+from tunekit.recipe.adapters import QloraAdapter
+from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

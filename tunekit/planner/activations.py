@@ -14,7 +14,7 @@ from tunekit.planner.dora import Dora, dora_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, trained_tables
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
 """Largest tile in which TRL's fused head computes logits: tokens x vocabulary entries."""

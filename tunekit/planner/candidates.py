@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
-from tunekit.recipe.schema import DPOMethod, FullAdapter, Optim, ParallelSection, QloraAdapter, SFTMethod
+from tunekit.recipe.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.methods import DPOMethod, SFTMethod
+from tunekit.recipe.schema import Optim, ParallelSection
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes

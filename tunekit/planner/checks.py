@@ -10,7 +10,8 @@ from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
 from tunekit.planner.plan import Reason
 from tunekit.planner.states import Dtype
-from tunekit.recipe.schema import FullAdapter, LrSchedulerType, Recipe
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.schema import LrSchedulerType, Recipe
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ the weight.
 from dataclasses import dataclass
 
 from tunekit.planner.facts import ModelFacts, is_vision
-from tunekit.recipe.schema import LoraAdapter
+from tunekit.recipe.adapters import LoraAdapter
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tunekit.errors import PlanError
-from tunekit.recipe.schema import LoraAdapter
+from tunekit.recipe.adapters import LoraAdapter
 
 if TYPE_CHECKING:
     from tunekit.planner.facts import ModelFacts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.isolation import ATTENTION_LAYERS, CARRY_STATE
 from tunekit.planner.sparse import trained_experts
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 
 def is_counted(model: ModelFacts) -> bool:

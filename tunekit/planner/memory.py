@@ -31,7 +31,8 @@ from tunekit.planner.states import (
     weights_bytes,
 )
 from tunekit.planner.zero import zero_kept, zero_needs
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.schema import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """What a process holds besides these parts. On a CPU: the libraries, the tokenised rows and what the allocator keeps,

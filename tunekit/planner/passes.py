@@ -25,7 +25,9 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
-from tunekit.recipe.schema import DataSection, DPOMethod, FullAdapter, GRPOMethod, LoraAdapter, Method, SFTMethod
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
+from tunekit.recipe.schema import DataSection
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,10 @@ def passes_of(
             )
         case SFTMethod():
             return SFT
+    raise NotImplementedError(method.type)
 
 
-def method_words(method: DPOMethod | GRPOMethod, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
+def method_words(method: Method, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
     """A method and what it does in a step, in words: the choice and the reason of a plan."""
     full = isinstance(adapter, FullAdapter)
     reference = "the reference is a second model" if full else "the reference is the model without its adapters"
@@ -125,6 +128,8 @@ def method_words(method: DPOMethod | GRPOMethod, adapter: FullAdapter | LoraAdap
         if method.precompute_ref_log_probs:
             reference = "log-probabilities of the reference are computed before training"
         return f"dpo, beta {method.beta:g}", f"each row is two sequences; {reference}"
+    if not isinstance(method, GRPOMethod):
+        raise NotImplementedError(method.type)
     choice = f"grpo, {method.num_generations} answers of up to {method.max_completion_length} tokens"
     used = "" if method.num_iterations == 1 else f", used for {method.num_iterations} steps"
     reference = f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference"

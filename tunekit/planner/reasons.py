@@ -11,17 +11,9 @@ from tunekit.planner.plan import Reason, Schedule, count, gib
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
-from tunekit.recipe.schema import (
-    DEFAULT_LEARNING_RATE,
-    DataSection,
-    DPOMethod,
-    FullAdapter,
-    GRPOMethod,
-    Optim,
-    QloraAdapter,
-    Recipe,
-    SFTMethod,
-)
+from tunekit.recipe.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""

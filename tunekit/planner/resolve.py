@@ -42,7 +42,8 @@ from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, FullAdapter, LoraAdapter, QloraAdapter, Recipe
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
 
 
 def resolve(

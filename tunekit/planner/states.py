@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tunekit.planner.facts import ModelFacts, is_embedding, is_head, is_vision
-from tunekit.recipe.schema import FullAdapter, LoraAdapter, Optim, QloraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.schema import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

@@ -13,7 +13,7 @@ from tunekit.planner.facts import Device, Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params, weights_bytes
-from tunekit.recipe.schema import FullAdapter, LoraAdapter
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 SUB_GROUP_PARAMS = 10**9
 """Parameters that stage 3 updates at a time (DeepSpeed's `sub_group_size`)."""

@@ -31,7 +31,7 @@ from tunekit.planner.model_config import (
     sliding_window_of,
     text_config,
 )
-from tunekit.recipe.schema import ModelSection
+from tunekit.recipe.model import ModelSection
 
 PICO = Path(__file__).parents[1] / "model" / "pico"
 """Folder of the chat model that ships with tunekit."""

@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from tunekit.recipe.fields import expands_env, sections_of, takes_list, variant
 from tunekit.recipe.places import Key, Places, Problem
-from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import Section
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

@@ -14,7 +14,8 @@ from tunekit.errors import RecipeError
 from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, members, sections_of, tag_of, takes_list
 from tunekit.recipe.phrases import any_of, expected
 from tunekit.recipe.places import dotted, undotted
-from tunekit.recipe.schema import Recipe, Section
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import Section
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
 from tunekit.recipe.write import to_inline_yaml

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tunekit.recipe.schema import EXPANDS_ENV, Recipe, Section
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import EXPANDS_ENV, Section
 
 TAG = "type"
 """The key by which the variants of a section are told apart."""

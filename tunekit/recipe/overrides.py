@@ -23,7 +23,8 @@ from tunekit.recipe.fields import (
 )
 from tunekit.recipe.parse import YAMLProblem, read_yaml
 from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted, undotted
-from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, ONE_LENGTH, DataSection, Recipe, Section
+from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, ONE_LENGTH, DataSection, Recipe
+from tunekit.recipe.section import Section
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.write import to_inline_yaml
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from tunekit.recipe.fields import members
 from tunekit.recipe.parse import plain_scalar
-from tunekit.recipe.schema import FunctionPath
+from tunekit.recipe.section import FunctionPath
 
 _KINDS = {
     int: "a whole number",

@@ -8,24 +8,18 @@ Values are strict: a number in quotes is not a number, and 2.5 is not a count. U
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NewType
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
+from tunekit.recipe.adapters import Adapter, LoraAdapter
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.places import Key, dotted
-
-EXPANDS_ENV = {"expands_env": True}
-"""Marks the string fields in which `${NAME}` stands for an environment variable, and a leading `~` for the home
-folder. Elsewhere `${NAME}` is refused."""
+from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""
-
-FUNCTION_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-"""What the path of a function looks like: `my_package.my_module:my_function`."""
-
-FunctionPath = NewType("FunctionPath", str)
-"""A function of the user's own, `module:function`. It is looked up when the recipe is loaded."""
 
 Optim = Literal[
     "adamw_torch",
@@ -91,65 +85,6 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 
 LossOn = Literal["assistant", "last", "all"]
 """Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
-
-
-class Conflict(NamedTuple):
-    """A field that does not go together with others."""
-
-    key: Key
-    """The field, below the section that says so."""
-
-    what: str
-    hint: str
-
-
-class Conflicts(ValueError):
-    """Fields that are right one by one and do not go together: a section raises it, and readers find its places."""
-
-    def __init__(self, found: list[Conflict]) -> None:
-        self.found = found
-        super().__init__("\n".join(f"{dotted(one.key)}: {one.what}; {one.hint}" for one in found))
-
-
-class Section(BaseModel):
-    """A part of a recipe: closed, frozen, strictly typed, described by the strings under its fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    shorthand: ClassVar[str | None] = None
-    """The key that a lone string in the section's place stands for: `model: pico` means `model: {path: pico}`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out(cls, value: Any) -> Any:
-        return {cls.shorthand: value} if isinstance(value, str) and cls.shorthand else value
-
-
-class ModelSection(Section):
-    """The model to start from. `model: NAME` is short for `model: {path: NAME}`."""
-
-    shorthand = "path"
-
-    path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
-    """`pico` (ships with tunekit), a local folder, or a model's name on the Hugging Face hub."""
-
-    revision: str | None = None
-    """Branch, tag or commit of a hub model."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type in which the frozen weights are kept and the products are computed. `auto`: bfloat16 where the device
-    computes it natively, else float32. Trained weights and their optimizer states are always float32."""
-
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation by its transformers name. `auto`: the fastest that is correct on the device."""
-
-    chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
-    """Jinja file to use instead of the tokenizer's own chat template. It is saved with the trained model."""
-
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
 
 
 class DataSource(Section):
@@ -379,122 +314,6 @@ def _each(name: str, given: Sources) -> Iterator[tuple[Key, DataSource]]:
         yield (name,), given
 
 
-class SFTMethod(Section):
-    """Supervised fine-tuning: imitate the answers in the data (TRL's SFTTrainer)."""
-
-    shorthand = "type"
-
-    type: Literal["sft"] = "sft"
-    """Supervised fine-tuning."""
-
-    trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's SFTConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
-
-
-class DPOMethod(Section):
-    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer)."""
-
-    shorthand = "type"
-
-    type: Literal["dpo"] = "dpo"
-    """Direct preference optimisation, on preference pairs (arXiv 2305.18290)."""
-
-    beta: Annotated[float, Field(gt=0)] = 0.1
-    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
-
-    precompute_ref_log_probs: bool = False
-    """Compute the log-probabilities of the reference model once, before training. Full fine-tuning then keeps no
-    second copy of the weights, and no step runs a second forward pass."""
-
-    trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's DPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
-
-
-class GRPOMethod(Section):
-    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
-
-    shorthand = "type"
-
-    type: Literal["grpo"] = "grpo"
-    """Group relative policy optimisation, on prompts (arXiv 2402.03300)."""
-
-    rewards: list[Annotated[FunctionPath, Field(pattern=FUNCTION_PATTERN)]] = []
-    """Functions of your own that judge answers, `module:function` each; their values are summed. Each is called with
-    `prompts`, `completions` and every other column of the rows, a list each, and returns a number for each completion,
-    or None where it has nothing to say (TRL's signature). Training needs one at least, a plan none."""
-
-    num_generations: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
-
-    max_completion_length: Annotated[int, Field(gt=0)] = 512
-    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
-
-    num_iterations: Annotated[int, Field(gt=0)] = 1
-    """Optimizer steps on the same answers before new ones are generated."""
-
-    beta: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
-
-    trainer_args: dict[str, Any] = {}
-    """Anything else for TRL's GRPOConfig, by its names. Checked against the fields of the installed version; what
-    tunekit sets itself is refused."""
-
-
-class FullAdapter(Section):
-    """Train every weight of the model."""
-
-    shorthand = "type"
-
-    type: Literal["full"] = "full"
-    """Train every weight."""
-
-
-class LoraAdapter(Section):
-    """Train low-rank updates beside frozen weights (LoRA, arXiv 2106.09685)."""
-
-    shorthand = "type"
-
-    type: Literal["lora"] = "lora"
-    """Low-rank adaptation."""
-
-    rank: Annotated[int, Field(gt=0)] = 16
-    """Rank of the update matrices; their size grows with it."""
-
-    alpha: Annotated[float, Field(gt=0)] = 32
-    """Scale: the update is multiplied by alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
-
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout before the update matrices. Above 0 it costs activation memory."""
-
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Modules that get an adapter: `all-linear` (every linear layer but the head) or a list of name endings such as
-    [q_proj, v_proj]."""
-
-    use_rslora: bool = False
-    """Rank-stabilised scaling (arXiv 2312.03732)."""
-
-    use_dora: bool = False
-    """Weight-decomposed adaptation (arXiv 2402.09353)."""
-
-    modules_to_save: list[str] | None = None
-    """Modules trained wholly and saved with the adapter, such as [embed_tokens, lm_head]."""
-
-
-class QloraAdapter(LoraAdapter):
-    """LoRA over a base model quantised to 4 bits by bitsandbytes (QLoRA, arXiv 2305.14314)."""
-
-    type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
-    """Low-rank adaptation over a 4-bit base."""
-
-    quant_type: Literal["nf4", "fp4"] = "nf4"
-    """4-bit data type of the base weights."""
-
-    double_quant: bool = True
-    """Quantise the quantisation constants too: saves about 0.05 bytes a weight."""
-
-
 DEFAULT_LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Peak learning rate by `adapter.type` where the recipe gives none."""
 
@@ -614,17 +433,6 @@ class OutputSection(Section):
     sample_prompts: list[str] | None = None
     """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
     the training rows. An empty list: none."""
-
-
-def _type_alone(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
-
-
-Method = Annotated[SFTMethod | DPOMethod | GRPOMethod, Field(discriminator="type"), BeforeValidator(_type_alone)]
-"""How it is trained, told apart by `method.type`. `method: sft` is short for `method: {type: sft}`."""
-
-Adapter = Annotated[FullAdapter | LoraAdapter | QloraAdapter, Field(discriminator="type"), BeforeValidator(_type_alone)]
-"""What is trained, told apart by `adapter.type`. `adapter: qlora` is short for `adapter: {type: qlora}`."""
 
 
 def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:

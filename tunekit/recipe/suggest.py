@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tunekit.recipe.fields import TAG, all_fields, tag_of
 from tunekit.recipe.phrases import any_of, near, plain_word
 from tunekit.recipe.places import Key, dotted
-from tunekit.recipe.schema import Section
+from tunekit.recipe.section import Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 _DERIVED = "it is derived: train.global_batch_size over train.micro_batch_size and the devices"

@@ -18,7 +18,13 @@ from tunekit.recipe.phrases import any_of, near, show, spelling_hint
 CONFIGS = {
     "sft": ("trl", "trainer/sft_config.py", "SFTConfig"),
     "dpo": ("trl", "trainer/dpo_config.py", "DPOConfig"),
+    "kto": ("trl", "trainer/kto_config.py", "KTOConfig"),
+    "orpo": ("trl", "experimental/orpo/orpo_config.py", "ORPOConfig"),
+    "cpo": ("trl", "experimental/cpo/cpo_config.py", "CPOConfig"),
+    "reward": ("trl", "trainer/reward_config.py", "RewardConfig"),
     "grpo": ("trl", "trainer/grpo_config.py", "GRPOConfig"),
+    "rloo": ("trl", "trainer/rloo_config.py", "RLOOConfig"),
+    "distillation": ("trl", "trainer/distillation_config.py", "DistillationConfig"),
 }
 """TRL's config of each method: package, file in it, class."""
 
@@ -38,7 +44,8 @@ _RUN = "the run folder records this: use the output section"
 _RESUME = "every run begins afresh"
 _HUB = "tunekit does not upload while it trains"
 _GENERATION = "answers are generated for one optimizer step at a time"
-_ENGINE = "transformers generates the answers"
+_ENGINE = "use method.generation.use_vllm"
+_SAMPLING = "use method.generation"
 
 OWNED = {
     "accelerator_config": _DEVICES,
@@ -113,26 +120,63 @@ OWNED = {
 }
 """Arguments that tunekit sets itself, whatever the method, and what to use in a recipe."""
 
-OWNED_BY_METHOD = {
+_REFERENCE = {
+    "precompute_ref_batch_size": _BATCHES,
+    "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
+}
+
+_GENERATED = {
+    "ds3_gather_for_generation": _DEVICES,
+    "generation_batch_size": _GENERATION,
+    "max_completion_length": "use method.max_completion_length",
+    "min_p": _SAMPLING,
+    "repetition_penalty": _SAMPLING,
+    "steps_per_generation": _GENERATION,
+    "temperature": _SAMPLING,
+    "top_k": _SAMPLING,
+    "top_p": _SAMPLING,
+    "transformers_continuous_batching_config": _ENGINE,
+    "use_transformers_continuous_batching": _ENGINE,
+    "use_transformers_paged": _ENGINE,
+    "use_vllm": _ENGINE,
+}
+
+_REWARDED = {
+    **{
+        name: f"use method.{name}"
+        for name in ("epsilon", "epsilon_high", "mask_truncated_completions", "num_generations", "num_iterations")
+    },
+    **_GENERATED,
+    "reward_weights": "give each of method.rewards a weight",
+}
+
+OWNED_BY_METHOD: dict[str, dict[str, str]] = {
     "sft": {},
     "dpo": {
-        "beta": "use method.beta",
-        "precompute_ref_batch_size": _BATCHES,
-        "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
+        **{name: f"use method.{name}" for name in ("beta", "label_smoothing", "loss_type", "loss_weights")},
+        **_REFERENCE,
         "truncation_mode": "answers are cut at their end",
     },
+    "kto": {
+        **{name: f"use method.{name}" for name in ("beta", "desirable_weight", "loss_type", "undesirable_weight")},
+        **_REFERENCE,
+    },
+    "orpo": {"beta": "use method.beta", "max_completion_length": "use data.max_length"},
+    "cpo": {
+        **{name: f"use method.{name}" for name in ("beta", "cpo_alpha", "label_smoothing", "loss_type", "simpo_gamma")},
+        "max_completion_length": "use data.max_length",
+    },
+    "reward": {"center_rewards_coefficient": "use method.center_rewards_coefficient"},
     "grpo": {
+        **{name: f"use method.{name}" for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")},
+        **_REWARDED,
+    },
+    "rloo": {**{name: f"use method.{name}" for name in ("beta", "normalize_advantages")}, **_REWARDED},
+    "distillation": {
         "beta": "use method.beta",
-        "ds3_gather_for_generation": _DEVICES,
-        "generation_batch_size": _GENERATION,
-        "max_completion_length": "use method.max_completion_length",
-        "num_generations": "use method.num_generations",
-        "num_iterations": "use method.num_iterations",
-        "steps_per_generation": _GENERATION,
-        "transformers_continuous_batching_config": _ENGINE,
-        "use_transformers_continuous_batching": _ENGINE,
-        "use_transformers_paged": _ENGINE,
-        "use_vllm": _ENGINE,
+        **_GENERATED,
+        **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),
+        "teacher_model_revision": "use method.teacher.revision",
     },
 }
 """The same for single methods."""

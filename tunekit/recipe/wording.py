@@ -15,7 +15,8 @@ from pydantic_core import ErrorDetails
 from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, takes_list, variant
 from tunekit.recipe.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.places import Key, Places, Problem, dotted
-from tunekit.recipe.schema import FUNCTION_PATTERN, NAME_PATTERN, Conflicts, FunctionPath, Recipe, Section
+from tunekit.recipe.schema import NAME_PATTERN, Recipe
+from tunekit.recipe.section import FUNCTION_PATTERN, Conflicts, FunctionPath, Section
 from tunekit.recipe.suggest import unknown_key
 
 _TYPE_ERRORS = {

@@ -5,8 +5,8 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
+from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.load import dump_recipe
-from tunekit.recipe.schema import FullAdapter
 from tunekit.run.run import Run
 
 LOSSES = {

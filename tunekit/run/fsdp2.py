@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Plan
-from tunekit.recipe.schema import FullAdapter
+from tunekit.recipe.adapters import FullAdapter
 
 if TYPE_CHECKING:
     import torch

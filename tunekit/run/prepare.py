@@ -17,7 +17,8 @@ from tunekit.data.rows import Skipped
 from tunekit.methods import dpo, grpo
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.schema import DataSource, DPOMethod, GRPOMethod, Recipe, Sources
+from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.planner.plan import Plan
-from tunekit.recipe.schema import FullAdapter
+from tunekit.recipe.adapters import FullAdapter
 from tunekit.run import fsdp2, zero
 
 if TYPE_CHECKING:

@@ -8,17 +8,15 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.data.prepare import read_dataset
-from tunekit.data.stream import stream
 from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
-from tunekit.recipe.schema import DPOMethod, FullAdapter, GRPOMethod, Optim, QloraAdapter, Recipe, SFTMethod
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
@@ -27,23 +25,19 @@ from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.place import Place, place_of
-from tunekit.run.prepare import FILES, STREAM_SKIPPED
+from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
+from tunekit.run.trainer import MEASURES, build_trainer, load_policy
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+    from transformers import PreTrainedTokenizerBase, Trainer
 
     from tunekit.run.callback import Watch
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
-
-MEASURES = {"dpo": ("rewards/accuracies", "rewards/margins"), "grpo": ("reward", "completions/mean_length")}
-"""What tells whether a method works besides its loss, by TRL's names."""
 
 
 def work(run: Run, listener: Listener | None = None, place: Place | None = None, *, supervised: bool = False) -> None:
@@ -202,9 +196,18 @@ def _build(
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
-        model = _load_model(recipe, plan, device=weights_device(plan, record.place))
+        model = load_policy(recipe, plan, device=weights_device(plan, record.place))
         model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
-    trainer = _build_trainer(run, watch, recipe, plan, schedule, model=model, tokenizer=tokenizer)
+    trainer = build_trainer(
+        run,
+        recipe,
+        plan,
+        schedule,
+        model=model,
+        tokenizer=tokenizer,
+        callbacks=[watch],
+        place=record.place,
+    )
     keep_trained_in_float32(trainer.model)
     before_wrapping(trainer, plan)
     watch.trainer = trainer
@@ -217,98 +220,11 @@ def _build(
     return trainer, tokenizer
 
 
-def _load_model(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
-    from tunekit.model.load import load_model
-    from tunekit.run.tensor_parallel import distributed_config
-
-    return load_model(
-        recipe.model,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
-        attn_implementation=plan.attn_implementation,
-        device=device,
-        distributed=distributed_config(plan),
-        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
-    )
-
-
-class _Shared(TypedDict):
-    """What every method builds its trainer from."""
-
-    model: "Module"
-    tokenizer: "PreTrainedTokenizerBase"
-    checkpoints: Path
-    callbacks: "list[TrainerCallback]"
-    engine: dict[str, Any]
-
-
-def _build_trainer(
-    run: Run,
-    watch: "Watch",
-    recipe: Recipe,
-    plan: Plan,
-    schedule: Schedule,
-    *,
-    model: "Module",
-    tokenizer: "PreTrainedTokenizerBase",
-) -> "Trainer":
-    """The trainer of the recipe's method, around a model with its adapter."""
-    from tunekit.methods import dpo, grpo, rewards, sft
-    from tunekit.run.engine import trainer_args
-
-    folder, method = run.path / "data", recipe.method
-    numbers = (recipe.train, recipe.data, plan, schedule)
-    shared: _Shared = {
-        "model": model,
-        "tokenizer": tokenizer,
-        "checkpoints": run.path / "checkpoints",
-        "callbacks": [watch],
-        "engine": trainer_args(plan),
-    }
-    read = read_dataset if isinstance(method, SFTMethod) else read_rows
-    evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
-    match method:
-        case SFTMethod():
-            trained = _train_dataset(folder, recipe, tokenizer, watch.record.place)
-            return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
-        case DPOMethod():
-            twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            return dpo.build(
-                method,
-                *numbers,
-                base=recipe.model,
-                reference=_load_model(recipe, plan, device=plan.device.kind) if twice else None,
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
-        case GRPOMethod():
-            return grpo.build(
-                method,
-                *numbers,
-                base=recipe.model,
-                rewards=rewards.load_rewards(method.rewards),
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
-
-
 def _is_chat(run: Run, plan: Plan) -> bool:
     """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
     if plan.data.format in ("preference", "prompts"):
         return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
     return plan.data.format == "messages"
-
-
-def _train_dataset(
-    folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place
-) -> "Dataset | IterableDataset":
-    if not recipe.data.streaming:
-        return read_dataset(folder / FILES["train"])
-    from tunekit.methods import sft
-
-    skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
-    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
 
 
 def forget_overrides(optim: Optim) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.planner.zero import SUB_GROUP_PARAMS
-from tunekit.recipe.schema import FullAdapter
+from tunekit.recipe.adapters import FullAdapter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
