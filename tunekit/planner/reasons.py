@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.origin import start_words
 from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Reason, Schedule, count, gib
 from tunekit.planner.speed import Speed
@@ -142,6 +143,13 @@ def model_reason(model: ModelFacts) -> Reason:
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
     return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+
+
+def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Which run or adapter is started from, and what becomes of it."""
+    if model.origin is not None:
+        choice, why = start_words(model.origin, recipe.adapter)
+        yield Reason(topic="starts from", choice=choice, why=why)
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

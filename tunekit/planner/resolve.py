@@ -30,6 +30,7 @@ from tunekit.planner.reasons import (
     method_reasons,
     model_reason,
     optimizer_reason,
+    origin_reasons,
     precision_reason,
     reserve_reasons,
     router_reasons,
@@ -94,6 +95,7 @@ def resolve(
     wait_bytes = longest_wait_bytes(model, num_trained)
     return Plan(
         recipe=recipe,
+        origin=model.origin,
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         device=setting.device,
@@ -122,6 +124,7 @@ def resolve(
             chosen.reason(setting),
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
+            *origin_reasons(recipe, model),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),

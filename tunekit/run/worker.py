@@ -8,11 +8,13 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
 from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
@@ -196,8 +198,11 @@ def _build(
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
-        model = load_policy(recipe, plan, device=weights_device(plan, record.place))
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+        device = weights_device(plan, record.place)
+        model = load_policy(recipe, plan, device=device)
+        continued = continued_adapter(plan.origin, recipe.adapter)
+        trained = None if continued is None or device == "meta" else Path(continued.folder)
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained)
     trainer = build_trainer(
         run,
         recipe,
