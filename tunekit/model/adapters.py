@@ -1,7 +1,7 @@
 """What is trained: every weight, or low-rank updates through PEFT."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.errors import ModelError
 from tunekit.probe.origin import ADAPTER_WEIGHTS
@@ -100,8 +100,11 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
         adapter: How the adapter was trained.
         folder: Where it was saved.
     """
-    merged = attach_adapter(model, adapter, seed=0, trained=folder).merge_and_unload()
-    return cast("PreTrainedModel", merged)
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, lora_config(adapter))
+    read_adapter(adapted, folder)
+    return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
 
 
 def keep_trained_in_float32(model: "torch.nn.Module") -> None:

@@ -11,6 +11,7 @@ from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
+from tunekit.planner.reference import Reference
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.zero import ZeroBuckets
@@ -75,6 +76,8 @@ class Plan(Facts):
     recipe: Recipe = Field(exclude=True)
     origin: Origin | None = None
     """The run or the adapter that training starts from; None where it is a model that no run made."""
+    reference: Reference = "none"
+    """What training is held to."""
     layout: Layout
     """How the work is spread over devices."""
     num_nodes: int

@@ -32,6 +32,7 @@ from tunekit.planner.reasons import (
     optimizer_reason,
     origin_reasons,
     precision_reason,
+    reference_reasons,
     reserve_reasons,
     router_reasons,
     schedule_of,
@@ -40,6 +41,7 @@ from tunekit.planner.reasons import (
     workers_reason,
 )
 from tunekit.planner.records import RunRecord, reserve_share
+from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
@@ -96,6 +98,7 @@ def resolve(
     return Plan(
         recipe=recipe,
         origin=model.origin,
+        reference=reference_of(recipe.method, recipe.adapter, model.origin),
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         device=setting.device,
@@ -128,7 +131,8 @@ def resolve(
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
-            *method_reasons(recipe),
+            *method_reasons(recipe, model.origin),
+            *reference_reasons(recipe, model.origin, found.memory.parts.get("reference", 0)),
             *router_reasons(recipe, model),
             adapter_reason(recipe, model),
             *found.reasons(),

@@ -118,7 +118,7 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
         rank=config["r"],
         alpha=config["lora_alpha"],
         dropout=config.get("lora_dropout") or 0.0,
-        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        target_modules="all-linear" if isinstance(targets, str) else sorted(targets),
         use_rslora=config.get("use_rslora") or False,
         use_dora=config.get("use_dora") or False,
         modules_to_save=sorted(config.get("modules_to_save") or []) or None,
@@ -132,7 +132,6 @@ def _check_weights(folder: Path, path: str) -> None:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = ", only pickled ones, which can run code when they are opened"
         raise ModelError(
-            f"model.path: {path!r} has no {ADAPTER_WEIGHTS}"
-            + pickled * (folder / "adapter_model.bin").is_file(),
+            f"model.path: {path!r} has no {ADAPTER_WEIGHTS}" + pickled * (folder / "adapter_model.bin").is_file(),
             hint="save the adapter again with PEFT, as safetensors",
         )

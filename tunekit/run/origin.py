@@ -114,4 +114,3 @@ def _check_finished(run: Run) -> None:
     if state in FINAL_PHASES or state == "died":
         raise RunError(f"model.path: {where}", hint=f"`tunekit resume {run.path}` goes on with it")
     raise RunError(f"model.path: {where}", hint="wait for its end")
-

@@ -192,6 +192,7 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
+    from tunekit.methods.reference import settle_reference
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
@@ -213,6 +214,7 @@ def _build(
         callbacks=[watch],
         place=record.place,
     )
+    settle_reference(trainer.model, plan.reference, trained)
     keep_trained_in_float32(trainer.model)
     before_wrapping(trainer, plan)
     watch.trainer = trainer
@@ -308,6 +310,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
+        "comes_from": None if plan.origin is None else plan.origin.chain,
     }
 
 
