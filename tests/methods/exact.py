@@ -24,7 +24,7 @@ RANK, ALPHA = 4, 16
 
 LORA = {"type": "lora", "rank": RANK, "alpha": ALPHA, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
-MAX_LOSS, MAX_GRADIENT = 1e-5, 2e-5
+MAX_LOSS, MAX_GRADIENT = 1e-5, 1e-5
 """Largest differences from float64: of a loss, in its own size or in nats; and of all gradients together, as a share of
 their norm. The log-probability of an answer of 40 tokens is some 200 nats here, where numbers of float32 are 1.5e-5
 apart; a beta of 0.3 makes 5e-6 of that. Products of float32 round at 6e-8, in sums of some thousand of them."""
