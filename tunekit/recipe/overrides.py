@@ -164,7 +164,7 @@ class Overrides:
             whole = is_item and len(below) > 1  # Another variant: nothing of the item that it replaces is meant.
             if word is not None and not whole and isinstance(self._value(key), dict | None):
                 ((name, value),) = word.items()
-                key, fields = (*key, name), [*fields, below[0].model_fields[name]]
+                key, fields, is_item = (*key, name), [*fields, below[0].model_fields[name]], False
             if value is None and len(key) > 1 and key[-1] == TAG:
                 value = _beginning(fields[-2]).get(TAG)
             if value is not None:
