@@ -297,7 +297,8 @@ BROKEN = {
     ),
     "an_unknown_method": (
         GOOD + "method: sftt\n",
-        "recipe.yaml:3:9: method.type: must be one of sft, dpo, grpo, got 'sftt'; did you mean 'sft'?",
+        "recipe.yaml:3:9: method.type: must be one of sft, dpo, kto, orpo, cpo, reward, grpo, rloo, distillation, "
+        "got 'sftt'; did you mean 'sft'?",
     ),
     "an_unknown_choice": (
         ("model: {path: pico, dtype: bf16}\ndata: {train: x.jsonl, loss_on: answers}\n"),

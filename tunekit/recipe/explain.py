@@ -11,16 +11,26 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.fields import TAG, Holder, expands_env, holders_along, members, sections_of, tag_of, takes_list
+from tunekit.recipe.fields import (
+    Holder,
+    expands_env,
+    holders_along,
+    members,
+    sections_of,
+    tag_of,
+    takes_list,
+    takes_one,
+)
 from tunekit.recipe.phrases import any_of, expected
 from tunekit.recipe.places import dotted, undotted
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import Section
+from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
 from tunekit.recipe.write import to_inline_yaml
 
 _WIDTH = 100
+_FUNCTION = "my_module:my_function"
 _INDENT = "    "
 
 
@@ -43,10 +53,10 @@ def explain(key: str | None) -> str:
     if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
     found = dotted(parts[: len(path)])
-    if path and not path[-1][0].sections:
+    below = [section for holder in path[-1] for section in holder.sections] if path else [Recipe]
+    if not below:
         raise RecipeError(f"{key}: {found} is a plain value", hint=f"`tunekit explain {found}` documents it")
-    sections: list[type[Section]] = path[-1][0].sections if path else [Recipe]
-    what, hint = unknown_key(parts[: len(path) + 1], sections)
+    what, hint = unknown_key(parts[: len(path) + 1], list(dict.fromkeys(below)))
     raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
 
 
@@ -61,14 +71,27 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
         lines += _paragraph(field.description or "")
     if expands_env(field):
         lines += _paragraph("`${NAME}` stands for an environment variable, a leading `~` for the home folder.")
-    if below and below[0].shorthand is not None:
-        short = "NAME" if below[0].shorthand != TAG else str(tag_of(below[-1]))
-        line = f"`{key[-1]}: {short}` is short for `{key[-1]}: {{{below[0].shorthand}: {short}}}`."
-        if takes_list(field):
+    for short in _words(below):
+        long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
+        left, right = ("", "") if takes_one(field) else ("[", "]")
+        line = f"`{key[-1]}: {left}{short}{right}` is short for `{key[-1]}: {left}{{{long}}}{right}`."
+        if takes_one(field) and takes_list(field):
             line = f"{line.removesuffix('.')}, also in a list: `{key[-1]}: [{short}, {short}]`."
         lines += _paragraph(line)
     yield "\n".join(lines)
     yield from _below(key, below)
+
+
+def _words(sections: list[type[Section]]) -> list[str]:
+    """Examples of a lone word in the place of a section, one for each way in which that is read."""
+    alone = {section.shorthand: section for section in reversed(sections) if _stands_alone(section)}
+    names = {TAG: str(tag_of(alone[TAG])) if TAG in alone else "", "path": _FUNCTION if TAG in alone else "NAME"}
+    return [names[shorthand] for shorthand in alone if shorthand is not None]
+
+
+def _stands_alone(section: type[Section]) -> bool:
+    """Whether a lone word says all that a section requires."""
+    return all(name == section.shorthand or not field.is_required() for name, field in section.model_fields.items())
 
 
 def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
@@ -76,7 +99,8 @@ def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
     for depth, holders in enumerate(path, start=1):
         if takes_list(holders[0].field):
             items = [dotted((*key[:depth], position, *key[depth:])) for position in (0, 1)]
-            yield "\n".join(_paragraph(f"Where `{dotted(key[:depth])}` is a list: `{items[0]}`, `{items[1]}`, ..."))
+            where = "Where " if takes_one(holders[0].field) else ""
+            yield "\n".join(_paragraph(f"{where}`{dotted(key[:depth])}` is a list: `{items[0]}`, `{items[1]}`, ..."))
 
 
 def _below(key: tuple[str, ...], sections: list[type[Section]]) -> Iterator[str]:
@@ -108,12 +132,13 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     """The key, what it takes, its default, and the variants that have it."""
     field = holders[0].field
     below = sections_of(field)
-    sections = "a section or a list of sections" if takes_list(field) else "a section"
-    parts = [sections if below else _takes(holders)]
+    sections = [("a section", takes_one(field)), ("a list of sections", takes_list(field))]
+    parts = [any_of([words for words, taken in sections if taken]) if below else _takes(holders)]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:
-        parts.append(f"default {_default_tag(key)}")
+        default = holders_along(key[:-1])[-1][0].field.default
+        parts.append(f"default {tag_of(type(default))}" if isinstance(default, Section) else "required")
     elif not below and field.default is not None and field.default != {}:
         parts.append(f"default {to_inline_yaml(field.default)}")
     else:
@@ -125,11 +150,6 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
         parts.append(f"with {dotted(key[:-1])}.{TAG} {' or '.join(owners)}")
     text = f"{dotted(key)}: {'; '.join(parts)}"
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _default_tag(key: tuple[str, ...]) -> str:
-    """The variant that a section has where the recipe does not give it."""
-    return str(tag_of(type(holders_along(key[:-1])[-1][0].field.default)))
 
 
 def _takes(holders: list[Holder]) -> str:
@@ -190,11 +210,13 @@ def json_schema() -> dict[str, Any]:
         properties = schema["properties"] if section is Recipe else definitions[section.__name__]["properties"]
         for name, field in section.model_fields.items():
             below = sections_of(field)
-            if below and below[0].shorthand is not None:
-                properties[name] = _with_short_form(properties[name], below)
+            short = _short_form(below)
+            if short:
+                properties[name] = _with_short_form(properties[name], short, alone=takes_one(field))
             if len(below) > 1:
                 for variant in below:
-                    definitions[variant.__name__]["required"] = [TAG]
+                    required = [other for other in definitions[variant.__name__].get("required", []) if other != TAG]
+                    definitions[variant.__name__]["required"] = [TAG, *required]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tunekit recipe"}
 
 
@@ -205,13 +227,22 @@ def _all_sections(section: type[Section]) -> Iterator[type[Section]]:
             yield from _all_sections(below)
 
 
-def _with_short_form(schema: dict[str, Any], sections: list[type[Section]]) -> dict[str, Any]:
-    """A section's schema that also takes the lone string that stands for it."""
+def _short_form(sections: list[type[Section]]) -> dict[str, Any]:
+    """The schema of the lone strings that stand for one of the sections; empty where there are none."""
+    alone = [section for section in sections if section.shorthand is not None and _stands_alone(section)]
+    names = [tag_of(section) for section in alone if section.shorthand == TAG]
+    kinds: list[dict[str, Any]] = [{"type": "string", "enum": names}] if names else []
+    if len(names) < len(alone):
+        kinds.append({"type": "string", "pattern": FUNCTION_PATTERN} if names else {"type": "string"})
+    return {"anyOf": kinds} if len(kinds) > 1 else kinds[0] if kinds else {}
+
+
+def _with_short_form(schema: dict[str, Any], short: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """A section's schema that also takes the lone string that stands for it: by itself, or in a list only."""
+    if not alone:
+        return _with_short_items(schema, short)
     notes = {name: value for name, value in schema.items() if name in ("description", "default", "title")}
     long = {name: value for name, value in schema.items() if name not in notes}
-    short: dict[str, Any] = {"type": "string"}
-    if sections[0].shorthand == TAG:
-        short["enum"] = [tag_of(section) for section in sections]
     return {**notes, "anyOf": [_with_short_items(long, short), short]}
 
 

@@ -13,10 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import EXPANDS_ENV, Section
-
-TAG = "type"
-"""The key by which the variants of a section are told apart."""
+from tunekit.recipe.section import EXPANDS_ENV, TAG, Section
 
 
 def members(annotation: Any) -> Iterator[Any]:
@@ -40,6 +37,11 @@ def sections_of(field: FieldInfo) -> list[type[Section]]:
 def takes_list(field: FieldInfo) -> bool:
     """Whether a list of sections may stand in a field."""
     return any(_is_section(item) for kind in members(field.annotation) for item in _items(kind))
+
+
+def takes_one(field: FieldInfo) -> bool:
+    """Whether a section may stand in a field by itself: not where it takes lists alone, such as `method.rewards`."""
+    return any(_is_section(kind) for kind in members(field.annotation))
 
 
 def _items(kind: Any) -> Iterator[Any]:
@@ -96,15 +98,26 @@ class Holder:
         return sections_of(self.field)
 
 
-def holders_along(key: tuple[Any, ...]) -> list[list[Holder]]:
+def holders_along(key: tuple[Any, ...], values: Any = None) -> list[list[Holder]]:
     """For each part of a dotted key, the sections that have it: several where variants share it.
 
     A position in a list of sections counts as its list. Shorter than the key where no section has the next part: it
     is unknown, or stands below a plain value or in a free mapping.
+
+    Args:
+        key: The key.
+        values: A recipe's values. Where they choose a variant that has the next part, the others do not count.
     """
     sections: list[type[Section]] = [Recipe]
     path: list[list[Holder]] = []
     for depth, part in enumerate(key):
+        chosen = variant(sections, values) if sections else None
+        if chosen is not None and part in chosen.model_fields:
+            sections = [chosen]
+        if isinstance(values, list) and isinstance(part, int):
+            values = values[part] if part < len(values) else None
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
         if isinstance(part, int):
             is_item = path and takes_list(path[-1][0].field) and not isinstance(key[depth - 1], int)
             found = path[-1] if is_item else []
@@ -114,7 +127,7 @@ def holders_along(key: tuple[Any, ...]) -> list[list[Holder]]:
         if not found:
             break
         path.append(found)
-        sections = [below for holder in found for below in holder.sections]
+        sections = list(dict.fromkeys(below for holder in found for below in holder.sections))
     return path
 
 

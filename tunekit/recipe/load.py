@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe.environment import escape_environment, expand_environment
-from tunekit.recipe.fields import TAG
+from tunekit.recipe.fields import tag_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.overrides import Overrides, spell_out
@@ -25,7 +25,7 @@ from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
-from tunekit.recipe.section import FUNCTION_PATTERN, Conflict
+from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.recipe.wording import to_problems
 from tunekit.recipe.write import to_yaml
@@ -116,19 +116,26 @@ class _Draft:
 
 def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
     if isinstance(source, Recipe):
-        # What equals its default is left out, so that overrides only meet what was asked for.
-        values = source.model_dump(exclude_defaults=True)
-        values["method"] = {TAG: source.method.type, **values.get("method", {})}
+        values = {
+            **_asked_for(source),
+            **{name: _asked_for(section) for name, section in source if tag_of(type(section))},
+        }
         # Of an adapter it matters what was asked for, also where that is the default: what was not is left to a run.
-        if source.adapter.model_fields_set:
-            asked = source.adapter.model_dump(include=source.adapter.model_fields_set)
-            values["adapter"] = {TAG: source.adapter.type, **values.get("adapter", {}), **asked}
+        values["adapter"] |= source.adapter.model_dump(include=source.adapter.model_fields_set)
         return _Draft(escape_environment(values), Places(start=MAPPING), [], None)
     if isinstance(source, Mapping):
         problems: list[Problem] = []
         values = _plain(source, (), problems)
         return _Draft(spell_out(values), Places(start=MAPPING), problems, None)
     return _read_file(source)
+
+
+def _asked_for(value: Any) -> Any:
+    """A section's values without its defaults, so that overrides only meet what was asked for; always with its tag."""
+    if isinstance(value, Section):
+        fields = type(value).model_fields
+        return {name: _asked_for(item) for name, item in value if name == TAG or item != fields[name].default}
+    return [_asked_for(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
@@ -240,7 +247,7 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
 def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
     """The user's own functions that cannot be found."""
     found = []
-    for key, value in (*_formats(_mapping(values.get("data"))), *_rewards(_mapping(values.get("method")))):
+    for key, value in (*_formats(_mapping(values.get("data"))), *_rewards(_mapping(values.get("method")), places)):
         if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) is not None:
             try:
                 find_function(value)
@@ -263,11 +270,13 @@ def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
             yield ("data", name, "format"), _mapping(given).get("format")
 
 
-def _rewards(method: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Where a method names rewards."""
+def _rewards(method: dict[str, Any], places: Places) -> Iterator[tuple[Key, Any]]:
+    """Where a method names functions as rewards: at their path, or as a whole where that stands alone."""
     given = method.get("rewards")
-    if isinstance(given, list):
-        yield from ((("method", "rewards", position), value) for position, value in enumerate(given))
+    for position, value in enumerate(given if isinstance(given, list) else []):
+        if _mapping(value).get(TAG) == "function":
+            key: Key = ("method", "rewards", position)
+            yield (*key, "path") if (*key, "path") in places.values else key, value.get("path")
 
 
 def _both_lengths(values: dict[str, Any]) -> bool:

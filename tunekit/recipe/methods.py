@@ -92,7 +92,12 @@ class DPOMethod(Section):
     """Direct preference optimisation, on preference pairs (arXiv 2305.18290)."""
 
     loss_type: Annotated[
-        list[DPOLoss], Field(min_length=1), BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+        list[DPOLoss],
+        Field(min_length=1),
+        BeforeValidator(
+            lambda given: [given] if isinstance(given, str) else given,
+            json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)],
+        ),
     ] = ["sigmoid"]
     """Loss by TRL's name, or a list of losses that are summed, such as `[sigmoid, sft]`."""
 

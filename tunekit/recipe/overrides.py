@@ -12,19 +12,19 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from tunekit.recipe.fields import (
-    TAG,
     holders_along,
     is_free_mapping,
     members,
     sections_of,
     tag_of,
     takes_list,
+    takes_one,
     variant,
 )
 from tunekit.recipe.parse import YAMLProblem, read_yaml
 from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted, undotted
 from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, ONE_LENGTH, DataSection, Recipe
-from tunekit.recipe.section import Section
+from tunekit.recipe.section import TAG, Section, from_word
 from tunekit.recipe.suggest import unknown_key
 from tunekit.recipe.write import to_inline_yaml
 
@@ -44,12 +44,16 @@ def _spelled_out(value: Any, field: FieldInfo) -> Any:
     below = sections_of(field)
     if not below:
         return value
-    if value is None and type(None) not in members(field.annotation):
+    if value is None and takes_one(field) and type(None) not in members(field.annotation):
         return {}
     if isinstance(value, list) and takes_list(field):
-        return [item if item is None else _spelled_out(item, field) for item in value]
-    if isinstance(value, str) and below[0].shorthand is not None:
-        return {below[0].shorthand: value}
+        return [item if item is None else _spelled_section(item, below) for item in value]
+    return _spelled_section(value, below) if takes_one(field) else value
+
+
+def _spelled_section(value: Any, below: list[type[Section]]) -> Any:
+    if isinstance(value, str):
+        return from_word(below, value) or value
     chosen = variant(below, value)
     return spell_out(value, chosen) if isinstance(value, dict) and chosen is not None else value
 
@@ -100,7 +104,7 @@ class Overrides:
 
         Shorter than the key where a free mapping such as `method.trainer_args` begins.
         """
-        path = holders_along(key)
+        path = holders_along(key, self.values)
         fields = [holders[0].field for holders in path]
         beyond = key[len(path) :]
         is_free = bool(path) and is_free_mapping(fields[-1])
@@ -129,6 +133,7 @@ class Overrides:
             if not takes_list(field) or isinstance(key[depth - 1], int):
                 continue
             there, name = self._value(above), dotted(above)
+            there = [] if there is None and not takes_one(field) else there
             if isinstance(part, int) and not isinstance(there, list):
                 what, hint = f"{name} is not a list", f"write {dotted((*above, *key[depth + 1 :]))}=..."
             elif isinstance(part, int) and part >= len(there):
@@ -154,17 +159,16 @@ class Overrides:
     def _put(self, key: Key, value: Any, fields: list[FieldInfo]) -> None:
         """Set one key, making the sections above it where the recipe has none."""
         if len(fields) == len(key):
-            below = sections_of(fields[-1])
-            if (
-                isinstance(value, str)
-                and below
-                and below[0].shorthand is not None
-                and isinstance(self._value(key), dict | None)
-            ):
-                key, fields = (*key, below[0].shorthand), [*fields, below[0].model_fields[below[0].shorthand]]
+            below, is_item = sections_of(fields[-1]), isinstance(key[-1], int)
+            word = from_word(below, value) if isinstance(value, str) and (is_item or takes_one(fields[-1])) else None
+            whole = is_item and len(below) > 1  # Another variant: nothing of the item that it replaces is meant.
+            if word is not None and not whole and isinstance(self._value(key), dict | None):
+                ((name, value),) = word.items()
+                key, fields, is_item = (*key, name), [*fields, below[0].model_fields[name]], False
             if value is None and len(key) > 1 and key[-1] == TAG:
                 value = _beginning(fields[-2]).get(TAG)
-            value = _spelled_out(value, fields[-1]) if value is not None else None
+            if value is not None:
+                value = _spelled_section(value, below) if is_item and below else _spelled_out(value, fields[-1])
         at: Any = self.values
         for depth, part in enumerate(key[:-1], start=1):
             if self._value(key[:depth]) is None:
@@ -238,4 +242,5 @@ def _tagged_fields() -> list[tuple[str, list[type[Section]]]]:
 
 def _beginning(field: FieldInfo) -> dict[str, Any]:
     """A section as it is before anything is set in it: empty, or of the default variant."""
-    return {TAG: tag_of(type(field.default))} if len(sections_of(field)) > 1 else {}
+    tagged = isinstance(field.default, Section) and len(sections_of(field)) > 1
+    return {TAG: tag_of(type(field.default))} if tagged else {}

@@ -4,12 +4,12 @@ A reward gives each answer a number. Their values are multiplied by their weight
 reward with its defaults (`exact_match`), and `my_module:my_function` for a function.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from tunekit.recipe.model import ModelSection
-from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, FunctionPath, Section
+from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, FunctionPath, Section, from_word
 
 Extract = Literal["all", "last_line", "last_number", "boxed", "answer_tag"]
 """Part of an answer that is compared: all of it, its last line, its last number, what stands in its last `\\boxed{}`,
@@ -18,6 +18,8 @@ or what stands between its last `<answer>` and `</answer>`."""
 
 class FunctionReward(Section):
     """A function of your own. `my_module:my_function` alone is short for it."""
+
+    shorthand = "path"
 
     type: Literal["function"] = "function"
     """A function of your own."""
@@ -32,6 +34,8 @@ class FunctionReward(Section):
 
 class ExactMatchReward(Section):
     """1 where an answer equals the expected one, else 0."""
+
+    shorthand = "type"
 
     type: Literal["exact_match"] = "exact_match"
     """The answer is the expected text."""
@@ -52,6 +56,8 @@ class ExactMatchReward(Section):
 
 class NumericMatchReward(Section):
     """1 where the last number of an answer is the expected one, else 0: also as fraction, percentage or with a unit."""
+
+    shorthand = "type"
 
     type: Literal["numeric_match"] = "numeric_match"
     """The answer's number is the expected one."""
@@ -75,6 +81,8 @@ class NumericMatchReward(Section):
 class RegexReward(Section):
     """1 where an answer matches a regular expression, else 0: a format, such as reasoning before an answer."""
 
+    shorthand = "type"
+
     type: Literal["regex"] = "regex"
     """The answer has a form."""
 
@@ -90,6 +98,8 @@ class RegexReward(Section):
 
 class JsonSchemaReward(Section):
     """1 where an answer is JSON that a schema allows, else 0; a quarter where it is JSON at all."""
+
+    shorthand = "type"
 
     type: Literal["json_schema"] = "json_schema"
     """The answer is JSON of a form."""
@@ -107,6 +117,8 @@ class JsonSchemaReward(Section):
 class LengthReward(Section):
     """0 for a short answer, falling to -1 for a long one (the soft punishment of DAPO, arXiv 2503.14476)."""
 
+    shorthand = "type"
+
     type: Literal["length"] = "length"
     """The answer is not too long."""
 
@@ -123,6 +135,8 @@ class LengthReward(Section):
 class RepetitionReward(Section):
     """Minus the share of an answer's n-grams that it has had before: 0 where none comes twice."""
 
+    shorthand = "type"
+
     type: Literal["repetition"] = "repetition"
     """The answer does not repeat itself."""
 
@@ -136,6 +150,8 @@ class RepetitionReward(Section):
 class MathReward(Section):
     """1 where an answer is mathematically equal to the expected one, else 0 (math-verify)."""
 
+    shorthand = "type"
+
     type: Literal["math"] = "math"
     """The answer is equal to the expected one, however it is written."""
 
@@ -148,6 +164,8 @@ class MathReward(Section):
 
 class CodeReward(Section):
     """Share of a row's tests that the Python program in an answer passes, run apart from everything else."""
+
+    shorthand = "type"
 
     type: Literal["code"] = "code"
     """The answer is a program that passes tests."""
@@ -172,6 +190,8 @@ class CodeReward(Section):
 class ModelReward(Section):
     """What a reward model says of an answer: one that `method: reward` trained, or any with a single output."""
 
+    shorthand = "type"
+
     type: Literal["reward_model"] = "reward_model"
     """A reward model judges."""
 
@@ -184,6 +204,8 @@ class ModelReward(Section):
 
 class JudgeReward(Section):
     """What a language model behind an OpenAI-compatible endpoint says of an answer, as a number from 0 to 1."""
+
+    shorthand = "type"
 
     type: Literal["judge"] = "judge"
     """Another language model judges."""
@@ -213,14 +235,7 @@ class JudgeReward(Section):
     """Longest wait for an answer."""
 
 
-def _spelt_out(value: Any) -> Any:
-    """A lone word: a function's path, or a reward's type."""
-    if not isinstance(value, str):
-        return value
-    return {"type": "function", "path": value} if ":" in value else {"type": value}
-
-
-Reward = Annotated[
+_AnyReward = (
     FunctionReward
     | ExactMatchReward
     | NumericMatchReward
@@ -231,8 +246,13 @@ Reward = Annotated[
     | MathReward
     | CodeReward
     | ModelReward
-    | JudgeReward,
-    Field(discriminator="type"),
-    BeforeValidator(_spelt_out),
-]
+    | JudgeReward
+)
+
+
+def _spelt_out(value: Any) -> Any:
+    return from_word(get_args(_AnyReward), value) if isinstance(value, str) else value
+
+
+Reward = Annotated[_AnyReward, Field(discriminator="type"), BeforeValidator(_spelt_out)]
 """What judges answers, told apart by `type`."""

@@ -1,10 +1,14 @@
 """What every section of a recipe is: closed, frozen, strictly typed, described by the strings under its fields."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, NewType
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from tunekit.recipe.places import Key, dotted
+
+TAG = "type"
+"""The key by which the variants of a section are told apart."""
 
 EXPANDS_ENV = {"expands_env": True}
 """Marks the string fields in which `${NAME}` stands for an environment variable, and a leading `~` for the home
@@ -49,6 +53,22 @@ class Section(BaseModel):
     @classmethod
     def _spell_out(cls, value: Any) -> Any:
         return {cls.shorthand: value} if isinstance(value, str) and cls.shorthand else value
+
+
+def from_word(sections: Sequence[type[Section]], word: str) -> dict[str, Any] | None:
+    """What a lone word means in the place of a section; None where it cannot stand there.
+
+    Among variants it is the name of one; with a colon it is `module:function` if one of them takes that.
+    """
+    shorthands = {section.shorthand: section for section in sections if section.shorthand is not None}
+    name = TAG if TAG in shorthands else next(iter(shorthands), None)
+    if name == TAG and ":" in word and len(shorthands) > 1:
+        return next(
+            {TAG: section.model_fields[TAG].default, other: word}
+            for other, section in shorthands.items()
+            if other != TAG
+        )
+    return {name: word} if name is not None else None
 
 
 def type_alone(value: Any) -> Any:

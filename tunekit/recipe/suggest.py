@@ -6,10 +6,10 @@ with the name that they have here rather than with "unknown key" alone.
 
 from collections.abc import Iterable
 
-from tunekit.recipe.fields import TAG, all_fields, tag_of
+from tunekit.recipe.fields import all_fields, holders_along, tag_of
 from tunekit.recipe.phrases import any_of, near, plain_word
 from tunekit.recipe.places import Key, dotted
-from tunekit.recipe.section import Section
+from tunekit.recipe.section import TAG, Section
 from tunekit.recipe.trainer_args import CONFIGS, config_fields, owner_hint
 
 _DERIVED = "it is derived: train.global_batch_size over train.micro_batch_size and the devices"
@@ -152,7 +152,7 @@ def unknown_key(
     likely = near(name, here)
     if likely is not None:
         return "unknown key", f"did you mean '{likely}'?"
-    anywhere = {other[-1]: dotted(other) for other, _ in all_fields()}
+    anywhere = {str(other[-1]): dotted(other) for other in reversed(_keys())}
     likely = near(name, anywhere, cutoff=0.8)
     if likely is not None:
         return "unknown key", f"did you mean '{anywhere[likely]}'?"
@@ -163,5 +163,15 @@ def unknown_key(
 
 def _elsewhere(name: str) -> list[str]:
     """The keys of a name in all sections, less those that a section below has for itself alone: `data.train.format`."""
-    keys = [other for other, _ in all_fields() if len(other) > 1 and other[-1] == name != TAG]
-    return list(dict.fromkeys(dotted(key) for key in keys if (*key[:-2], name) not in keys))
+    keys = [other for other in _keys() if len(other) > 1 and other[-1] == name != TAG]
+    always = [key for key in keys if not _goes_with_a_variant(key)] or keys
+    return list(dict.fromkeys(dotted(key) for key in always if (*key[:-2], name) not in keys))
+
+
+def _keys() -> list[Key]:
+    return [key for key, _ in all_fields()]
+
+
+def _goes_with_a_variant(key: Key) -> bool:
+    """Whether a key stands in a section which only some variants of the section above have: `method.rewards.path`."""
+    return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1

@@ -127,17 +127,12 @@ _REFERENCE = {
 
 _GENERATED = {
     "ds3_gather_for_generation": _DEVICES,
-    "generation_batch_size": _GENERATION,
     "max_completion_length": "use method.max_completion_length",
     "min_p": _SAMPLING,
     "repetition_penalty": _SAMPLING,
-    "steps_per_generation": _GENERATION,
     "temperature": _SAMPLING,
     "top_k": _SAMPLING,
     "top_p": _SAMPLING,
-    "transformers_continuous_batching_config": _ENGINE,
-    "use_transformers_continuous_batching": _ENGINE,
-    "use_transformers_paged": _ENGINE,
     "use_vllm": _ENGINE,
 }
 
@@ -147,6 +142,10 @@ _REWARDED = {
         for name in ("epsilon", "epsilon_high", "mask_truncated_completions", "num_generations", "num_iterations")
     },
     **_GENERATED,
+    **dict.fromkeys(("generation_batch_size", "steps_per_generation"), _GENERATION),
+    "transformers_continuous_batching_config": _ENGINE,
+    "use_transformers_continuous_batching": _ENGINE,
+    "use_transformers_paged": _ENGINE,
     "reward_weights": "give each of method.rewards a weight",
 }
 
@@ -216,21 +215,29 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
     """
     config = CONFIGS[method][2]
     known = config_fields(method)
-    free = [name for name in known if owner_hint(method, name) is None]
     faults: list[tuple[str, str, str | None, bool]] = []
     for name, value in args.items():
         hint = owner_hint(method, name)
         if hint is not None:
             faults.append((name, "tunekit sets this itself", hint, False))
         elif name not in known:
-            likely = near(name, free, cutoff=0.7)
-            suggestion = f"did you mean '{likely}'?" if likely else f"see the documentation of TRL's {config}"
-            faults.append((name, f"{config} has no such field", suggestion, False))
+            faults.append((name, f"{config} has no such field", _meant(method, name), False))
         else:
             fault = _value_fault(known[name], value)
             if fault is not None:
                 faults.append((name, *fault, True))
     return faults
+
+
+def _meant(method: str, name: str) -> str:
+    """What to do about a name that TRL does not know: the key of the recipe, or the free argument, that it is like."""
+    likely = near(name, config_fields(method), cutoff=0.8)
+    key = owner_hint(method, likely) if likely is not None else None
+    if key is not None and key.startswith("use "):
+        return key
+    free = [known for known in config_fields(method) if owner_hint(method, known) is None]
+    likely = near(name, free, cutoff=0.7)
+    return f"did you mean '{likely}'?" if likely else f"see the documentation of TRL's {CONFIGS[method][2]}"
 
 
 @cache

@@ -12,7 +12,16 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunekit.recipe.fields import choices_of, members, sections_of, tag_of, takes_list, variant
+from tunekit.recipe.fields import (
+    choices_of,
+    holders_along,
+    members,
+    sections_of,
+    tag_of,
+    takes_list,
+    takes_one,
+    variant,
+)
 from tunekit.recipe.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.places import Key, Places, Problem, dotted
 from tunekit.recipe.schema import NAME_PATTERN, Recipe
@@ -69,7 +78,8 @@ def _locate(loc: tuple[int | str, ...]) -> tuple[Key, type[Section] | None, Fiel
         field = section.model_fields.get(str(part))
         below = sections_of(field) if field is not None else []
         if parts and field is not None and takes_list(field):
-            del parts[0]  # Whether it is one section or a list.
+            if takes_one(field):
+                del parts[0]  # Whether it is one section or a list.
             if parts and isinstance(parts[0], int):
                 key = (*key, parts.pop(0))
         if parts and len(below) > 1:
@@ -99,19 +109,25 @@ def _problem(
 
 def _variants_beside(key: Key, section: type[Section]) -> list[type[Section]]:
     """The other variants of the section in which a key stands."""
-    top = Recipe.model_fields.get(str(key[0]))
-    variants = sections_of(top) if top is not None else []
+    above = holders_along(key[:-1])
+    variants = list(dict.fromkeys(kind for holder in above[-1] for kind in holder.sections)) if above else []
     return [other for other in variants if other is not section] if section in variants else []
 
 
 def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Places) -> Problem:
     tags = [str(tag_of(section)) for section in sections_of(field)]
-    key = (*key, "type")
+    if kind == "union_tag_not_found" and not isinstance(value, dict):
+        what, hint = _wrong_kind(value, key, field)
+        return Problem(places.of_value(key), what, key, hint)
+    above, key = key, (*key, "type")
     if kind == "union_tag_not_found":
         return Problem(places.of_key(key), "is required, but missing", key, f"choose one of {', '.join(tags)}")
     tag = value.get("type")
-    what = f"must be one of {', '.join(tags)}, got {show(tag)}"
-    return Problem(places.of_value(key), what, key, _meant(tag, tags))
+    takes = f"one of {', '.join(tags)}"
+    if isinstance(above[-1], int) and key not in places.values and len(value) == 1:  # A lone word.
+        tags.remove("function")
+        key, takes = above, f"module:function or one of {', '.join(tags)}"
+    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, _meant(tag, tags))
 
 
 def _complaint(
@@ -150,10 +166,13 @@ def _complaint(
 def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str | None]:
     """What to say of a value of another kind than the field takes."""
     kinds = list(members(field.annotation)) if field is not None else []
-    if isinstance(key[-1], int):  # An item of a list: judge it by what the list takes.
+    is_item = isinstance(key[-1], int)
+    if is_item:  # An item of a list: judge it by what the list takes.
         kinds = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
-    several = field is not None and takes_list(field) and not isinstance(key[-1], int)
-    sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    several = field is not None and takes_list(field) and not is_item
+    sections = sections_of(field) if field is not None else []
+    if field is not None and several and not takes_one(field):
+        return f"must be a list of sections, got {show(value)}", spelling_hint(builtin_names(kinds), value)
     if sections:
         keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
