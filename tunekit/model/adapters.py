@@ -1,6 +1,6 @@
 """What is trained: every weight, or low-rank updates through PEFT."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
@@ -9,8 +9,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+"""What a model is for, by PEFT's names. With `SEQ_CLS` the score that stands for a head is trained and saved whole."""
+
+
 def attach_adapter(
-    model: "PreTrainedModel", adapter: FullAdapter | LoraAdapter, *, seed: int
+    model: "PreTrainedModel", adapter: FullAdapter | LoraAdapter, *, seed: int, task: Task = "CAUSAL_LM"
 ) -> "PreTrainedModel | torch.nn.Module":
     """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32."""
     from transformers import set_seed
@@ -22,7 +26,7 @@ def attach_adapter(
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,

@@ -436,9 +436,13 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
     return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 
+HeadKind = Literal["tiles", "whole", "score"]
+"""How tokens are scored: by TRL's head in tiles, by transformers' own with all logits at once, or a text by a number."""
+
+
 @dataclass(frozen=True)
 class Head:
-    """Bytes of the final norm and of TRL's fused head in a step."""
+    """Bytes of the final norm and of the head in a step."""
 
     kept: int
     """What the norm and the head keep."""
@@ -457,6 +461,7 @@ def head_of(
     *,
     autocast: bool = True,
     scored_share: float = 1.0,
+    kind: HeadKind = "tiles",
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 

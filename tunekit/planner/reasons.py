@@ -12,7 +12,7 @@ from tunekit.planner.speed import Speed
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import GRPOMethod, KTOMethod, PairMethod, RewardMethod, SFTMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
 
 MUCH_TRUNCATED = 0.05
@@ -77,6 +77,10 @@ def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype:
     """
     experts = ", experts' grouped products too" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    if passes.head != "tiles":
+        choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
+        why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
+        return Reason(topic="kernels", choice=choice, why=f"{why}; torch's own for all else{experts}")
     by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
     return Reason(
         topic="kernels",
@@ -262,8 +266,9 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
         answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, GRPOMethod) else ""
         why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
     missing = -data.num_train % recipe.train.global_batch_size
-    if isinstance(recipe.method, DPOMethod) and missing:
-        why += f"; {missing} pairs of its beginning fill the last step of an epoch"
+    if isinstance(recipe.method, PairMethod | KTOMethod) and missing:
+        what = "answers" if isinstance(recipe.method, KTOMethod) else "pairs"
+        why += f"; {missing} {what} of its beginning fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

@@ -16,6 +16,7 @@ from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.checkpoint import newest_complete
@@ -190,14 +191,15 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
+    from tunekit.model.adapters import Task, attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
         model = load_policy(recipe, plan, device=weights_device(plan, record.place))
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+        task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, task=task)
     trainer = build_trainer(
         run,
         recipe,
@@ -222,7 +224,7 @@ def _build(
 
 def _is_chat(run: Run, plan: Plan) -> bool:
     """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
-    if plan.data.format in ("preference", "prompts"):
+    if plan.data.format in ("preference", "unpaired_preference", "prompts"):
         return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
     return plan.data.format == "messages"
 
