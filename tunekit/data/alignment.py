@@ -208,9 +208,7 @@ _ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_prefer
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 
-def _tokens(
-    row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[int, list[Sequence[int]]]:
+def _tokens(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[Sequence[int]]]:
     """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
     if isinstance(prompt, list):

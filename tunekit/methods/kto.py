@@ -81,6 +81,7 @@ def build(
         shared["per_device_eval_batch_size"] = even_size(
             plan.micro_batch_size, len(eval_dataset), num_batches=plan.layout.num_batches
         )
+    train_dataset = _with_labels(train_dataset)
     is_ordered = method.loss_type == "kto"
     if is_ordered:
         train_dataset = _in_fixed_order(train_dataset, train, shuffle=data.shuffle)
@@ -100,7 +101,7 @@ def build(
             **engine,
             **method.trainer_args,
         ),
-        train_dataset=_with_labels(train_dataset),
+        train_dataset=train_dataset,
         eval_dataset=None if eval_dataset is None else _with_labels(eval_dataset),
         processing_class=tokenizer,
         callbacks=callbacks,

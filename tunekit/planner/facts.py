@@ -342,7 +342,9 @@ class ModelFacts(Facts):
         return {}
 
     def _is_no_linear(self, name: str) -> bool:
-        return _is_vocabulary(name) or name == SCORE or ".experts." in name or (self.num_experts > 0 and _is_router(name))
+        return (
+            _is_vocabulary(name) or name == SCORE or ".experts." in name or (self.num_experts > 0 and _is_router(name))
+        )
 
     def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""

@@ -72,8 +72,7 @@ def flops_per_token(
         last = {name: s for name, s in last.items() if name not in adapted}
     forward, backward = forward + experts.forward, backward + experts.backward
     # Whole logits are not computed again.
-    head = (6 if whole_head else 8) - (0 if head_is_trained else 2)
-    head *= head_params(model) * head_share
+    head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
     return forward + backward + 3 * attention + head + again
 

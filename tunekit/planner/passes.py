@@ -175,7 +175,7 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter) -> tuple[st
             choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
             return f"{choice}, likelihood by {method.likelihood_weight:g}", why
         case RewardMethod():
-            return "reward", "each row is two sequences; a score of each text in the place of the head: it answers nothing"
+            return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
     if not isinstance(method, GRPOMethod):
         raise NotImplementedError(method.type)
     choice = f"grpo, {method.num_generations} answers of up to {method.max_completion_length} tokens"
@@ -194,8 +194,7 @@ def _dpo_words(method: DPOMethod) -> str:
         return f"dpo, beta {method.beta:g}"
     weights = method.loss_weights or [1.0] * len(method.loss_type)
     mix = " + ".join(
-        loss if weight == 1 else f"{weight:g} {loss}"
-        for weight, loss in zip(weights, method.loss_type, strict=True)
+        loss if weight == 1 else f"{weight:g} {loss}" for weight, loss in zip(weights, method.loss_type, strict=True)
     )
     return f"dpo, loss {mix}, beta {method.beta:g}"
 

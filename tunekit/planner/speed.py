@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.flops import flops_per_token, forward_flops_per_token, is_counted
+from tunekit.planner.flops import flops_per_token, forward_flops_per_token, head_params, is_counted
 from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import Passes, generation_bytes, passes_of

@@ -17,10 +17,10 @@ LOSSES = {
     "kto": "Losses are those of KTO: half of the mean weight of an answer where the model is what it was before. The "
     "rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they became, times "
     "beta.",
-    "orpo": "Losses are those of ORPO (experimental in TRL): the mean negative log-likelihood of the better answer with "
-    "its prompt, and the odds ratio by its weight.",
-    "cpo": "Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose better answer is the "
-    "likelier one.",
+    "orpo": "Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better answers with "
+    "their prompts, and the odds ratio by its weight.",
+    "cpo": "Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose better answer is "
+    "the likelier one.",
     "reward": "This model judges: it gives a text a score, and does not answer. Losses are those of Bradley and Terry: "
     "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
     "by how much. Scores compare answers to one prompt; their height means nothing by itself.",
