@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tunekit.data.learner import Learner
 from tunekit.data.load import LoadedData, load_data
 from tunekit.errors import PlanError
-from tunekit.methods import dpo, grpo, sft
+from tunekit.methods import cpo, dpo, grpo, kto, orpo, reward, sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.known_models import KnownModel, known_models
 from tunekit.planner.machines import find_machine
@@ -24,7 +24,15 @@ AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping
 """Fields of the data section that say what becomes of rows once they are read."""
 
 
-LEARNERS: dict[str, Learner] = {"sft": sft.LEARNER, "dpo": dpo.LEARNER, "grpo": grpo.LEARNER}
+LEARNERS: dict[str, Learner] = {
+    "sft": sft.LEARNER,
+    "dpo": dpo.LEARNER,
+    "kto": kto.LEARNER,
+    "orpo": orpo.LEARNER,
+    "cpo": cpo.LEARNER,
+    "reward": reward.LEARNER,
+    "grpo": grpo.LEARNER,
+}
 """What rows each method learns from, by `method.type`."""
 
 

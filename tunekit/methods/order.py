@@ -63,6 +63,23 @@ def keep_order(trainer: "Trainer", order: Order) -> None:
     trainer.add_callback(order)
 
 
+def fill_last_step(trainer: "Trainer", global_batch_size: int, *, shuffle: bool, seed: int) -> None:
+    """Make a trainer whose loss is a mean over rows fill the last step of an epoch with its first rows."""
+    num_rows = len(trainer.train_dataset)
+    order = Order(num_rows, num_missing(num_rows, global_batch_size), repeats=True, shuffle=shuffle, seed=seed)
+    trainer.train_dataset = filled_with_first(trainer.train_dataset, global_batch_size)
+    keep_order(trainer, order)
+
+
+def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:
+    """Rows that each process evaluates at once, so that none has fewer: the mean over them is one over rows.
+
+    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
+    """
+    sizes = range(micro_batch_size, 0, -1)
+    return next((size for size in sizes if num_rows % (size * num_batches) == 0), 1)
+
+
 def num_missing(num_rows: int, multiple: int) -> int:
     """Rows that are missing from a multiple."""
     return -num_rows % multiple

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, SFTMethod
+from tunekit.recipe.methods import DPOMethod, KTOMethod, SFTMethod
 from tunekit.recipe.schema import Optim, ParallelSection
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
@@ -67,12 +67,13 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
     hardware, train = setting.hardware, setting.recipe.train
     batch = train.global_batch_size // (train.micro_batch_size or 1)
     per_node, asked = len(hardware.accelerators), setting.recipe.parallel.num_processes
+    least = 1 if train.micro_batch_size else setting.passes.least_rows
     nodes = ((num_nodes, per_node) for num_nodes in range(hardware.num_nodes, 1, -1))
     for num_nodes, used in (*nodes, *((1, used) for used in range(per_node, 0, -1))):
         if asked not in (None, num_nodes * used):
             continue
         sequences, rest = divmod(num_nodes * used, per_sequence)
-        if sequences and not rest and batch % sequences == 0:
+        if sequences and not rest and batch % sequences == 0 and batch // sequences >= least:
             return Spread(num_nodes, used)
     return None
 
@@ -274,7 +275,7 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
     if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
-    beforehand = isinstance(recipe.method, DPOMethod) and recipe.method.precompute_ref_log_probs
+    beforehand = isinstance(recipe.method, DPOMethod | KTOMethod) and recipe.method.precompute_ref_log_probs
     if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
         why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")

@@ -137,7 +137,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
-    sizes = _sizes(recipe, batch // layout.sp_size)
+    sizes = _sizes(setting, batch // layout.sp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
@@ -173,17 +173,19 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     recipe = setting.recipe
     forced = recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
-    size = _sizes(recipe, batch // layout.sp_size)[-1]
+    size = _sizes(setting, batch // layout.sp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
     kinds = [True, False] if forced == "auto" else [forced]
     found = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
     return min(found, key=lambda memory: memory.total_bytes)
 
 
-def _sizes(recipe: Recipe, batch: int) -> list[int]:
+def _sizes(setting: Setting, batch: int) -> list[int]:
     """Sizes of a micro-batch to try on each device, the largest first."""
-    asked = recipe.train.micro_batch_size
-    return divisors(batch) if asked is None else [asked]
+    asked = setting.recipe.train.micro_batch_size
+    if asked is not None:
+        return [asked]
+    return [size for size in divisors(batch) if size >= setting.passes.least_rows]
 
 
 def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:

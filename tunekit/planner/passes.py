@@ -2,12 +2,14 @@
 
 Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/trainer/dpo_trainer.py) takes both answers
 of a pair through it in one batch, then both through the reference model without gradients, while everything that the
-backward pass needs is kept. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
-with a cache of keys and values, and then trains on them in micro-batches. Both score tokens with the same head in tiles
-as supervised fine-tuning, so logits are never there whole.
+backward pass needs is kept. KTO (trl/trainer/kto_trainer.py) does so with single answers, and its loss `kto` takes each
+prompt with another's answer through both models besides, without gradients. ORPO and CPO (trl/experimental) have no
+reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
+with a cache of keys and values, and then trains on them in micro-batches. The others score tokens with the same head in
+tiles as supervised fine-tuning, so logits are never there whole.
 
 With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
-type, float32. DPO can compute its log-probabilities before training instead.
+type, float32. DPO and KTO can compute its log-probabilities before training instead.
 
 Generation is transformers' own; engines of their own, such as vLLM in the same process, are not counted.
 
@@ -20,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from tunekit.errors import PlanError
-from tunekit.planner.activations import Head, Layers, cast_weights_bytes
+from tunekit.planner.activations import Head, HeadKind, Layers, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.origin import Origin
@@ -28,7 +30,16 @@ from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.reference import reference_of, reference_words
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    Method,
+    ORPOMethod,
+    RewardMethod,
+    SFTMethod,
+)
 from tunekit.recipe.schema import DataSection
 
 
@@ -50,7 +61,7 @@ class Generation:
 class Passes:
     """What a method does in an optimizer step."""
 
-    method: Literal["sft", "dpo", "grpo"] = "sft"
+    method: Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo"] = "sft"
     sequences_per_row: int = 1
     """Sequences that a row of a micro-batch is: both answers of a pair."""
     max_scored_share: float = 1.0
@@ -66,13 +77,21 @@ class Passes:
     num_forwards_before: int = 0
     """The same once, before the training."""
     generation: Generation | None = None
+    head: HeadKind = "tiles"
+    """How tokens are scored."""
+    estimates: bool = False
+    """Whether each sequence is taken through the model and its reference once more, with another's answer."""
+    least_rows: int = 1
+    """Rows of a micro-batch that there are at least."""
 
     @property
     def num_reference_forwards(self) -> float:
         """Of `num_forwards` those of a reference model that is there besides the trained one."""
         if not self.keeps_reference:
             return 0.0
-        return 1.0 if self.generation is None else 1 / self.generation.num_steps
+        if self.generation is not None:
+            return 1 / self.generation.num_steps
+        return 2.0 if self.estimates else 1.0
 
     @property
     def always_pads(self) -> bool:
@@ -106,6 +125,21 @@ def passes_of(
                 num_forwards=float(refers),
                 num_forwards_before=int(not refers),
             )
+        case KTOMethod():
+            refers, estimates = not method.precompute_ref_log_probs, method.loss_type == "kto"
+            return Passes(
+                "kto",
+                keeps_reference=full and refers,
+                refers_in_micro_batch=refers,
+                num_forwards=float(estimates + (1 + estimates) * refers),
+                num_forwards_before=(1 + estimates) * (not refers),
+                estimates=estimates,
+                least_rows=2 if estimates else 1,
+            )
+        case ORPOMethod() | CPOMethod():
+            return Passes(method.type, sequences_per_row=2, head="whole")
+        case RewardMethod():
+            return Passes("reward", sequences_per_row=2, head="score")
         case GRPOMethod():
             prompt_tokens = data.max_length - method.max_completion_length
             # Once for all steps on the same answers: the reference, and the model that gave them where it has changed.
@@ -127,14 +161,58 @@ def passes_of(
 def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None) -> tuple[str, str]:
     """A method and what it does in a step, in words: the choice and the reason of a plan."""
     reference = reference_words(reference_of(method, adapter, origin), origin)
-    if isinstance(method, DPOMethod):
-        return f"dpo, beta {method.beta:g}", f"each row is two sequences; {reference}"
+    match method:
+        case DPOMethod():
+            return _dpo_words(method), "; ".join(["each row is two sequences", reference, *_mixed(method)])
+        case KTOMethod():
+            return f"kto, loss {method.loss_type}, beta {method.beta:g}", "; ".join([*_estimated(method), reference])
+        case ORPOMethod():
+            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}; {_MEAN_OVER_TOKENS.format('likelihood')}"
+            return f"orpo, beta {method.beta:g}", why
+        case CPOMethod():
+            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}"
+            if method.likelihood_weight:
+                why += f"; {_MEAN_OVER_TOKENS.format('likelihood')}"
+            choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
+            return f"{choice}, likelihood by {method.likelihood_weight:g}", why
+        case RewardMethod():
+            return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
     if not isinstance(method, GRPOMethod):
         raise NotImplementedError(method.type)
     choice = f"grpo, {method.num_generations} answers of up to {method.max_completion_length} tokens"
     used = "" if method.num_iterations == 1 else f", used for {method.num_iterations} steps"
     reference = f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference"
     return choice, f"generated by transformers for a whole step at once{used}; {reference}"
+
+
+_PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
+_MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
+
+
+def _dpo_words(method: DPOMethod) -> str:
+    """A mix of losses with their weights, where it is not the one that DPO is known by."""
+    if method.loss_type == ["sigmoid"]:
+        return f"dpo, beta {method.beta:g}"
+    weights = method.loss_weights or [1.0] * len(method.loss_type)
+    mix = " + ".join(
+        loss if weight == 1 else f"{weight:g} {loss}" for weight, loss in zip(weights, method.loss_type, strict=True)
+    )
+    return f"dpo, loss {mix}, beta {method.beta:g}"
+
+
+def _mixed(method: DPOMethod) -> Iterator[str]:
+    """What of its losses depends on which pairs share a micro-batch."""
+    if "sft" in method.loss_type:
+        yield _MEAN_OVER_TOKENS.format("sft loss")
+    if {"aot", "aot_unpaired"} & set(method.loss_type):
+        yield "aot sorts the pairs of a micro-batch: it depends on which share one"
+
+
+def _estimated(method: KTOMethod) -> Iterator[str]:
+    """How KTO's loss is held against the model's way from its reference."""
+    if method.loss_type == "kto":
+        yield "the divergence is estimated from the answers of a micro-batch to each other's prompts"
+        yield "so rows are put into one order before training, and keep it in every epoch"
 
 
 def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:

@@ -46,6 +46,7 @@ from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
 
 
@@ -65,6 +66,7 @@ def resolve(
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
     hardware = hardware.with_processes(recipe.parallel.num_processes)
+    model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice)
@@ -92,7 +94,7 @@ def resolve(
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
-    environment = environment_of(hardware, layout, chosen.candidate.num_nodes)
+    environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
     wait_bytes = longest_wait_bytes(model, num_trained)
     return Plan(
@@ -158,6 +160,11 @@ def _tokens_of_micro_batch(setting: Setting, found: Fit) -> int:
     return found.micro_batch_size * setting.passes.sequences_per_row * setting.recipe.data.max_length
 
 
+def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
+    """The model as its method loads it."""
+    return model.as_judge() if isinstance(recipe.method, RewardMethod) and not model.judges else model
+
+
 def setting_of(
     recipe: Recipe,
     hardware: Hardware,
@@ -175,7 +182,7 @@ def setting_of(
         records: Finished runs, from which the reserve is told.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
     """
-    hardware = hardware.with_processes(recipe.parallel.num_processes)
+    hardware, model = hardware.with_processes(recipe.parallel.num_processes), _as_trained(model, recipe)
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
     learned = reserve_share(records, device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.flops import flops_per_token, forward_flops_per_token, is_counted
+from tunekit.planner.flops import flops_per_token, forward_flops_per_token, head_params, is_counted
 from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import Passes, generation_bytes, passes_of
@@ -136,6 +136,7 @@ def step_of(
     passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
     # Elsewhere TRL's head computes every position.
     head_share = passes.max_scored_share if device.kind == "cuda" else 1.0
+    tiled = passes.head == "tiles"
     if data.tokenized and data.num_train_tokens and passes.method == "sft":
         row = document = longest = data.num_train_tokens / data.num_train
         if recipe.data.packing and data.num_rows:
@@ -144,7 +145,7 @@ def step_of(
             longest = float(data.longest_tokens)
         if device.kind == "cuda":
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
-    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.method == "dpo":
+    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.generation is None:
         row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
         longest = min(longest, float(data.longest_tokens))
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
@@ -158,6 +159,7 @@ def step_of(
             num_tokens=micro_batch_size * sequences * row,
             head_share=head_share,
             gradient_checkpointing=again,
+            whole_head=not tiled,
         )
 
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
@@ -168,7 +170,7 @@ def step_of(
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
     # The head's tiles are computed twice.
-    head_again = 2 * model.vocab_size * model.hidden_size * head_share
+    head_again = 2 * head_params(model) * head_share * tiled
     return Step(
         model_type=model.model_type,
         num_params=model.num_params,
@@ -200,8 +202,8 @@ def step_of(
         num_forwards=passes.num_forwards,
         generating=generation,
         before=Before(
-            flops=data.num_train * sequences * row * forward,
-            num_micro_batches=data.num_train / (micro_batch_size * layout.num_batches),
+            flops=passes.num_forwards_before * data.num_train * sequences * row * forward,
+            num_micro_batches=passes.num_forwards_before * data.num_train / (micro_batch_size * layout.num_batches),
         )
         if passes.num_forwards_before
         else None,

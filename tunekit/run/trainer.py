@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.methods import dpo, grpo
+from tunekit.methods import cpo, dpo, grpo, kto, orpo, reward
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    ORPOMethod,
+    RewardMethod,
+    SFTMethod,
+)
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.run.place import Place
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
@@ -21,7 +30,14 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-MEASURES: dict[str, tuple[str, ...]] = {"dpo": dpo.MEASURES, "grpo": grpo.MEASURES}
+MEASURES: dict[str, tuple[str, ...]] = {
+    "dpo": dpo.MEASURES,
+    "kto": kto.MEASURES,
+    "orpo": orpo.MEASURES,
+    "cpo": cpo.MEASURES,
+    "reward": reward.MEASURES,
+    "grpo": grpo.MEASURES,
+}
 """What tells whether a method works besides its loss, by TRL's names."""
 
 
@@ -37,6 +53,7 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
+        head_seed=recipe.train.seed if isinstance(recipe.method, RewardMethod) else None,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     origin = plan.origin
@@ -53,6 +70,15 @@ class _Shared(TypedDict):
     checkpoints: Path
     callbacks: "list[TrainerCallback]"
     engine: dict[str, Any]
+
+
+class _Referring(TypedDict):
+    """What methods with a reference build theirs from besides."""
+
+    base: ModelSection
+    reference: "PreTrainedModel | None"
+    train_dataset: "Dataset"
+    eval_dataset: "Dataset | None"
 
 
 def build_trainer(
@@ -85,17 +111,26 @@ def build_trainer(
         case SFTMethod():
             trained = _train_dataset(folder, recipe, tokenizer, place)
             return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
-        case DPOMethod():
+        case DPOMethod() | KTOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            return dpo.build(
-                method,
-                *numbers,
-                base=plan.base,
-                reference=load_policy(recipe, plan, device=plan.device.kind) if twice else None,
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
+            referring: _Referring = {
+                "base": plan.base,
+                "reference": load_policy(recipe, plan, device=plan.device.kind) if twice else None,
+                "train_dataset": read(folder / FILES["train"]),
+                "eval_dataset": evaluated,
+            }
+            if isinstance(method, KTOMethod):
+                return kto.build(method, *numbers, **referring, **shared)
+            return dpo.build(method, *numbers, **referring, **shared)
+        case ORPOMethod():
+            trained = read(folder / FILES["train"])
+            return orpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case CPOMethod():
+            trained = read(folder / FILES["train"])
+            return cpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case RewardMethod():
+            trained = read(folder / FILES["train"])
+            return reward.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
         case GRPOMethod():
             return grpo.build(
                 method,

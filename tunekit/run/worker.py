@@ -18,6 +18,7 @@ from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.checkpoint import newest_complete
@@ -193,7 +194,7 @@ def _build(
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
     from tunekit.methods.reference import settle_reference
-    from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
+    from tunekit.model.adapters import Task, attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
@@ -203,7 +204,8 @@ def _build(
         model = load_policy(recipe, plan, device=device)
         continued = continued_adapter(plan.origin, recipe.adapter)
         trained = None if continued is None or device == "meta" else Path(continued.folder)
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained)
+        task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
     trainer = build_trainer(
         run,
         recipe,
@@ -229,7 +231,7 @@ def _build(
 
 def _is_chat(run: Run, plan: Plan) -> bool:
     """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
-    if plan.data.format in ("preference", "prompts"):
+    if plan.data.format in ("preference", "unpaired_preference", "prompts"):
         return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
     return plan.data.format == "messages"
 
