@@ -14,6 +14,8 @@ LOSSES = {
     "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
     "of pairs whose better answer gained more than the worse, margins how much more.",
     "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
+    "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
+    "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
 }
 """What the losses of each method are."""
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.methods import dpo, grpo
+from tunekit.methods import distillation, dpo, grpo, rloo
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import DistillationMethod, DPOMethod, GRPOMethod, RLOOMethod, SFTMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.run.place import Place
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-MEASURES: dict[str, tuple[str, ...]] = {"dpo": dpo.MEASURES, "grpo": grpo.MEASURES}
+MEASURES: dict[str, tuple[str, ...]] = {
+    "dpo": dpo.MEASURES,
+    "grpo": grpo.MEASURES,
+    "rloo": rloo.MEASURES,
+    "distillation": distillation.MEASURES,
+}
 """What tells whether a method works besides its loss, by TRL's names."""
 
 
@@ -38,6 +44,13 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
         distributed=distributed_config(plan),
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
+
+
+def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
+    """The model that another one learns from, whole on each device."""
+    from tunekit.model.load import load_model
+
+    return load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
 
 
 class _Shared(TypedDict):
@@ -101,6 +114,27 @@ def build_trainer(
                 eval_dataset=evaluated,
                 **shared,
             )
+        case RLOOMethod():
+            return rloo.build(
+                method,
+                *numbers,
+                base=recipe.model,
+                rewards=rewards.load_rewards(method.rewards),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+        case DistillationMethod():
+            return distillation.build(
+                method,
+                *numbers,
+                base=recipe.model,
+                teacher=load_teacher(method.teacher, plan),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+    raise NotImplementedError(method.type)
 
 
 def _train_dataset(
