@@ -1,4 +1,4 @@
-"""On-policy distillation through TRL's DistillationTrainer: the model answers, a teacher says how likely each token is."""
+"""On-policy distillation through TRL's DistillationTrainer: a teacher says how likely each token of an answer is."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

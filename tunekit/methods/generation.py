@@ -1,4 +1,4 @@
-"""How the answers are generated that a model learns from: what TRL's on-policy trainers are told, and where an answer ends.
+"""How answers are generated that a model learns from: what TRL's on-policy trainers are told, and where one ends.
 
 TRL takes an answer for finished where its last token is an end token, and for cut off otherwise. One that ends with a
 text of `method.generation.stop` does so without such a token. transformers pads it behind that text, so that padding
@@ -19,10 +19,7 @@ from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSection
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer
-
-    OnPolicyTrainer = GRPOTrainer | RLOOTrainer | DistillationTrainer
+    from transformers import PreTrainedTokenizerBase, Trainer
 
 
 def prompt_room(method: OnPolicyMethod, data: DataSection) -> Room:
@@ -40,7 +37,7 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan, 
         base: The model, which vLLM loads by itself.
     """
     asked, vllm = method.generation, plan.vllm
-    given = {
+    given: dict[str, Any] = {
         "shuffle_dataset": data.shuffle,
         "max_completion_length": method.max_completion_length,
         "temperature": asked.temperature,
@@ -87,7 +84,7 @@ class Stopped(list[int]):
         return self.end_token if place == -1 else super().__getitem__(place)
 
 
-def end_at_stop_texts(trainer: "OnPolicyTrainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
+def end_at_stop_texts(trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
     """Let a trainer's answers end with their stop texts, and count as finished; without such texts do nothing."""
     if not stop:
         return

@@ -76,7 +76,7 @@ class Setting:
         )
 
     def vllm(self, layout: Layout) -> VLLM | None:
-        """vLLM where it generates answers."""
+        """How vLLM is used, where it generates answers."""
         return vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:

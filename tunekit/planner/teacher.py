@@ -5,7 +5,6 @@ A closed form; a test compares its peak with a trace of TRL's loss.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
 
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers
 from tunekit.planner.facts import ModelFacts

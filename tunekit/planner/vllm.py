@@ -1,8 +1,9 @@
-"""Whether vLLM generates the answers that a model learns from, and what it takes of the devices (TRL 1.16, vLLM's docs).
+"""Whether vLLM generates the answers that a model learns from, and what it takes of the devices (TRL 1.16).
 
-Colocated, every device has a vLLM of its own beside the trained model (trl/generation/vllm_generation.py): a copy of all
-weights, which is given new values whenever answers are due, and a cache. It takes its share of a device's whole memory
-when it starts, and keeps it. A server has devices of its own. These figures are formulas: no run stands behind them.
+Colocated, every device has a vLLM of its own beside the trained model (trl/generation/vllm_generation.py): a copy of
+all weights, which is given new values whenever answers are due, and a cache. It takes its share of a device's whole
+memory when it starts, and keeps it. A server has devices of its own. No run stands behind these
+figures: they are formulas.
 """
 
 from math import ceil
@@ -28,7 +29,7 @@ USUAL_SHARE = 0.3
 
 
 class VLLM(Facts):
-    """vLLM as the plan uses it."""
+    """How vLLM is used."""
 
     mode: Literal["colocate", "server"]
     gpu_memory_utilization: float | None = None
@@ -64,7 +65,7 @@ def why_not_in(recipe: Recipe, layout: Layout) -> str | None:
 
 
 def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -> VLLM:
-    """vLLM in a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
+    """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
     method = recipe.method
     assert isinstance(method, OnPolicyMethod)
     asked = method.generation
