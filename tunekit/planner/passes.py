@@ -29,7 +29,7 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
-from tunekit.planner.teacher import teacher_needs, with_teacher
+from tunekit.planner.teacher import teacher_needs
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
     DistillationMethod,
@@ -203,21 +203,26 @@ def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> in
 def with_reference(
     kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
 ) -> Kept:
-    """What a run keeps from step to step, and a reference model beside it.
+    """What a run keeps from step to step, and a second model beside it: a reference, or a teacher.
 
-    Its weights are in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides them;
-    DeepSpeed casts them. They lie where the model's do. TRL's `prepare_fsdp` makes one unit of the whole model, so
-    where units are not freed after the forward pass it stays gathered whole.
+    A reference has weights in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides
+    them; DeepSpeed casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed
+    after the forward pass it stays gathered whole. A teacher is loaded in the type of the products, and ZeRO-3 alone
+    divides it. What is divided lies where the model's weights do.
     """
+    by_zero = layout.strategy.startswith("zero")
     if passes.teacher is not None:
-        return with_teacher(kept, passes.teacher, dtype, layout)
-    if not passes.keeps_reference:
+        whole = BYTES[dtype] * passes.teacher.num_params
+        is_divided, stays = layout.strategy == "zero3", False
+    elif passes.keeps_reference:
+        whole = (BYTES[dtype] if by_zero else 4) * model.num_params
+        is_divided = layout.strategy in ("fsdp2", "zero3")
+        stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    else:
         return kept
-    whole = (BYTES[dtype] if layout.strategy.startswith("zero") else 4) * model.num_params
-    share = -(-whole // (layout.num_shards if layout.strategy in ("fsdp2", "zero3") else 1))
-    stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    share = -(-whole // (layout.num_shards if is_divided else 1))
     gathered = BYTES[dtype] * model.num_params if stays else 0
-    match layout.offload_param_device:
+    match layout.offload_param_device if is_divided else "none":
         case "none":
             return replace(kept, reference=share + gathered)
         case "cpu":

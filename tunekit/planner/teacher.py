@@ -1,4 +1,4 @@
-"""What a second, frozen model needs that another one learns from: its weights, its pass, and the comparison with it.
+"""What a second, frozen model needs that another one learns from: its pass, and the comparison with it.
 
 A closed form; a test compares its peak with a trace of TRL's loss.
 """
@@ -9,14 +9,8 @@ from dataclasses import replace
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS, Head, Layers
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.phases import Kept, Need, Phase
+from tunekit.planner.phases import Need, Phase
 from tunekit.planner.states import BYTES, Dtype
-
-
-def with_teacher(kept: Kept, teacher: ModelFacts, dtype: Dtype, layout: Layout) -> Kept:
-    """The same with a teacher, which is frozen, in the type of the products, and divided by ZeRO-3 alone."""
-    whole = BYTES[dtype] * teacher.num_params
-    return replace(kept, reference=-(-whole // layout.num_shards) if layout.strategy == "zero3" else whole)
 
 
 def teacher_needs(
