@@ -17,7 +17,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
-from tunekit.recipe.methods import GRPOMethod, SFTMethod
+from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.checkpoint import check_resumable
@@ -270,7 +270,14 @@ def make_run(
     words = StringIO()
     with library_words_to(words):
         prepared = _prepare(recipe, data, _progress_to(on_event))
-        final = resolve(record(recipe, data), lookup.hardware(None), model, prepared.facts, lookup.records)
+        final = resolve(
+            record(recipe, data),
+            lookup.hardware(None),
+            model,
+            prepared.facts,
+            lookup.records,
+            lookup.teacher(recipe),
+        )
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -344,9 +351,9 @@ def _refuse_untrainable(recipe: Recipe) -> None:
         TunekitError: Something that training needs is missing, or not there yet.
     """
     method = recipe.method
-    if isinstance(method, GRPOMethod) and not method.rewards:
+    if isinstance(method, RewardedMethod) and not method.rewards:
         raise TunekitError(
-            "method.rewards: names no function, and grpo learns from nothing else",
+            f"method.rewards: names no function, and {method.type} learns from nothing else",
             hint="name one of your own, such as my_rewards:score",
         )
     if recipe.data.streaming and not isinstance(method, SFTMethod):

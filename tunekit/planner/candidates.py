@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
+from tunekit.planner.vllm import why_not_in
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import DPOMethod, KTOMethod, SFTMethod
 from tunekit.recipe.schema import Optim, ParallelSection
@@ -279,6 +280,9 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
         why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
+    without_vllm = why_not_in(recipe, layout) if setting.by_vllm else None
+    if without_vllm is not None:
+        return Refusal(without_vllm, "leave method.generation.use_vllm out")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
     if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):

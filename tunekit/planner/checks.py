@@ -10,7 +10,9 @@ from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
 from tunekit.planner.plan import Reason
 from tunekit.planner.states import Dtype
+from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import OnPolicyMethod
 from tunekit.recipe.schema import LrSchedulerType, Recipe
 
 
@@ -191,7 +193,28 @@ def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> No
         )
 
 
-def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str) -> None:
+def _check_teacher(model: ModelFacts, teacher: ModelFacts | None) -> None:
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        raise PlanError(
+            f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
+            f"{model.vocab_size:,}: probabilities are compared token by token",
+            hint="take a larger model of the same family as the teacher",
+        )
+
+
+def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
+    method = recipe.method
+    if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm is not True:
+        return
+    found = why_no_vllm(recipe, hardware)
+    if found is not None:
+        why, hint = found
+        raise PlanError(f"method.generation.use_vllm: {why}", hint=hint)
+
+
+def check_recipe(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str, teacher: ModelFacts | None
+) -> None:
     """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
 
     Raises:
@@ -204,3 +227,5 @@ def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_imp
     _check_batch(recipe)
     _check_lr_scheduler(recipe)
     _check_parallel(recipe, hardware, model)
+    _check_teacher(model, teacher)
+    _check_vllm(recipe, hardware)

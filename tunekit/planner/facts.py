@@ -91,6 +91,8 @@ class Hardware(Facts):
     """Whether the flash-attn package is installed; None where it cannot be known."""
     deepspeed: bool | None = None
     """The same of DeepSpeed."""
+    vllm: bool | None = None
+    """The same of vLLM."""
     num_nodes: int = 1
     environment: Mapping[str, str] = {}
     """Variables for torch that the user has set, and that a plan would decide otherwise."""

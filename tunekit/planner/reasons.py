@@ -13,8 +13,9 @@ from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
+from tunekit.planner.vllm import VLLM
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import GRPOMethod, KTOMethod, PairMethod, RewardMethod, SFTMethod
+from tunekit.recipe.methods import KTOMethod, OnPolicyMethod, PairMethod, RewardedMethod, RewardMethod, SFTMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
 
 MUCH_TRUNCATED = 0.05
@@ -96,7 +97,7 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     """How many processes make micro-batches beside those that compute."""
     if recipe.data.streaming:
         return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
-    if isinstance(recipe.method, GRPOMethod):
+    if isinstance(recipe.method, OnPolicyMethod):
         return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
     why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
     if speed is None or speed.fed_tokens_per_second is None:
@@ -197,6 +198,23 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
         case "none":
             return
     yield Reason(topic="reference", choice=choice, why=why)
+
+
+def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed | None) -> Iterator[Reason]:
+    """What generates the answers that the model learns from, and how much of a step that is."""
+    if not isinstance(recipe.method, OnPolicyMethod):
+        return
+    choice = "by transformers, all answers of a step at once"
+    if vllm is not None and vllm.gpu_memory_utilization is None:
+        choice = f"by vLLM on a server, {recipe.method.generation.vllm_server_base_url}"
+    elif vllm is not None:
+        choice = f"by vLLM on the devices that train, with {vllm.gpu_memory_utilization:.0%} of their memory"
+        if not isinstance(recipe.adapter, FullAdapter):
+            why += "; for it TRL adds the adapter to the weights and takes it out again, which rounds them"
+    share = None if speed is None else speed.generation_share
+    if share is not None:
+        why += f"; {share.low:.0%} to {share.high:.0%} of a step"
+    yield Reason(topic="generation", choice=choice, why=why)
 
 
 def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
@@ -324,7 +342,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     else:
         batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1
-        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, GRPOMethod) else ""
+        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, RewardedMethod) else ""
         why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
     missing = -data.num_train % recipe.train.global_batch_size
     if isinstance(recipe.method, PairMethod | KTOMethod) and missing:

@@ -67,6 +67,8 @@ class Speed(Facts):
     """Tokens a second of which a device computes micro-batches at most, were they always there."""
     communication: str | None = None
     """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
+    generation_share: Range | None = None
+    """Share of the steps' time in which answers are generated; None where there are none, or it is not known."""
     goodput: Goodput | None = None
     """What failures cost; None for a run that will hardly see one."""
     basis: str
@@ -111,6 +113,7 @@ def step_of(
     layout: Layout,
     num_nodes: int,
     num_cores: int | None = None,
+    passes: Passes | None = None,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -128,12 +131,13 @@ def step_of(
         layout: How the run is spread over devices.
         num_nodes: Machines that its processes are on.
         num_cores: Of each machine; None where that is not known.
+        passes: What the method does in a step; as transformers generates and without a teacher where left out.
     """
     if not is_counted(model):
         return None
     row = document = longest = float(recipe.data.max_length)
     batch = recipe.train.global_batch_size
-    passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+    passes = passes or passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
     # Elsewhere TRL's head computes every position.
     head_share = passes.max_scored_share if device.kind == "cuda" else 1.0
     tiled = passes.head == "tiles"
@@ -164,7 +168,10 @@ def step_of(
 
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
-    without_gradients = passes.num_forwards * forward
+    num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
+    if passes.teacher is not None:
+        num_forwards += passes.teacher.num_layers / model.num_layers
+        without_gradients += forward_flops_per_token(passes.teacher, attended_tokens=attended, head_share=head_share)
     generated = 0.0 if generation is None else generation.flops / (batch * row)
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
@@ -199,7 +206,7 @@ def step_of(
             gradient_checkpointing=gradient_checkpointing,
             passes=passes,
         ),
-        num_forwards=passes.num_forwards,
+        num_forwards=num_forwards,
         generating=generation,
         before=Before(
             flops=passes.num_forwards_before * data.num_train * sequences * row * forward,
@@ -223,6 +230,7 @@ def _generating(
         num_tokens=generation.completion_tokens / generation.num_steps,
         read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
         flops=forward_flops / generation.num_steps,
+        is_launched=not generation.by_vllm,
     )
 
 
@@ -283,6 +291,7 @@ def speed_of(
             "num_workers": timed.num_workers,
             "fed_tokens_per_second": timed.fed_tokens_per_second,
             "communication": timed.communication,
+            "generation_share": _generation_share(step, timed),
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
             + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
@@ -303,6 +312,15 @@ class _Timed:
     fed_tokens_per_second: float
     basis: str
     communication: str | None
+
+
+def _generation_share(step: Step, timed: _Timed) -> Range | None:
+    """The least of generating in the longest of the rest, and the other way round."""
+    if step.generating is None:
+        return None
+    made, whole = timed.generating, timed.seconds
+    rest = Range(low=whole.low - made.low, high=whole.high - made.high)
+    return Range(low=made.low / (made.low + rest.high), high=made.high / (made.high + rest.low))
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:

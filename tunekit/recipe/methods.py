@@ -255,7 +255,7 @@ class GRPOMethod(Section):
     """How far a step may go from the model that gave the answers, as a share, before it counts no more."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """The same upwards. Left out: `epsilon`."""
+    """The same upwards. Left out: `epsilon`. For `cispo` the ratio itself at which tokens count no more, such as 5."""
 
     mask_truncated_completions: bool = False
     """Leave answers that reach `max_completion_length` out of the loss."""

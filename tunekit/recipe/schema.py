@@ -12,18 +12,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from tunekit.recipe.adapters import Adapter, LoraAdapter
+from tunekit.recipe.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
     CPOMethod,
     DPOMethod,
-    GRPOMethod,
     KTOMethod,
     Method,
+    OnPolicyMethod,
     PairMethod,
     RewardMethod,
     SFTMethod,
 )
 from tunekit.recipe.model import ModelSection
+from tunekit.recipe.on_policy import conflicts_of_answers
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
 
@@ -473,19 +474,20 @@ def _conflicts_of_adapter(method: Method, adapter: Adapter) -> Iterator[Conflict
         yield Conflict(("adapter", "dropout"), what, hint)
 
 
-def _conflicts_of_numbers(method: Method, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
+def _conflicts_of_numbers(
+    method: Method, data: DataSection, train: TrainSection, adapter: Adapter
+) -> Iterator[Conflict]:
     """What a method asks of other numbers in the recipe."""
     if isinstance(method, DPOMethod | KTOMethod) and method.precompute_ref_log_probs and data.streaming:
         what = "cannot be true with data.streaming: the rows of a stream are not known before training"
         yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
-    if not isinstance(method, GRPOMethod):
-        return
-    if method.max_completion_length >= data.max_length:
-        what = f"{method.max_completion_length} leaves no place for a prompt in data.max_length {data.max_length}"
-        yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
-    if train.global_batch_size % method.num_generations:
-        what = f"{method.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
-        yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+    if isinstance(method, OnPolicyMethod):
+        yield from conflicts_of_answers(
+            method,
+            max_length=data.max_length,
+            global_batch_size=train.global_batch_size,
+            full=isinstance(adapter, FullAdapter),
+        )
 
 
 def _conflicts_of_losses(method: Method) -> Iterator[Conflict]:
@@ -581,7 +583,7 @@ class Recipe(Section):
     def _method_and_data_agree(self) -> "Recipe":
         conflicts = [
             *_conflicts_of_rows(self.method, self.data),
-            *_conflicts_of_numbers(self.method, self.data, self.train),
+            *_conflicts_of_numbers(self.method, self.data, self.train, self.adapter),
             *_conflicts_of_adapter(self.method, self.adapter),
             *_conflicts_of_losses(self.method),
             *_conflicts_of_batch(self.method, self.train),

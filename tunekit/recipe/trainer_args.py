@@ -177,6 +177,7 @@ OWNED_BY_METHOD: dict[str, dict[str, str]] = {
     },
     "reward": {"center_rewards_coefficient": "use method.center_rewards_coefficient"},
     "grpo": {
+        "log_completions_hub_repo": _HUB,
         **{name: f"use method.{name}" for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")},
         **_REWARDED,
     },

@@ -25,6 +25,8 @@ LOSSES = {
     "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
     "by how much. Scores compare answers to one prompt; their height means nothing by itself.",
     "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
+    "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
+    "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
 }
 """What the losses of each method are."""
 

@@ -15,10 +15,20 @@ from tunekit.data.remote import is_url, without_user
 from tunekit.data.report import DataReport
 from tunekit.data.rows import Skipped
 from tunekit.errors import DataError
-from tunekit.methods import cpo, dpo, grpo, kto, orpo, reward
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.methods import CPOMethod, DPOMethod, GRPOMethod, KTOMethod, ORPOMethod, RewardMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    ORPOMethod,
+    RewardMethod,
+    RLOOMethod,
+)
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
@@ -146,8 +156,13 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
 
     Raises:
         DataError: No row is left, the rows do not fit the chat template, or rated answers are all alike.
+        ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    splits = measure_data(recipe.data, data, load_tokenizer(recipe.model), _room(recipe), on_progress)
+    tokenizer = load_tokenizer(recipe.model)
+    if isinstance(recipe.method, DistillationMethod):
+        teacher = recipe.method.teacher
+        distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    splits = measure_data(recipe.data, data, tokenizer, _room(recipe), on_progress)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -198,6 +213,10 @@ def _room(recipe: Recipe) -> Room:
             return reward.room(method, recipe.data)
         case GRPOMethod() as method:
             return grpo.room(method, recipe.data)
+        case RLOOMethod() as method:
+            return rloo.room(method, recipe.data)
+        case DistillationMethod() as method:
+            return distillation.room(method, recipe.data)
     raise AssertionError(f"{recipe.method.type} has its rows tokenised by tunekit")
 
 
@@ -235,15 +254,21 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
             "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
         }
     )
-    model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
-    model = recipe.model.model_copy(update={"path": model_path, "chat_template": _absolute(recipe.model.chat_template)})
+    model, method = _absolute_model(recipe.model), recipe.method
+    if isinstance(method, DistillationMethod):
+        method = method.model_copy(update={"teacher": _absolute_model(method.teacher)})
     prompts = recipe.output.sample_prompts
     if isinstance(recipe.method, RewardMethod):
         prompts = []
     elif prompts is None:
         prompts = _prompts((*data.eval, *data.train)[0])
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
-    return recipe.model_copy(update={"model": model, "data": section, "output": output})
+    return recipe.model_copy(update={"model": model, "data": section, "method": method, "output": output})
+
+
+def _absolute_model(section: ModelSection) -> ModelSection:
+    path = section.path if section.path == "pico" else _absolute(section.path)
+    return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
 
 
 def _absolute_sources(given: Sources) -> Sources:

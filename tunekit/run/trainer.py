@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.methods import cpo, dpo, grpo, kto, orpo, reward
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import (
     CPOMethod,
+    DistillationMethod,
     DPOMethod,
     GRPOMethod,
     KTOMethod,
     ORPOMethod,
     RewardMethod,
+    RLOOMethod,
     SFTMethod,
 )
 from tunekit.recipe.model import ModelSection
@@ -37,6 +39,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "cpo": cpo.MEASURES,
     "reward": reward.MEASURES,
     "grpo": grpo.MEASURES,
+    "rloo": rloo.MEASURES,
+    "distillation": distillation.MEASURES,
 }
 """What tells whether a method works besides its loss, by TRL's names."""
 
@@ -60,6 +64,13 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
         return model
     return merge_adapter(model, origin.adapter, Path(origin.folder))
+
+
+def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
+    """The model that another one learns from, whole on each device."""
+    from tunekit.model.load import load_model
+
+    return load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
 
 
 class _Shared(TypedDict):
@@ -141,6 +152,27 @@ def build_trainer(
                 eval_dataset=evaluated,
                 **shared,
             )
+        case RLOOMethod():
+            return rloo.build(
+                method,
+                *numbers,
+                base=plan.base,
+                rewards=rewards.load_rewards(method.rewards),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+        case DistillationMethod():
+            return distillation.build(
+                method,
+                *numbers,
+                base=plan.base,
+                teacher=load_teacher(method.teacher, plan),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+    raise NotImplementedError(method.type)
 
 
 def _train_dataset(

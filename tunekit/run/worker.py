@@ -18,7 +18,7 @@ from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.methods import DistillationMethod, RewardMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.checkpoint import newest_complete
@@ -172,7 +172,9 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
 
     found = shortage(plan, watch.held, watch.context_bytes, error)
     words = found.words()
-    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes)
+    method = plan.recipe.method
+    teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
+    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
     return RunError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
