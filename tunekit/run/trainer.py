@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-MEASURES: dict[str, tuple[str, ...]] = {"dpo": dpo.MEASURES, "grpo": grpo.MEASURES}
-"""What tells whether a method works besides its loss, by TRL's names."""
-
-
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without an adapter."""
     from tunekit.model.load import load_model
