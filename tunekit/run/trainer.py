@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-MEASURES: dict[str, tuple[str, ...]] = {
-    "dpo": dpo.MEASURES,
-    "kto": kto.MEASURES,
-    "orpo": orpo.MEASURES,
-    "cpo": cpo.MEASURES,
-    "reward": reward.MEASURES,
-    "grpo": grpo.MEASURES,
-    "rloo": rloo.MEASURES,
-    "distillation": distillation.MEASURES,
-}
-"""What tells whether a method works besides its loss, by TRL's names."""
-
-
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.model.adapters import merge_adapter

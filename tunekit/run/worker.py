@@ -27,12 +27,13 @@ from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
+from tunekit.run.measures import first_and_last
 from tunekit.run.place import Place, place_of
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
-from tunekit.run.trainer import MEASURES, build_trainer, load_policy
+from tunekit.run.trainer import build_trainer, load_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -310,27 +311,12 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
-        "measures": _measures(plan, events),
+        "measures": first_and_last(events),
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
         "comes_from": None if plan.origin is None else plan.origin.chain,
     }
-
-
-def _measures(plan: Plan, events: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """What tells whether the method works, by its name in the log: its first and its last value, held out if it can be.
-
-    A method is judged by its own measures: the loss of GRPO says nothing, as it is near zero whatever is learned.
-    """
-    kind, prefix = ("eval", "eval_") if plan.data.num_eval else ("log", "")
-    logged = [event for event in events if event["event"] == kind]
-    found: dict[str, list[float]] = {}
-    for name in MEASURES.get(plan.recipe.method.type, ()):
-        values = [event[prefix + name] for event in logged if event.get(prefix + name) is not None]
-        if values:
-            found[name] = [values[0], values[-1]]
-    return found
 
 
 def main() -> None:
