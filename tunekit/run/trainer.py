@@ -62,7 +62,8 @@ def build_trainer(
     place: Place,
 ) -> "Trainer":
     """The trainer of the recipe's method, around a model with its adapter."""
-    from tunekit.methods import rewards, sft
+    from tunekit.methods import sft
+    from tunekit.methods.rewards.load import load_rewards
     from tunekit.run.engine import trainer_args
 
     folder, method = run.path / "data", recipe.method
@@ -96,7 +97,7 @@ def build_trainer(
                 method,
                 *numbers,
                 base=recipe.model,
-                rewards=rewards.load_rewards(method.rewards),
+                rewards=load_rewards(method.rewards),
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,
