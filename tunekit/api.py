@@ -11,6 +11,7 @@ from tunekit.data.prepare import Progress
 from tunekit.data.report import DataReport
 from tunekit.errors import PlanError, TunekitError
 from tunekit.lookup import LEARNERS, Lookup
+from tunekit.methods.rewards.rows import check_rows
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
@@ -139,7 +140,9 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     lookup.plan(recipe)
-    return lookup.data(recipe).notes
+    data = lookup.data(recipe)
+    _check_rewards(recipe, data)
+    return data.notes
 
 
 def train(
@@ -267,6 +270,7 @@ def make_run(
     lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
+    _check_rewards(recipe, data)
     words = StringIO()
     with library_words_to(words):
         prepared = _prepare(recipe, data, _progress_to(on_event))
@@ -344,6 +348,12 @@ def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> 
     return make(recipe, data, on_progress)
 
 
+def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
+    """Check that the rewards of a recipe can be had, and find in each row what they read there."""
+    if isinstance(recipe.method, RewardedMethod):
+        check_rows(recipe.method.rewards, (*data.train, *data.eval))
+
+
 def _refuse_untrainable(recipe: Recipe) -> None:
     """Refuse what can be planned but not trained.
 
@@ -353,8 +363,8 @@ def _refuse_untrainable(recipe: Recipe) -> None:
     method = recipe.method
     if isinstance(method, RewardedMethod) and not method.rewards:
         raise TunekitError(
-            f"method.rewards: names no function, and {method.type} learns from nothing else",
-            hint="name one of your own, such as my_rewards:score",
+            f"method.rewards: there are none, and {method.type} learns from nothing else",
+            hint="name one, such as exact_match, or a function of your own: my_rewards:score",
         )
     if recipe.data.streaming and not isinstance(method, SFTMethod):
         raise TunekitError(

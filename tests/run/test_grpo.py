@@ -11,7 +11,8 @@ from tests.run.test_dpo import logged, work_in
 from tests.tiny import save_tiny_model
 from tunekit import api
 from tunekit.errors import DataError, RecipeError, RunError, TunekitError
-from tunekit.methods.rewards import load_rewards
+from tunekit.methods.rewards.load import load_rewards
+from tunekit.recipe.rewards import FunctionReward
 
 REWARDS = """
 import json, os
@@ -127,7 +128,7 @@ def test_a_reward_that_fails_ends_the_run_and_is_named_with_its_row(here):
     ],
 )
 def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, problem):
-    (judge,) = load_rewards([f"grpo_rewards:{reward}"])
+    (judge,) = load_rewards([FunctionReward(path=f"grpo_rewards:{reward}")])
     with pytest.raises(RunError, match=f"method.rewards: grpo_rewards:{reward} {problem}") as error:
         judge(prompts=[f"double {n}" for n in range(4)], completions=["0", "1", "2", "3"])
     assert error.value.hint
@@ -136,7 +137,7 @@ def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, prob
 def test_a_reward_is_looked_for_when_the_recipe_is_loaded(here):
     with pytest.raises(RecipeError, match=r"method.rewards\[0\]: the module 'grpo_rewards' has no function 'lwo'"):
         api.plan(recipe("lwo"))
-    with pytest.raises(TunekitError, match=r"method.rewards: names no function"):
+    with pytest.raises(TunekitError, match=r"method.rewards: there are none, and grpo learns from nothing else"):
         tunekit.train(recipe())
 
 

@@ -13,9 +13,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("cpo", ("preference",))
 """What it learns from."""
 
-MEASURES = ("rewards/accuracies", "rewards/margins")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module

@@ -15,9 +15,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("distillation", ("prompts",))
 """What it learns from."""
 
-MEASURES = ("completions/mean_length",)
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module

@@ -85,6 +85,7 @@ def build(
             epsilon=method.epsilon,
             epsilon_high=method.epsilon_high,
             mask_truncated_completions=method.mask_truncated_completions,
+            reward_weights=[reward.weight for reward in method.rewards],
             # Of a second model, which TRL loads from where the first came from.
             model_init_kwargs=loading_arguments(base) if method.beta else None,
             **engine,

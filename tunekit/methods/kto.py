@@ -20,9 +20,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("kto", ("unpaired_preference",))
 """What it learns from."""
 
-MEASURES = ("rewards/margins", "rewards/chosen", "rewards/rejected")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module

@@ -16,9 +16,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("reward", ("preference",))
 """What it learns from."""
 
-MEASURES = ("accuracy", "margin")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module

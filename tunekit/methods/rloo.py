@@ -16,9 +16,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("rloo", ("prompts",))
 """What it learns from."""
 
-MEASURES = ("reward", "completions/mean_length")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module
@@ -86,6 +83,7 @@ def build(
             epsilon=method.epsilon,
             epsilon_high=method.epsilon_high,
             mask_truncated_completions=method.mask_truncated_completions,
+            reward_weights=[reward.weight for reward in method.rewards],
             # Of a second model, which TRL loads from where the first came from.
             model_init_kwargs=loading_arguments(base) if method.beta else None,
             **engine,

@@ -4,12 +4,13 @@ A reward gives each answer a number. Their values are multiplied by their weight
 reward with its defaults (`exact_match`), and `my_module:my_function` for a function.
 """
 
-from typing import Annotated, Any, Literal, get_args
+import re
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tunekit.recipe.model import ModelSection
-from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, FunctionPath, Section, from_word
+from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section, from_word
 
 Extract = Literal["all", "last_line", "last_number", "boxed", "answer_tag"]
 """Part of an answer that is compared: all of it, its last line, its last number, what stands in its last `\\boxed{}`,
@@ -90,10 +91,19 @@ class RegexReward(Section):
     """What its values are multiplied by before they are summed with the others."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """Regular expression of Python's. A dot also matches a line break."""
+    """Regular expression of Python's. A dot also matches a line break; space around the answer does not count."""
 
     where: Literal["fullmatch", "search"] = "fullmatch"
     """Whether the whole answer must match, or any part of it."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"is no regular expression: {error}") from None
+        return pattern
 
 
 class JsonSchemaReward(Section):
@@ -113,6 +123,12 @@ class JsonSchemaReward(Section):
     column: str | None = None
     """Column of the rows with a schema each, instead of one for all."""
 
+    @model_validator(mode="after")
+    def _has_one_schema(self) -> Self:
+        if (self.path is None) == (self.column is None):
+            raise Conflicts([Conflict(("path",), "give either path or column", "the schema stands in one of them")])
+        return self
+
 
 class LengthReward(Section):
     """0 for a short answer, falling to -1 for a long one (the soft punishment of DAPO, arXiv 2503.14476)."""
@@ -130,6 +146,13 @@ class LengthReward(Section):
 
     free_tokens: Annotated[int, Field(ge=0)]
     """Tokens up to which an answer gets 0."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.free_tokens >= self.max_tokens:
+            what = f"{self.free_tokens} is not less than max_tokens {self.max_tokens}"
+            raise Conflicts([Conflict(("free_tokens",), what, "between them the value falls from 0 to -1")])
+        return self
 
 
 class RepetitionReward(Section):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
+
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.model.adapters import merge_adapter
@@ -91,7 +92,8 @@ def build_trainer(
     place: Place,
 ) -> "Trainer":
     """The trainer of the recipe's method, around a model with its adapter."""
-    from tunekit.methods import rewards, sft
+    from tunekit.methods import sft
+    from tunekit.methods.rewards.load import load_rewards
     from tunekit.run.engine import trainer_args
 
     folder, method = run.path / "data", recipe.method
@@ -134,7 +136,7 @@ def build_trainer(
                 method,
                 *numbers,
                 base=plan.base,
-                rewards=rewards.load_rewards(method.rewards),
+                rewards=load_rewards(method.rewards),
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,
@@ -144,7 +146,7 @@ def build_trainer(
                 method,
                 *numbers,
                 base=plan.base,
-                rewards=rewards.load_rewards(method.rewards),
+                rewards=load_rewards(method.rewards),
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,

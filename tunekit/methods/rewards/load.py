@@ -1,7 +1,8 @@
-"""Rewards: the user's own functions, of TRL's signature, held to what they must return.
+"""From a recipe's rewards to what TRL calls: functions of its signature, held to what they must return.
 
 A reward is called with `prompts`, `completions` and the other columns of the rows, a list each, and returns a number
-for each completion, or None for one that it has nothing to say of.
+for each completion, or None for one that it has nothing to say of. Those that come with tunekit are held to the same
+as the user's own.
 """
 
 import math
@@ -9,34 +10,104 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tunekit.errors import RunError
+from tunekit.errors import RunError, TunekitError
+from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.rewards import FunctionReward, Reward
+from tunekit.recipe.rewards import (
+    ExactMatchReward,
+    FunctionReward,
+    LengthReward,
+    NumericMatchReward,
+    RegexReward,
+    RepetitionReward,
+    Reward,
+)
 
 _SHOWN = 200
 """Letters of a prompt and of a completion that an error shows."""
 
+RewardFunction = Callable[..., list[float | None]]
+"""What TRL calls. Its `__name__` is the one that its metrics have."""
 
-def load_rewards(rewards: Sequence[Reward]) -> list[Callable[..., Any]]:
-    """The functions that a recipe names, each called as TRL calls it.
+
+def load_rewards(rewards: Sequence[Reward]) -> list[RewardFunction]:
+    """The rewards of a recipe, each called as TRL calls it.
 
     Raises:
-        RecipeError: One of them is not there.
+        RecipeError: A function of the user's own is not there.
+        DependencyError: A package that a reward needs is not installed.
     """
-    paths = [reward.path for reward in rewards if isinstance(reward, FunctionReward)]
-    names = [path.rpartition(":")[2] for path in paths]
-    return [
-        _checked(path, find_function(path), name if names.count(name) == 1 else path)
-        for path, name in zip(paths, names, strict=True)
+    loaded = []
+    for reward, name in zip(rewards, reward_names(rewards), strict=True):
+        if isinstance(reward, FunctionReward):
+            loaded.append(_checked(reward.path, find_function(reward.path), name))
+        else:
+            loaded.append(_checked(name, _called_by_trl(judge_of(reward), name), name))
+    return loaded
+
+
+def reward_names(rewards: Sequence[Reward]) -> list[str]:
+    """The names of the rewards in metrics: the function's or the type, with more to it where two have the same."""
+    short = [
+        reward.path.rpartition(":")[2] if isinstance(reward, FunctionReward) else reward.type for reward in rewards
     ]
+    long = [
+        reward.path if isinstance(reward, FunctionReward) else f"{reward.type}_{short[:place].count(reward.type) + 1}"
+        for place, reward in enumerate(rewards)
+    ]
+    return [one if short.count(one) == 1 else other for one, other in zip(short, long, strict=True)]
 
 
-def _checked(path: str, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def judge_of(reward: Reward) -> Judge:
+    """A reward that comes with tunekit.
+
+    Raises:
+        DependencyError: A package that it needs is not installed.
+    """
+    from tunekit.methods.rewards import numbers, text
+
+    match reward:
+        case ExactMatchReward():
+            return text.exact_match(reward)
+        case NumericMatchReward():
+            return numbers.numeric_match(reward)
+        case RegexReward():
+            return text.regex(reward)
+        case LengthReward():
+            return text.length(reward)
+        case RepetitionReward():
+            return text.repetition(reward)
+    raise NotImplementedError(reward.type)
+
+
+def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
+    def reward(
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
+    ) -> list[float]:
+        given = columns.get(judge.column) if judge.column is not None else None
+        values = [None] * len(completions) if given is None else given
+        if judge.column is None:
+            return judge.score(Answers(prompts, completions, values, completion_ids))
+        expected = []
+        for index, value in enumerate(values):
+            try:
+                expected.append(judge.read(value))
+            except ValueError as error:
+                shown = _shown({"prompts": prompts, "completions": completions}, index)
+                raise RunError(f"method.rewards: {name}: the column {judge.column!r} {error} for {shown}") from None
+        return judge.score(Answers(prompts, completions, expected, completion_ids))
+
+    return reward
+
+
+def _checked(path: str, function: Callable[..., Any], name: str) -> RewardFunction:
     """A reward that says what is wrong with what it returns, under the name that its metrics have."""
 
     def reward(**columns: Any) -> list[float | None]:
         try:
             returned = function(**columns)
+        except TunekitError:
+            raise
         except Exception as error:  # the function is the user's: it may raise anything
             raise _raised(path, function, columns, error) from error
         return _values(path, returned, columns)

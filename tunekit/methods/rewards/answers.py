@@ -1,0 +1,57 @@
+"""What the rewards that come with tunekit are given, and what each of them is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to be judged, with what each was asked and what was expected.
+
+    Attributes:
+        prompts: Texts, or lists of messages.
+        completions: The same.
+        expected: What a reward's column says in the row of each answer, as the reward's `read` returned it.
+        token_ids: Tokens of each answer, its end token among them.
+    """
+
+    prompts: list[Any]
+    completions: list[Any]
+    expected: list[Any]
+    token_ids: list[list[int]]
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers as text."""
+        return [text_of(completion) for completion in self.completions]
+
+
+class Judge(NamedTuple):
+    """A reward that comes with tunekit."""
+
+    score: Callable[[Answers], list[float]]
+    """A finite number for each answer."""
+
+    column: str | None = None
+    """Column of the rows that it reads."""
+
+    read: Callable[[Any], Any] = lambda value: value
+    """What a value of that column means. It raises a ValueError that says what is wrong with one."""
+
+
+def each(score: Callable[[str, Any], float]) -> Callable[[Answers], list[float]]:
+    """A judgement of one answer's text and what was expected, made of each."""
+    return lambda answers: [
+        score(text, expected) for text, expected in zip(answers.texts, answers.expected, strict=True)
+    ]
+
+
+def text_of(completion: Any) -> str:
+    """An answer as text: of messages the content of the last, which is empty where it only calls a tool."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1]["content"] if completion else ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""

@@ -1,0 +1,118 @@
+r"""Rewards that look at the text of an answer alone: its form, its length, its repetitions, and the expected text.
+
+What they return, besides 1 for what is right: an empty answer gets 0 of all of them, unless a pattern allows it. An
+answer without the part that is compared (no `\boxed{}`, no number) gets 0.
+"""
+
+from typing import Any
+
+from tunekit.methods.rewards.answers import Answers, Judge, each
+from tunekit.methods.rewards.numbers import NUMBER, plain
+from tunekit.recipe.rewards import ExactMatchReward, Extract, LengthReward, RegexReward, RepetitionReward
+
+_REGEX_SECONDS = 1.0
+"""Longest time for a pattern on one answer. One that takes longer, by backtracking, has not matched."""
+
+_BOXED = "\\boxed{"
+_TAGS = ("<answer>", "</answer>")
+
+
+def exact_match(section: ExactMatchReward) -> Judge:
+    """1 where the part of an answer that counts is the expected text, but for the space around both."""
+
+    def same(text: str, expected: str) -> float:
+        part = extract(text, section.extract)
+        if part is None:
+            return 0.0
+        given, wanted = part.strip(), expected.strip()
+        return float(given.casefold() == wanted.casefold() if section.ignore_case else given == wanted)
+
+    return Judge(each(same), section.column, _expected_text)
+
+
+def _expected_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("is no text")
+    if not str(value).strip():
+        raise ValueError("is empty")
+    return str(value)
+
+
+def extract(text: str, part: Extract) -> str | None:
+    """A part of an answer; None where it has none, or none that is closed."""
+    match part:
+        case "all":
+            return text
+        case "last_line":
+            lines = text.split("\n")
+            return next((line for line in reversed(lines) if line.strip()), None)
+        case "last_number":
+            numbers = list(NUMBER.finditer(plain(text)))
+            return numbers[-1][0] if numbers else None
+        case "boxed":
+            return _boxed(text)
+        case "answer_tag":
+            end = text.rfind(_TAGS[1])
+            start = text.rfind(_TAGS[0], 0, end) if end >= 0 else -1
+            return text[start + len(_TAGS[0]) : end] if start >= 0 else None
+
+
+def _boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}` that is closed; of nested ones the innermost. Braces in it are matched."""
+    starts: list[int | None] = []
+    last: tuple[int, str] | None = None
+    position = 0
+    while position < len(text):
+        if text.startswith(_BOXED, position):
+            position += len(_BOXED)
+            starts.append(position)
+            continue
+        if text[position] == "\\":
+            position += 2
+            continue
+        if text[position] == "{":
+            starts.append(None)
+        elif text[position] == "}" and starts:
+            start = starts.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = (start, text[start:position])
+        position += 1
+    return last[1] if last is not None else None
+
+
+def regex(section: RegexReward) -> Judge:
+    """1 where an answer, without the space around it, has the form of a pattern; 0 where that takes too long to say."""
+    import regex as backtracking  # type: ignore[import-untyped]  # unlike `re` it can be told to stop
+
+    pattern = backtracking.compile(section.pattern, backtracking.DOTALL)
+
+    def matches(text: str, _: Any) -> float:
+        look = pattern.fullmatch if section.where == "fullmatch" else pattern.search
+        try:
+            return float(look(text.strip(), timeout=_REGEX_SECONDS) is not None)
+        except TimeoutError:
+            return 0.0
+
+    return Judge(each(matches))
+
+
+def length(section: LengthReward) -> Judge:
+    """0 up to so many tokens, from there in a straight line to -1; the end token counts."""
+    free, most = section.free_tokens, section.max_tokens
+
+    def score(answers: Answers) -> list[float]:
+        lengths = [len(ids) for ids in answers.token_ids]
+        return [-min(1.0, max(0, length - free) / (most - free)) + 0.0 for length in lengths]
+
+    return Judge(score)
+
+
+def repetition(section: RepetitionReward) -> Judge:
+    """Minus the share of n-grams of words that were there before, whatever their case; 0 for an answer too short."""
+
+    def score(text: str, _: Any) -> float:
+        words = text.lower().split()
+        grams = list(zip(*(words[start:] for start in range(section.ngram_size)), strict=False))
+        return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
+
+    return Judge(each(score))
