@@ -8,6 +8,7 @@ from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from transformers import PreTrainedModel
 
 COPY = "ref"
 """What TRL calls its copy of the adapter that it was given."""
@@ -39,5 +40,21 @@ def settle_reference(model: "Module", reference: Reference, trained: Path | None
         return
     if reference != "copied adapter":
         model.delete_adapter(COPY)
-    elif trained is not None:
+        return
+    for name, parameter in model.named_parameters():
+        if f".{COPY}." in name:
+            # As the trained one is: TRL casts either where the base is quantised.
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(False)
+    if trained is not None:
         read_adapter(model, trained, name=COPY)
+
+
+def give_weights(reference: "Module", model: "PreTrainedModel") -> None:
+    """Give a second model that TRL has loaded, and perhaps wrapped, the weights of another.
+
+    TRL loads it from where the first model's weights came from, which is not all that became part of them.
+    """
+    from accelerate.utils import extract_model_from_parallel
+
+    extract_model_from_parallel(reference).load_state_dict(model.state_dict())

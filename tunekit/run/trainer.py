@@ -10,7 +10,7 @@ from tunekit.data.stream import stream
 from tunekit.methods import dpo, grpo
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, RLOOMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.run.place import Place
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
@@ -43,6 +43,12 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
         return model
     return merge_adapter(model, origin.adapter, Path(origin.folder))
+
+
+def loads_bare_reference(plan: Plan) -> bool:
+    """Whether TRL loads the second model itself, and knows nothing of the adapter that is merged into the first."""
+    merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
+    return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
 
 
 class _Shared(TypedDict):
