@@ -20,7 +20,7 @@ def loading_arguments(base: ModelSection) -> dict[str, Any]:
 
 
 def settle_reference(model: "Module", reference: Reference, trained: Path | None) -> None:
-    """See to it that the copy which TRL makes of an adapter is the reference that the plan has, or is gone.
+    """See to it that TRL's copy of an adapter is the reference that the plan has, or gone, and that both are exact.
 
     TRL takes every adapter that it did not attach itself for one that is trained further, and copies it (trl 1.16,
     `DPOTrainer.__init__`). Where it finds no copy it disables the adapter. A copy that stays is read from where the
@@ -35,15 +35,17 @@ def settle_reference(model: "Module", reference: Reference, trained: Path | None
 
     from tunekit.model.adapters import read_adapter
 
-    if not isinstance(model, PeftModel) or COPY not in model.peft_config:
-        assert reference != "copied adapter", type(model)
+    if not isinstance(model, PeftModel):
         return
+    if trained is not None:
+        # TRL has rounded it to bfloat16 where the base is quantised.
+        read_adapter(model, trained)
     if reference != "copied adapter":
-        model.delete_adapter(COPY)
+        if COPY in model.peft_config:
+            model.delete_adapter(COPY)
         return
     for name, parameter in model.named_parameters():
         if f".{COPY}." in name:
-            # As the trained one is: TRL casts either where the base is quantised.
             parameter.data = parameter.data.float()
             parameter.requires_grad_(False)
     if trained is not None:

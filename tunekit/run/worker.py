@@ -216,10 +216,10 @@ def _build(
         callbacks=[watch],
         place=record.place,
     )
-    settle_reference(trainer.model, plan.reference, trained)
     if loads_bare_reference(plan):
         give_weights(trainer.ref_model, load_policy(recipe, plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
+    settle_reference(trainer.model, plan.reference, trained)
     before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
