@@ -105,9 +105,16 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
         folder: Where it was saved.
     """
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.integrations import gather_params_ctx
 
     adapted = get_peft_model(model, lora_config(adapter))
     read_adapter(adapted, folder)
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            # ZeRO-3 has divided them already; elsewhere they are whole.
+            with gather_params_ctx(list(cast("torch.nn.Module", module).parameters())):
+                cast(Any, module).merge()
     return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.planner.experts import check_adapted_experts
-from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.facts import Device, Hardware, ModelFacts, is_embedding
 from tunekit.planner.fit import divisors
 from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
@@ -151,6 +151,19 @@ def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
         )
 
 
+def _check_merge(recipe: Recipe, model: ModelFacts) -> None:
+    """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
+    origin = model.origin
+    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
+        return
+    if model.has_tied_head and any(map(is_embedding, model.tensors_in(origin.adapter.modules_to_save or []))):
+        raise PlanError(
+            f"adapter.type: the adapter of {origin.name} trained an embedding that the head of {origin.base.path} "
+            "shares, and cannot be merged: the head would change with it",
+            hint="use adapter.type=lora, which trains that adapter further",
+        )
+
+
 def _those(hardware: Hardware) -> str:
     """The machine in words."""
     if not hardware.accelerators:
@@ -223,6 +236,7 @@ def check_recipe(
     check_isolation(recipe.data, model, attn_implementation)
     _check_lengths(recipe, model)
     _check_adapter(recipe, model)
+    _check_merge(recipe, model)
     _check_optim(recipe, hardware.device)
     _check_batch(recipe)
     _check_lr_scheduler(recipe)

@@ -61,6 +61,12 @@ def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
     return load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
 
 
+def loads_bare_reference(plan: Plan) -> bool:
+    """Whether TRL loads the second model itself, and knows nothing of the adapter that is merged into the first."""
+    merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
+    return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
+
+
 class _Shared(TypedDict):
     """What every method builds its trainer from."""
 

@@ -21,6 +21,7 @@ from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DistillationMethod, RewardMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
+from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
 from tunekit.run.exchange import exchange_problem, same_everywhere
@@ -33,7 +34,7 @@ from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
-from tunekit.run.trainer import build_trainer, load_policy
+from tunekit.run.trainer import build_trainer, load_policy, loads_bare_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -138,6 +139,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
         if newest.path is None:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
@@ -196,7 +198,7 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.methods.reference import settle_reference
+    from tunekit.methods.reference import give_weights, settle_reference
     from tunekit.model.adapters import Task, attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
@@ -219,8 +221,10 @@ def _build(
         callbacks=[watch],
         place=record.place,
     )
-    settle_reference(trainer.model, plan.reference, trained)
+    if loads_bare_reference(plan):
+        give_weights(trainer.ref_model, load_policy(recipe, plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
+    settle_reference(trainer.model, plan.reference, trained)
     before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
