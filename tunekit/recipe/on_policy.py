@@ -7,6 +7,7 @@ something else than was asked for.
 from collections.abc import Iterator
 
 from tunekit.recipe.methods import DistillationMethod, GRPOMethod, OnPolicyMethod, RewardedMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.section import Conflict
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -35,6 +36,7 @@ def conflicts_of_answers(
         yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
     yield from _conflicts_of_generation(method)
     if isinstance(method, DistillationMethod):
+        yield from _conflicts_of_teacher(method.teacher)
         return
     if global_batch_size % method.num_generations:
         what = f"{method.num_generations} does not divide train.global_batch_size {global_batch_size}"
@@ -45,6 +47,15 @@ def conflicts_of_answers(
     if method.epsilon_high is not None and method.epsilon_high < method.epsilon:
         what = f"{method.epsilon_high:g} is less than method.epsilon {method.epsilon:g}"
         yield Conflict(("method", "epsilon_high"), what, "steps upwards go as far as those downwards at least")
+
+
+def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
+    """What is computed of a teacher as of the model that learns from it."""
+    given = {"dtype": teacher.dtype, "attn_implementation": teacher.attn_implementation}
+    for name, value in given.items():
+        if value != "auto":
+            what = "cannot be given: the teacher is computed like the model"
+            yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
 
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
