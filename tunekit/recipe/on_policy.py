@@ -21,7 +21,7 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 
 
 def conflicts_of_answers(
-    method: OnPolicyMethod, *, max_length: int, global_batch_size: int, full: bool
+    method: OnPolicyMethod, *, max_length: int, global_batch_size: int, save_steps: int | None, full: bool
 ) -> Iterator[Conflict]:
     """What does not go together in a method, with the rows, the batch and the adapter.
 
@@ -29,6 +29,7 @@ def conflicts_of_answers(
         method: The method.
         max_length: Longest sequence.
         global_batch_size: Answers of an optimizer step.
+        save_steps: Steps between two checkpoints, where the recipe says so.
         full: Whether the weights themselves are trained, and no adapter.
     """
     if method.max_completion_length >= max_length:
@@ -41,6 +42,10 @@ def conflicts_of_answers(
     if global_batch_size % method.num_generations:
         what = f"{method.num_generations} does not divide train.global_batch_size {global_batch_size}"
         yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+    if save_steps is not None and save_steps % method.num_iterations:
+        what = f"{save_steps} is no multiple of method.num_iterations {method.num_iterations}"
+        hint = "a checkpoint holds no answers, so it is made where new ones are due"
+        yield Conflict(("train", "save_steps"), what, hint)
     yield from _conflicts_of_trainer_args(method, full=full)
     if isinstance(method, GRPOMethod):
         yield from _conflicts_of_loss(method)
