@@ -27,7 +27,7 @@ from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
-from tunekit.planner.speed import duration
+from tunekit.planner.speed import Speed, duration
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
@@ -229,6 +229,8 @@ def summary(result: Event, run: Run) -> RenderableType:
         tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of steps"
         table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
         table.add_row("time", _time_words(result))
+    if result.get("generation_seconds") is not None:
+        table.add_row("generation", _generation_words(result, run.plan.speed))
     if len(ranks) > 1:
         shares = [rank["wait_seconds"] / rank["step_seconds"] for rank in ranks[:MAX_RANKS]]
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
@@ -250,8 +252,10 @@ def _time_words(result: Event) -> str:
     if "ranks" not in result:
         return duration(whole)
     computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and exchanges"
+    generation = result.get("generation_seconds") or 0.0
     parts = {
-        computing: result["step_seconds"] - result["optimizer_seconds"],
+        computing: result["step_seconds"] - result["optimizer_seconds"] - generation,
+        **({"generation": generation} if generation else {}),
         "updates": result["optimizer_seconds"],
         "rows": result["data_seconds"],
         "evaluation": result["evaluation_seconds"],
@@ -260,6 +264,14 @@ def _time_words(result: Event) -> str:
     parts["loading and the rest"] = whole - sum(parts.values())
     shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
     return f"{duration(whole)}: {shares}"
+
+
+def _generation_words(result: Event, planned: Speed | None) -> str:
+    """How much of the steps went to generating answers, beside what was planned, if that was known."""
+    words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the steps"
+    if planned is None or planned.generation_share is None:
+        return words
+    return f"{words} (planned {_range_words([planned.generation_share.low, planned.generation_share.high])})"
 
 
 def _exchange_words(ranks: Sequence[Event]) -> str:

@@ -84,6 +84,8 @@ def build(
     from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
 
+    from tunekit.methods.order import GroupOrder
+
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     trainer = DistillationTrainer(
         model=model,
@@ -99,6 +101,7 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    GroupOrder(trainer, train.seed)
     end_at_stop_texts(trainer, tokenizer, method.generation.stop)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -36,25 +36,25 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan, 
         plan: What generates.
         base: The model, which vLLM loads by itself.
     """
-    asked, vllm = method.generation, plan.vllm
+    generation, vllm = method.generation, plan.vllm
     given: dict[str, Any] = {
         "shuffle_dataset": data.shuffle,
         "max_completion_length": method.max_completion_length,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
-        "min_p": asked.min_p,
-        "repetition_penalty": asked.repetition_penalty,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "min_p": generation.min_p,
+        "repetition_penalty": generation.repetition_penalty,
         "use_vllm": vllm is not None,
     }
-    if asked.stop:
+    if generation.stop:
         name = "stop_strings" if vllm is None else "stop"
-        given["generation_kwargs"] = {**(method.trainer_args.get("generation_kwargs") or {}), name: asked.stop}
+        given["generation_kwargs"] = {**(method.trainer_args.get("generation_kwargs") or {}), name: generation.stop}
     if vllm is None:
         return given
     given |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
     if vllm.mode == "server":
-        return {**given, "vllm_server_base_url": asked.vllm_server_base_url}
+        return {**given, "vllm_server_base_url": generation.vllm_server_base_url}
     return {
         **given,
         "vllm_gpu_memory_utilization": vllm.gpu_memory_utilization,

@@ -64,6 +64,8 @@ def build(
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tunekit.methods.order import GroupOrder
+
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
     shared["per_device_eval_batch_size"] = whole_groups(
@@ -96,6 +98,7 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    GroupOrder(trainer, train.seed)
     end_at_stop_texts(trainer, tokenizer, method.generation.stop)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -80,6 +80,42 @@ def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:
     return next((size for size in sizes if num_rows % (size * num_batches) == 0), 1)
 
 
+class GroupOrder(TrainerCallback):  # type: ignore[misc]
+    """The order of the prompts that answers are generated for, in each epoch from the seed and its number alone.
+
+    TRL's `RepeatSampler` draws it from where the last epoch left its generator, and a resumed run begins with the first
+    epoch's, whichever it is in; it also takes the next micro-batch for the first on new answers (trl 1.16).
+
+    Args:
+        trainer: A trainer of TRL's that generates answers.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, trainer: "Trainer", seed: int) -> None:
+        self.trainer = trainer
+        self.seed = seed
+        self._make = trainer._get_train_sampler
+        trainer._get_train_sampler = self._made
+        trainer.add_callback(self)
+
+    def _made(self, *args: Any) -> Any:
+        self._sampler = self._make(*args)
+        return self._sampler
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Count the micro-batches of the steps that were taken before."""
+        self.trainer._step = state.global_step * args.gradient_accumulation_steps
+
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Take the order of the epoch that begins or is resumed."""
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self.seed + int(state.epoch or 0))
+
+
 def num_missing(num_rows: int, multiple: int) -> int:
     """Rows that are missing from a multiple."""
     return -num_rows % multiple

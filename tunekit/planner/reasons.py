@@ -228,12 +228,14 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
+    # A checkpoint holds no answers: it is made where new ones are due.
+    together = recipe.method.num_iterations if isinstance(recipe.method, RewardedMethod) else 1
     return Schedule(
         num_steps=steps,
         steps_per_epoch=per_epoch,
         warmup_steps=int(warmup),
         eval_steps=None if data.num_eval is None else train.eval_steps or often,
-        save_steps=train.save_steps or often,
+        save_steps=train.save_steps or math.ceil(often / together) * together,
     )
 
 

@@ -341,9 +341,9 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = _rate_of(as_spread), _words_of(as_spread, device)
+        rate, basis = _rate_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
     elif alone:
-        rate, basis = _rate_of(alone), _words_of(alone, device)
+        rate, basis = _rate_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
@@ -351,10 +351,15 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         rate, basis = by_peak
     generation = generating(step, rate, figures)
     seconds = seconds_of(step, rate, figures)
-    if as_spread and generation is not None:
-        # What devices waited is in it.
+    if as_spread:
+        # What devices waited is in it, and generating.
         work = step.num_tokens * step.flops_per_token / step.num_devices
-        seconds = Range(low=work / rate.high, high=work / rate.low).plus(generation)
+        whole = Range(low=work / rate.high, high=work / rate.low)
+        shares = [record.generation_share for record in as_spread if record.generation_share is not None]
+        if shares and step.generating is not None:
+            seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
+        elif generation is not None:
+            seconds = whole.plus(generation)
     if seconds is None or generation is None:
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
@@ -373,12 +378,13 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     kind = (record.device, record.model_type, record.method, record.adapter, record.dtype)
     of_a_size = 1 / SIMILAR_SIZE <= record.num_params / step.num_params <= SIMILAR_SIZE
-    return kind == (device.name, step.model_type, step.method, step.adapter, step.dtype) and of_a_size
+    alike = record.by_vllm == (step.generating is not None and not step.generating.is_launched)
+    asked = (device.name, step.model_type, step.method, step.adapter, step.dtype)
+    return kind == asked and of_a_size and alike
 
 
-def _rate_of(records: Sequence[RunRecord]) -> Range:
+def _rate_of(achieved: Sequence[float]) -> Range:
     """Operations a second of a device, in the slowest and the fastest of similar runs."""
-    achieved = [record.flops_per_second for record in records]
     return Range(low=min(achieved), high=max(achieved))
 
 

@@ -7,6 +7,7 @@ something else than was asked for.
 from collections.abc import Iterator
 
 from tunekit.recipe.methods import DistillationMethod, GRPOMethod, OnPolicyMethod, RewardedMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.section import Conflict
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -20,7 +21,7 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 
 
 def conflicts_of_answers(
-    method: OnPolicyMethod, *, max_length: int, global_batch_size: int, full: bool
+    method: OnPolicyMethod, *, max_length: int, global_batch_size: int, save_steps: int | None, full: bool
 ) -> Iterator[Conflict]:
     """What does not go together in a method, with the rows, the batch and the adapter.
 
@@ -28,6 +29,7 @@ def conflicts_of_answers(
         method: The method.
         max_length: Longest sequence.
         global_batch_size: Answers of an optimizer step.
+        save_steps: Steps between two checkpoints, where the recipe says so.
         full: Whether the weights themselves are trained, and no adapter.
     """
     if method.max_completion_length >= max_length:
@@ -35,16 +37,30 @@ def conflicts_of_answers(
         yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
     yield from _conflicts_of_generation(method)
     if isinstance(method, DistillationMethod):
+        yield from _conflicts_of_teacher(method.teacher)
         return
     if global_batch_size % method.num_generations:
         what = f"{method.num_generations} does not divide train.global_batch_size {global_batch_size}"
         yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+    if save_steps is not None and save_steps % method.num_iterations:
+        what = f"{save_steps} is no multiple of method.num_iterations {method.num_iterations}"
+        hint = "a checkpoint holds no answers, so it is made where new ones are due"
+        yield Conflict(("train", "save_steps"), what, hint)
     yield from _conflicts_of_trainer_args(method, full=full)
     if isinstance(method, GRPOMethod):
         yield from _conflicts_of_loss(method)
     if method.epsilon_high is not None and method.epsilon_high < method.epsilon:
         what = f"{method.epsilon_high:g} is less than method.epsilon {method.epsilon:g}"
         yield Conflict(("method", "epsilon_high"), what, "steps upwards go as far as those downwards at least")
+
+
+def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
+    """What is computed of a teacher as of the model that learns from it."""
+    given = {"dtype": teacher.dtype, "attn_implementation": teacher.attn_implementation}
+    for name, value in given.items():
+        if value != "auto":
+            what = "cannot be given: the teacher is computed like the model"
+            yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 
 
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:

@@ -486,6 +486,7 @@ def _conflicts_of_numbers(
             method,
             max_length=data.max_length,
             global_batch_size=train.global_batch_size,
+            save_steps=train.save_steps,
             full=isinstance(adapter, FullAdapter),
         )
 

@@ -75,10 +75,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _seconds(self) -> dict[str, float]:
         timing = self.timing
+        generation = {"generation_seconds": timing.generation_seconds} if timing.generates else {}
         return {
             "step_seconds": timing.step_seconds,
             "data_seconds": timing.data_seconds,
             "optimizer_seconds": timing.optimizer_seconds,
+            **generation,
         }
 
     def on_epoch_begin(

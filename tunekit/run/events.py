@@ -8,7 +8,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
   `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main
-  process's clock `step_seconds`, `optimizer_seconds` of these, and `data_seconds` between the steps
+  process's clock `step_seconds`, of these `optimizer_seconds` and, where the model learns from its own answers,
+  `generation_seconds`, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own measures
 - `completions`: `step`, and of the prompt whose answers' rewards were furthest apart when answers were generated last,
   `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times in a run
