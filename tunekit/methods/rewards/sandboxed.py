@@ -312,8 +312,9 @@ class Tests:
         reply = receive(self.replies)
         if isinstance(reply, dict):
             kind = vars(builtins).get(str(reply["raised"]))
-            known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else ProgramError)(str(reply["says"]))
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = ProgramError
+            raise kind(str(reply["says"]))
         result, after = reply
         for value, changed in zip(values[1:], after, strict=True):
             _change(value, self.decoded(changed))
