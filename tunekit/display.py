@@ -43,7 +43,7 @@ PLAIN_LINES = 20
 MAX_RANKS = 8
 """Processes of which a summary tells one by one."""
 
-BAR_COLUMNS = 46
+BAR_COLUMNS = 40
 """Columns of a live line that are not figures: the step, a short bar, and the time."""
 
 SHOWN_LETTERS = 300

@@ -22,8 +22,13 @@ Logs = Sequence[Mapping[str, Any]]
 WINDOW = 10
 """Logged values that are looked at together, at the beginning and at the end: a single batch is nobody's trend."""
 
-RISEN_LOSS = 1.5
-"""How many times its first values a loss is that has risen. Batches differ by less, and no loss that falls gets there."""
+MAX_KEPT = 1000
+"""Logged steps that are kept; of more, every second one between the first and the last. Looking at them takes some
+milliseconds."""
+
+RISEN_LOSS, UNLEARNED = 1.5, 0.5
+"""How many times its lowest a loss is that has risen, when half of what was learned is gone: means over ten batches
+differ by less."""
 
 GROWN_GRADIENT = 10
 """How many times the largest tenth of earlier gradients is too large. Gradients of different batches differ by factors,
@@ -79,6 +84,8 @@ class Trends:
         while self._logs and self._logs[-1]["step"] >= step:
             self._logs.pop()
         self._logs.append({"step": step, **log})
+        if len(self._logs) > MAX_KEPT:
+            self._logs[WINDOW:-WINDOW] = self._logs[WINDOW:-WINDOW:2]
         for find in FINDERS:
             name = find.__name__
             words = None if name in self._told else find(self._logs, self._method)
@@ -92,12 +99,14 @@ def loss_rises(logs: Logs, method: Method) -> str | None:
     losses = _values(logs, "loss")
     if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) < 2 * WINDOW:
         return None
-    first, last = fmean(losses[: WINDOW // 2]), fmean(losses[-WINDOW:])
-    if first <= 0 or last < RISEN_LOSS * first:
+    half = WINDOW // 2
+    earlier = [fmean(losses[start : start + half]) for start in range(0, len(losses) - WINDOW, half)]
+    first, lowest, last = earlier[0], min(earlier), fmean(losses[-WINDOW:])
+    if lowest <= 0 or last < RISEN_LOSS * lowest or last - lowest < UNLEARNED * (first - lowest):
         return None
     return (
-        f"the loss has risen from {first:.3g} to {last:.3g} over the last {WINDOW} logged steps: the model unlearns; "
-        "lower train.learning_rate, or raise train.warmup_steps"
+        f"the loss was {lowest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; lower "
+        "train.learning_rate, or raise train.warmup_steps"
     )
 
 
