@@ -524,7 +524,8 @@ def _whole_head_of(
     """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
 
     Where Accelerate casts, it makes float32 of them. The likelihood takes a copy of those of the better answers, and
-    their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes.
+    their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes; without Triton
+    also those of the words' own logits and of their sums.
     """
     h, e = model.hidden_size, BYTES[dtype]
     tables, casted = trained_tables(model, adapter), autocast and e == 2
@@ -534,4 +535,5 @@ def _whole_head_of(
     # Its weight has no gradient yet, which is counted beside.
     gradient = 4 * model.vocab_size * h if tables.head else 0
     kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
-    return Head(kept, 2 * logits + cast, max(3 * logits + cast - gradient, 2 * logits))
+    times = 3 if device == "cuda" else 4.5
+    return Head(kept, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))
