@@ -505,9 +505,11 @@ def _score_of(
     h, e = model.hidden_size, BYTES[dtype]
     casted = autocast and e == 2
     wide = 4 if casted and trained_tables(model, adapter).embedding else e
-    # The score is trained, so that what it reads is kept, in the type of its product.
+    # The score is trained, so that what it reads is kept, in the type of its product, until the norm's own backward
+    # pass: in float32 its gradient, product, quotient and power, and of a frozen weight one more.
     kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
-    return Head(kept, wide * h * num_tokens, (4 + e) * h * num_tokens)
+    norm = (16 if isinstance(adapter, FullAdapter) else 20) - e
+    return Head(kept, wide * h * num_tokens, norm * h * num_tokens)
 
 
 def _whole_head_of(
@@ -519,10 +521,19 @@ def _whole_head_of(
     *,
     autocast: bool,
 ) -> Head:
-    """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them."""
+    """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
+
+    Where Accelerate casts, it makes float32 of them. The likelihood takes a copy of those of the better answers, and
+    their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes; without Triton
+    also those of the words' own logits and of their sums.
+    """
     h, e = model.hidden_size, BYTES[dtype]
     tables, casted = trained_tables(model, adapter), autocast and e == 2
     wide = 4 if casted and tables.embedding else e
-    logits = model.vocab_size * num_tokens
+    logits = (4 if autocast else e) * model.vocab_size * num_tokens
+    cast = e * model.vocab_size * h if casted and tables.head else 0
+    # Its weight has no gradient yet, which is counted beside.
+    gradient = 4 * model.vocab_size * h if tables.head else 0
     kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
-    return Head(kept, 3 * e * logits, 4 * e * logits)
+    times = 3 if device == "cuda" else 4.5
+    return Head(kept, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))
