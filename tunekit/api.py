@@ -334,7 +334,7 @@ def try_rewards(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     if not isinstance(recipe.method, RewardedMethod):
         raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
     _refuse_untrainable(recipe)
@@ -345,7 +345,7 @@ def try_rewards(
         from tunekit.run.trial import run_trial
 
         return run_trial(
-            recipe, recipe.method, planned, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
+            planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
         )
 
 

@@ -8,6 +8,8 @@ from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
 from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
+from tunekit.model.adapters import Task
+from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import (
@@ -52,6 +54,22 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
         return model
     return merge_adapter(model, origin.adapter, Path(origin.folder))
+
+
+def continued_folder(plan: Plan, device: str | None) -> Path | None:
+    """Folder of the adapter that is trained further; None in processes that are given their weights by another one."""
+    continued = continued_adapter(plan.origin, plan.recipe.adapter)
+    return None if continued is None or device == "meta" else Path(continued.folder)
+
+
+def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "Module":
+    """The model with the adapter that is trained, as it is before the first step."""
+    from tunekit.model.adapters import attach_adapter
+
+    model = load_policy(recipe, plan, device=device)
+    trained = continued_folder(plan, device)
+    task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
+    return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
 
 
 def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":

@@ -17,12 +17,12 @@ from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import RewardFunction, load_rewards
 from tunekit.planner.plan import Plan
-from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import RewardedMethod
-from tunekit.recipe.schema import Recipe
+from tunekit.run.trainer import load_adapted
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch.nn import Module
+    from transformers import PreTrainedTokenizerBase
 
 _NO_SIGNAL_SHARE, _TRUNCATED_SHARE = 0.8, 0.5
 """From these shares on there is a warning."""
@@ -193,9 +193,8 @@ class _Prompt:
 
 
 def run_trial(
-    recipe: Recipe,
-    method: RewardedMethod,
     plan: Plan,
+    method: RewardedMethod,
     sources: Sequence[Rows],
     *,
     num_prompts: int,
@@ -204,9 +203,8 @@ def run_trial(
     """Let the model answer the first prompts, and have the answers judged.
 
     Args:
-        recipe: The recipe.
+        plan: How the recipe would run.
         method: Its method.
-        plan: How it would run.
         sources: Its training rows.
         num_prompts: Prompts to try, at most.
         on_progress: Told how many prompts are answered.
@@ -218,11 +216,11 @@ def run_trial(
 
     from tunekit.model.load import load_tokenizer
 
-    functions = load_rewards(method.rewards)
+    recipe, functions = plan.recipe, load_rewards(method.rewards)
     tokenizer = load_tokenizer(recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)
-    model = _load(recipe, plan)
+    model = load_adapted(recipe, plan, device=plan.device.kind).eval()
     set_seed(recipe.train.seed)
     started = time.perf_counter()
     answered: list[list[list[int]]] = []
@@ -282,23 +280,8 @@ def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return list(made["input_ids"])
 
 
-def _load(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
-    """The model as a run begins with it, on one device."""
-    from tunekit.model.adapters import attach_adapter
-    from tunekit.model.load import load_model
-
-    model = load_model(
-        recipe.model,
-        dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
-        attn_implementation=plan.attn_implementation,
-        device=plan.device.kind,
-        quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
-    )
-    return attach_adapter(model, recipe.adapter, seed=recipe.train.seed).eval()
-
-
 def _answer(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", method: RewardedMethod, ids: list[int]
+    model: "Module", tokenizer: "PreTrainedTokenizerBase", method: RewardedMethod, ids: list[int]
 ) -> list[list[int]]:
     """The tokens of the answers to a prompt, each up to its end token."""
     import torch

@@ -8,17 +8,15 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
 from tunekit.errors import ExchangeError, RunError, TunekitError
-from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import DistillationMethod, RewardMethod
+from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
 from tunekit.run.check_reference import check_reference
@@ -34,7 +32,7 @@ from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
-from tunekit.run.trainer import build_trainer, load_policy, loads_bare_reference
+from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -199,18 +197,14 @@ def _build(
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
     from tunekit.methods.reference import give_weights, settle_reference
-    from tunekit.model.adapters import Task, attach_adapter, keep_trained_in_float32, num_trained
+    from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
         device = weights_device(plan, record.place)
-        model = load_policy(recipe, plan, device=device)
-        continued = continued_adapter(plan.origin, recipe.adapter)
-        trained = None if continued is None or device == "meta" else Path(continued.folder)
-        task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
+        model = load_adapted(recipe, plan, device=device)
     trainer = build_trainer(
         run,
         recipe,
@@ -224,7 +218,7 @@ def _build(
     if loads_bare_reference(plan):
         give_weights(trainer.ref_model, load_policy(recipe, plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
-    settle_reference(trainer.model, plan.reference, trained)
+    settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:

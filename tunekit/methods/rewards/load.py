@@ -14,9 +14,14 @@ from tunekit.errors import RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.rewards import (
+    CodeReward,
     ExactMatchReward,
     FunctionReward,
+    JsonSchemaReward,
+    JudgeReward,
     LengthReward,
+    MathReward,
+    ModelReward,
     NumericMatchReward,
     RegexReward,
     RepetitionReward,
