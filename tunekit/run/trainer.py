@@ -62,7 +62,7 @@ def continued_folder(plan: Plan, device: str | None) -> Path | None:
     return None if continued is None or device == "meta" else Path(continued.folder)
 
 
-def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "Module":
+def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
     """The model with the adapter that is trained, as it is before the first step."""
     from tunekit.model.adapters import attach_adapter
 

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
@@ -21,8 +21,7 @@ from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.trainer import load_adapted
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _NO_SIGNAL_SHARE, _TRUNCATED_SHARE = 0.8, 0.5
 """From these shares on there is a warning."""
@@ -220,7 +219,7 @@ def run_trial(
     tokenizer = load_tokenizer(recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)
-    model = load_adapted(recipe, plan, device=plan.device.kind).eval()
+    model = cast("PreTrainedModel", load_adapted(recipe, plan, device=plan.device.kind)).eval()
     set_seed(recipe.train.seed)
     started = time.perf_counter()
     answered: list[list[list[int]]] = []
@@ -281,7 +280,7 @@ def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def _answer(
-    model: "Module", tokenizer: "PreTrainedTokenizerBase", method: RewardedMethod, ids: list[int]
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", method: RewardedMethod, ids: list[int]
 ) -> list[list[int]]:
     """The tokens of the answers to a prompt, each up to its end token."""
     import torch
