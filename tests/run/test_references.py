@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests.run.engines import made, worked
 from tests.run.test_dpo import logged, save_pairs
 from tests.run.test_lineage import REWARDS, save_adapter
 from tests.run.test_resume import cut_off
-from tests.tiny import save_tiny_model
+from tests.tiny import save_tiny_model, watching_models
 from tunekit.errors import RunError
 from tunekit.run import worker
 from tunekit.run.callback import Watch
@@ -181,3 +182,64 @@ def forget_copies(run: Path) -> None:
         listed = json.loads(manifest.read_text())
         listed["files"] = {name: size for name, size in listed["files"].items() if not name.startswith("ref/")}
         manifest.write_text(json.dumps(listed))
+
+
+BEFOREHAND = {"type": "dpo", "precompute_ref_log_probs": True}
+
+
+def steps_and_passes(asked):
+    """A run, and how often its model was called without gradients before the first step."""
+    passes = []
+
+    def watch(module, kwargs):
+        if type(module).__name__ == "LlamaForCausalLM" and not torch.is_grad_enabled():
+            passes.append(kwargs)
+
+    with watching_models(watch):
+        run = tunekit.train(asked)
+    return run, len(passes)
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("adapter", "lora"), ("model", "full")])
+def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model, adapter, here, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = recipe(model, adapter, method=BEFOREHAND)
+    # Step 0 is looked at in two passes, of two rows.
+    first, computed = steps_and_passes(asked)
+    again, found = steps_and_passes(asked)
+    assert (computed, found) == (2 + 2, 2)
+    losses = [[event["loss"] for event in logged(run)] for run in (first, again)]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(
+        [event["loss"] for event in logged(tunekit.train(recipe(model, adapter)))], rel=1e-5, abs=1e-6
+    )
+    rows = (here / "pairs.jsonl").read_text()
+    (here / "changed.jsonl").write_text(rows.replace("double 7", "double 9"))
+    assert steps_and_passes({**asked, "data": {**asked["data"], "train": "changed.jsonl"}})[1] == 4
+    save_tiny_model(tmp_path / "model", seed=1)
+    others = str(tmp_path / "model") if model == "model" else str(changed(here / model, tmp_path / "adapter"))
+    assert steps_and_passes({**asked, "model": others})[1] == 4
+
+
+def changed(adapter: Path, to: Path) -> Path:
+    """An adapter that differs in one number."""
+    shutil.copytree(adapter, to)
+    weights = load_file(to / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] += 0.01
+    save_file(weights, to / "adapter_model.safetensors")
+    return to
+
+
+def test_log_probabilities_of_another_model_stop_a_run(here, tmp_path, monkeypatch):
+    from datasets import Dataset
+
+    from tunekit.data import cache
+    from tunekit.methods.precomputed import FILE
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tunekit.train(recipe("model", method=BEFOREHAND))
+    (entry,) = (entry for entry in cache.list_entries() if entry.kind == "log-probabilities")
+    columns = Dataset.from_parquet(str(entry.path / FILE)).with_format("numpy")[:]
+    Dataset.from_dict({name: values - 3 for name, values in columns.items()}).to_parquet(entry.path / FILE)
+    with pytest.raises(RunError, match=r"\(beforehand\).*`tunekit data cache --clear`"):
+        tunekit.train(recipe("model", method=BEFOREHAND))

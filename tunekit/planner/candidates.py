@@ -310,6 +310,9 @@ def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal |
     if rewarded and reference == "second model" and origin.is_merged_for(recipe.adapter):
         why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
         return Refusal(why, "use adapter.type=lora, method.beta=0, or ddp")
+    if layout.strategy == "fsdp2" and reference == "beforehand" and origin.is_merged_for(recipe.adapter):
+        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
+        return Refusal(why, "leave method.precompute_ref_log_probs out")
     whole = origin.adapter is not None and origin.adapter.modules_to_save
     if layout.strategy == "zero3" and whole:
         why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
