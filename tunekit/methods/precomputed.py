@@ -9,18 +9,15 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, concatenate_datasets
 from peft import PeftModel
-from trl import DPOTrainer
+from trl import DPOTrainer, KTOTrainer
 
 from tunekit.data import cache
-
-if TYPE_CHECKING:
-    from trl import KTOTrainer
 
 FILE = "log_probs.parquet"
 """File of an entry of the cache."""
@@ -40,8 +37,16 @@ class RememberingDPOTrainer(DPOTrainer):  # type: ignore[misc]
         return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
 
 
+class RememberingKTOTrainer(KTOTrainer):  # type: ignore[misc]
+    """KTOTrainer whose reference is asked once for all runs on the same model and rows."""
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        compute = super()._precompute_ref_logps
+        return remembered(self, dataset, name, lambda: compute(dataset, name, batch_size))
+
+
 def remembered(
-    trainer: "DPOTrainer | KTOTrainer", dataset: Dataset, name: str, compute: Callable[[], Dataset]
+    trainer: DPOTrainer | KTOTrainer, dataset: Dataset, name: str, compute: Callable[[], Dataset]
 ) -> Dataset:
     """Rows with the log-probabilities of the reference, from the cache, or computed and kept there.
 
@@ -83,7 +88,7 @@ def _kept(key: str, num_rows: int) -> dict[str, Any] | None:
     return dict(columns)
 
 
-def _made_of(trainer: "DPOTrainer | KTOTrainer", dataset: Dataset) -> dict[str, Any]:
+def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, Any]:
     """All that the log-probabilities depend on."""
     model = trainer.ref_model if trainer.ref_model is not None else trainer.model
     config = {name: str(value) for name, value in model.config.to_dict().items() if name not in PASSING}

@@ -305,6 +305,9 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal | None:
     """What cannot be started from where weights are divided."""
+    if layout.tp_size > 1 and origin.is_merged_for(recipe.adapter):
+        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
+        return Refusal(why, "use fsdp2 without tp_size")
     reference = reference_of(recipe.method, recipe.adapter, origin)
     rewarded = isinstance(recipe.method, GRPOMethod | RLOOMethod)
     if rewarded and reference == "second model" and origin.is_merged_for(recipe.adapter):
