@@ -11,10 +11,17 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tunekit.data.cache import Entry
+from tunekit.data.cache import Entry, Kind
 from tunekit.data.formats import counted
 from tunekit.data.report import DataReport, Piece, Sample, SourceReport, visible
 from tunekit.planner.plan import gib
+
+HOLDS: dict[Kind, str] = {
+    "tokens": "tokens of a source",
+    "sequences": "what is trained on",
+    "log-probabilities": "what a reference says of it",
+}
+"""What an entry of the cache holds, in words."""
 
 BAR_WIDTH = 40
 """Columns of a histogram's longest bar."""
@@ -87,7 +94,7 @@ def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> Renderab
         table.add_column(title, justify="right")
     for entry in entries:
         counts = (f"{entry.account[name]:,}" for name in ("num_sequences", "num_tokens"))
-        holds = "tokens of a source" if entry.kind == "tokens" else "what is trained on"
+        holds = HOLDS[entry.kind]
         table.add_row(Text(entry.source), holds, *counts, gib(entry.size_bytes), _age(entry.path))
     num_download_bytes = sum(file.stat().st_size for file in downloads)
     if downloads:

@@ -34,8 +34,8 @@ ACCOUNT = "tunekit.json"
 LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transformers", "trl")
 """Packages whose version can change how rows become tokens."""
 
-Kind = Literal["tokens", "sequences"]
-"""What an entry holds: the tokens of one source, or what a trainer reads."""
+Kind = Literal["tokens", "sequences", "log-probabilities"]
+"""What an entry holds: the tokens of one source, what a trainer reads, or what a reference says of its answers."""
 
 
 def cache_root() -> Path:
@@ -106,6 +106,11 @@ def cached(key: str, kind: Kind, source: str, make: Callable[[Path], dict[str, A
     if entry is None:
         raise DataError(f"the prepared rows cannot be kept in {place}", hint="look at the disk, or set XDG_CACHE_HOME")
     return entry
+
+
+def found(key: str) -> Entry | None:
+    """The entry of this name, if it is there."""
+    return _read(cache_root() / key)
 
 
 def list_entries() -> list[Entry]:

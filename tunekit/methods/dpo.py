@@ -64,16 +64,17 @@ def build(
         engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig
 
     from tunekit.methods.order import even_size, fill_last_step
+    from tunekit.methods.precomputed import RememberingDPOTrainer
 
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     if eval_dataset is not None:
         shared["per_device_eval_batch_size"] = even_size(
             plan.micro_batch_size, len(eval_dataset), num_batches=plan.layout.num_batches
         )
-    trainer = DPOTrainer(
+    trainer = RememberingDPOTrainer(
         model=model,
         ref_model=reference,
         args=DPOConfig(

@@ -74,12 +74,15 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
         name: Name of the adapter.
 
     Raises:
-        ModelError: The folder has other tensors than the adapter.
+        ModelError: The folder has no adapter any more, or other tensors than this one.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    weights = load_file(folder / ADAPTER_WEIGHTS)
+    file = folder / ADAPTER_WEIGHTS
+    if not file.is_file():
+        raise ModelError(f"{file} is gone, which this run starts from", hint="put it back, or start from another model")
+    weights = load_file(file)
     needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     different = sorted(needed.symmetric_difference(weights))
     if not different:

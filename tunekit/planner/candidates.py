@@ -310,11 +310,17 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal | None:
     """What cannot be started from where weights are divided."""
+    if layout.tp_size > 1 and origin.is_merged_for(recipe.adapter):
+        why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
+        return Refusal(why, "use fsdp2 without tp_size")
     reference = reference_of(recipe.method, recipe.adapter, origin)
     rewarded = isinstance(recipe.method, GRPOMethod | RLOOMethod)
     if rewarded and reference == "second model" and origin.is_merged_for(recipe.adapter):
         why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
         return Refusal(why, "use adapter.type=lora, method.beta=0, or ddp")
+    if layout.strategy == "fsdp2" and reference == "beforehand" and origin.is_merged_for(recipe.adapter):
+        why = "TRL loads the model itself to compute log-probabilities beforehand, without the adapter to be merged"
+        return Refusal(why, "leave method.precompute_ref_log_probs out")
     whole = origin.adapter is not None and origin.adapter.modules_to_save
     if layout.strategy == "zero3" and whole:
         why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"

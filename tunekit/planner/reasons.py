@@ -194,7 +194,7 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
                 choice += f", the adapter of {origin.name} merged"
         case "beforehand":
             choice = "its log-probabilities, computed before the first step"
-            why = "one pass over all rows, kept in tunekit's cache for the next run on the same model and rows"
+            why = "one pass over all rows, kept in the cache for other runs on the same model and rows, but for ZeRO-3"
         case "none":
             return
     yield Reason(topic="reference", choice=choice, why=why)

@@ -13,7 +13,9 @@ class ModelSection(Section):
     shorthand = "path"
 
     path: Annotated[str, Field(min_length=1, json_schema_extra=EXPANDS_ENV)]
-    """`pico` (ships with tunekit), a local folder, or a model's name on the Hugging Face hub."""
+    """`pico` (ships with tunekit), a local folder, or a model's name on the Hugging Face hub. Or a finished run, by its
+    folder (`runs/my-sft`) or its name (`my-sft`: the newest one): training goes on with its weights or its adapter, its
+    tokenizer and its chat template. So it does with the folder of an adapter that PEFT saved."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""

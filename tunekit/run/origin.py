@@ -49,6 +49,9 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if judges and not isinstance(recipe.method, RewardMethod):
         what = f"{origin.name} is a reward model: it judges answers, and gives none"
         yield Conflict(("model", "path"), what, "name a run that trained a model which answers")
+    if not judges and isinstance(recipe.method, RewardMethod) and origin.adapter is not None:
+        what = f"the adapter of {origin.name} is one of a model that answers, and cannot go on in one that judges"
+        yield Conflict(("model", "path"), what, "start from its base model, or from a run that trained all weights")
     for field, asked, has in contradictions(origin, recipe.adapter):
         what = f"{show(asked)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
         yield Conflict(

@@ -18,7 +18,7 @@ import yaml
 
 from tunekit.errors import DependencyError, PlanError, RunError
 from tunekit.planner.machines import find_machine
-from tunekit.recipe.schema import Recipe
+from tunekit.planner.plan import Plan
 from tunekit.run.cluster import command_of, num_local
 from tunekit.run.run import Run
 
@@ -55,7 +55,7 @@ def write_task(run: Run, on: str) -> Path:
         "name": _name(run),
         "resources": {"accelerators": f"{_accelerator(on)}:{num_local(plan)}"},
         "num_nodes": plan.num_nodes,
-        "file_mounts": {path: path for path in (folder, *_local_files(plan.recipe))},
+        "file_mounts": {path: path for path in (folder, *_local_files(plan))},
         "envs": dict(plan.environment),
         "setup": f"pip install 'tunekit=={version('tunekit')}'\n",
         "run": command_of(plan, "python", folder, meeting=MEETING) + "\n",
@@ -97,16 +97,17 @@ def _accelerator(on: str) -> str:
     return NAMES.get(name, name.upper())
 
 
-def _local_files(recipe: Recipe) -> Iterator[str]:
+def _local_files(plan: Plan) -> Iterator[str]:
     """Files of this machine that the processes read; the rows are in the run folder.
 
     Raises:
         PlanError: The rows are not, and lie here.
     """
+    recipe = plan.recipe
     train = recipe.data.train
     sources = train if isinstance(train, list) else [train]
     if recipe.data.streaming and any(Path(source.path).is_absolute() for source in sources):
         raise PlanError("data.streaming: rows would be read from this disk by other machines", hint="set it to false")
-    for path in (recipe.model.path, recipe.model.chat_template):
+    for path in dict.fromkeys((recipe.model.path, plan.base.path, recipe.model.chat_template)):
         if path is not None and Path(path).is_absolute() and Path(path).exists():
             yield path

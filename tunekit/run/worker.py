@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
 from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
@@ -196,7 +197,6 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.methods.reference import give_weights, settle_reference
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
