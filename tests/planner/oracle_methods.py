@@ -1,4 +1,4 @@
-"""What a step of DPO or GRPO allocates, traced: TRL's own loss on tensors without storage.
+"""What a step of DPO, GRPO, RLOO or distillation allocates, traced: TRL's own loss on tensors without storage.
 
 The technique is `oracle`'s. The trainer is TRL's, made without its constructor, which would want data and weights:
 only what its loss looks at is set. Models are wrapped by Accelerate as the trainer would wrap them, since what autocast
@@ -15,23 +15,35 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trl.kernels.chunked_divergence
+import trl.trainer.distillation_trainer
 import trl.trainer.grpo_trainer
 import trl.trainer.utils as trl_head
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GenerationConfig
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.distributed import DistributedBackend
 from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
 from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
+from tunekit.methods.distillation import compute_under_autocast
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods import DistillationMethod, DPOMethod, GRPOMethod, OnPolicyMethod, RLOOMethod
 from tunekit.recipe.schema import DataSection
 
 
@@ -40,18 +52,20 @@ class MethodStep:
     """A training step of a method; the batch of `step` counts rows of DPO, and answers of GRPO."""
 
     step: Step
-    method: DPOMethod | GRPOMethod
+    method: DPOMethod | GRPOMethod | RLOOMethod | DistillationMethod
     num_accumulated: int = 1
+    teacher: Step | None = None
+    """The shape of the model to learn from."""
 
     @property
     def scored_tokens(self) -> int:
         """Tokens of a sequence that count in the loss: at most all but the first."""
-        if isinstance(self.method, GRPOMethod):
+        if isinstance(self.method, OnPolicyMethod):
             return self.method.max_completion_length
         return self.step.length - 1
 
     def with_layers(self, num_layers: int) -> "MethodStep":
-        return MethodStep(self.step.with_layers(num_layers), self.method, self.num_accumulated)
+        return MethodStep(self.step.with_layers(num_layers), self.method, self.num_accumulated, self.teacher)
 
     def __str__(self) -> str:
         how = self.method.model_dump(exclude_defaults=True, exclude={"type", "trainer_args"})
@@ -99,8 +113,21 @@ def _accelerator(step: Step) -> OneProcess:
 
 @contextmanager
 def _only_scored() -> Iterator[None]:
-    with as_on_cuda(), mock.patch.object(trl_head, "_use_triton", lambda _device: True):
+    divergence = trl.kernels.chunked_divergence
+    kernels = {name: lambda *_args, **_kwargs: None for name in ("_stats_tile", "_jsd_tile", "_backward_tile")}
+    with (
+        as_on_cuda(),
+        mock.patch.object(trl_head, "_use_triton", lambda _device: True),
+        mock.patch.object(trl.trainer.distillation_trainer, "_use_triton", lambda _device: True),
+        # As for the head of other methods: kernels fold a tile in place, and cuBLAS gives float32 without casts.
+        mock.patch.multiple(divergence, _addmm_fp32=lambda *_args: None, _project=_project, **kernels),
+    ):
         yield
+
+
+def _project(tile, hidden, weight, bias, start, end, dtype):
+    """What is allocated for a tile of logits: a cast of the weights, where they have another type."""
+    weight[start:end].to(dtype)
 
 
 def trace(method_step: MethodStep) -> Trace:
@@ -114,7 +141,13 @@ def trace(method_step: MethodStep) -> Trace:
             reference = AutoModelForCausalLM.from_config(
                 step.config(), dtype=base.dtype, attn_implementation=base.config._attn_implementation
             )
-    trainer = _dpo_trainer(method) if isinstance(method, DPOMethod) else _grpo_trainer(method)
+        if method_step.teacher is not None:
+            reference = AutoModelForCausalLM.from_config(
+                method_step.teacher.config(),
+                dtype=getattr(torch, step.dtype),
+                attn_implementation=base.config._attn_implementation,
+            )
+    trainer = _trainer(method)
     # Making the configuration of a trainer forgets an earlier accelerator's state.
     trainer.accelerator = accelerator = _accelerator(step)
     outputs = ("log_probs", "entropy", "mean_logits", "is_top1") if method.type == "dpo" else ("log_probs", "entropy")
@@ -134,8 +167,11 @@ def trace(method_step: MethodStep) -> Trace:
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
+        trainer.teacher_model = reference
         shape = (2 * step.batch if method.type == "dpo" else step.batch, step.length)
-        tracker = MaskedBytes(set(own), method_step.scored_tokens / (step.length - 1))
+        # The mask of distillation is one of the answers alone.
+        share = 1.0 if isinstance(method, DistillationMethod) else method_step.scored_tokens / (step.length - 1)
+        tracker = MaskedBytes(set(own), share)
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:
@@ -148,7 +184,7 @@ def trace(method_step: MethodStep) -> Trace:
                 del loss
             tracker.enter("optimizer")
             tracker.peaks["optimizer"] = tracker.live
-        assert full or reference is None
+        assert full or reference is None or method_step.teacher is not None
         return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
 
 
@@ -249,7 +285,9 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
         "advantages": torch.zeros(shape[0]),
         "num_items_in_batch": torch.tensor(1.0),
     }
-    if method_step.method.beta:
+    if isinstance(method_step.method, RLOOMethod):
+        inputs["old_logps"] = torch.zeros(shape[0])
+    elif isinstance(method_step.method, GRPOMethod) and method_step.method.beta:
         inputs["ref_per_token_logps"] = torch.zeros(shape[0], method_step.method.max_completion_length)
     return inputs
 
@@ -263,6 +301,38 @@ def _dpo_trainer(method: DPOMethod) -> DPOTrainer:
     trainer.f_divergence_type, trainer.ld_alpha, trainer.use_weighting = args.f_divergence_type, None, False
     trainer.precompute_ref_logps, trainer.aux_loss_enabled = method.precompute_ref_log_probs, False
     trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    return trainer
+
+
+def _trainer(method: DPOMethod | GRPOMethod | RLOOMethod | DistillationMethod) -> Any:
+    match method:
+        case DPOMethod():
+            return _dpo_trainer(method)
+        case GRPOMethod():
+            return _grpo_trainer(method)
+        case RLOOMethod():
+            return _rloo_trainer(method)
+    return _distillation_trainer(method)
+
+
+def _rloo_trainer(method: RLOOMethod) -> RLOOTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = RLOOTrainer.__new__(RLOOTrainer)
+    args = RLOOConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta, per_device_train_batch_size=8)
+    trainer.args = args
+    trainer.epsilon_low = trainer.epsilon_high = args.epsilon
+    trainer.aux_loss_enabled, trainer._metrics = False, {"train": defaultdict(list)}
+    return trainer
+
+
+def _distillation_trainer(method: DistillationMethod) -> DistillationTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = DistillationTrainer.__new__(DistillationTrainer)
+    trainer.args = DistillationConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
+    trainer.beta, trainer.temperature, trainer._is_vlm = method.beta, 1.0, False
+    trainer.model_kwarg_keys, trainer._metrics = (), {"train": defaultdict(list)}
+    trainer._forward_redirection = trl.trainer.distillation_trainer._ForwardRedirection()
+    compute_under_autocast(trainer)
     return trainer
 
 
@@ -284,7 +354,9 @@ def estimate_of(method_step: MethodStep) -> MemoryEstimate:
     """What the planner says of a step on an accelerator."""
     step, method = method_step.step, method_step.method
     data = _data(method_step)
-    passes = passes_of(method, step.adapter, data, global_batch_size=step.batch * method_step.num_accumulated)
+    teacher = None if method_step.teacher is None else facts_of(method_step.teacher)
+    batch = step.batch * method_step.num_accumulated
+    passes = passes_of(method, step.adapter, data, global_batch_size=batch, teacher=teacher)
     return estimate(
         facts_of(step),
         step.adapter,
