@@ -218,11 +218,11 @@ def test_each_prompt_of_distillation_has_one_answer():
 TEACHER = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize(
+    ("adapter", "dtype", "beta"), [("full", "bfloat16", 0.5), ("lora", "bfloat16", 1.0), ("lora", "float32", 1.0)]
+)
 def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, beta):
-    """Not to the byte: the peak within a twentieth, which is a closed form and says so."""
+    """Within a thirtieth in every phase: a closed form, which says so. That of the comparison is the reference's."""
     method = DISTILLATION.model_copy(update={"max_completion_length": 768, "beta": beta})
     how = {"checkpointing": False, "dtype": dtype, "accumulates": False, "rows": "padded"}
     teacher = Step("llama", tuple(TEACHER.items()), FullAdapter(), 4, length=1024, **how)
@@ -230,10 +230,14 @@ def test_a_step_of_distillation_needs_what_trls_loss_allocates(adapter, dtype, b
     one = MethodStep(student, method, teacher=teacher)
     traced, estimated = trace(one), estimate_of(one)
     assert estimated.confidence == "closed form"
-    phases = {phase: traced.weights_bytes + traced.optimizer_bytes + size for phase, size in traced.step_bytes.items()}
-    print({k: (round(v / 2**20), round(phases.get(k, 0) / 2**20)) for k, v in estimated.phases.items()})
-    highest = max(size for phase, size in estimated.phases.items() if phase != "generation")
-    assert highest == pytest.approx(traced.peak_bytes, rel=0.05)
+    constant = traced.weights_bytes + traced.optimizer_bytes
+    known = {phase: constant + traced.step_bytes[phase] for phase in estimated.phases if phase in traced.step_bytes}
+    assert set(estimated.phases) - set(known) == {"load", "generation"}
+    # The head comes with the comparison; its own forward pass is reckoned with and is not there.
+    assert known.pop("forward") < estimated.phases["forward"] < known["reference"]
+    assert {phase: estimated.phases[phase] for phase in known} == {
+        phase: pytest.approx(size, rel=0.03) for phase, size in known.items()
+    }
 
 
 def test_too_few_prompts_for_a_step_are_refused():
