@@ -17,10 +17,21 @@ def recipe(folder: Path, method: str, rows: list[dict[str, str]]) -> dict[str, o
     return {"model": "pico", "data": {"train": str(folder / "rows.jsonl")}, "method": method}
 
 
-@pytest.mark.parametrize(("method", "rows"), [("dpo", PAIRS), ("grpo", PROMPTS)])
-def test_a_plan_counts_the_rows(tmp_path, method, rows):
+DISTILLATION = {"type": "distillation", "teacher": "pico"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "kind"),
+    [
+        ("dpo", PAIRS, "preference"),
+        ("grpo", PROMPTS, "prompts"),
+        ("rloo", PROMPTS, "prompts"),
+        (DISTILLATION, PROMPTS, "prompts"),
+    ],
+)
+def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
     plan = api.plan(recipe(tmp_path, method, rows))
-    assert (plan.data.num_train, plan.data.format) == (20, {"dpo": "preference", "grpo": "prompts"}[method])
+    assert (plan.data.num_train, plan.data.format) == (20, kind)
     compared = api.compare(recipe(tmp_path, method, rows), on=["h100"])
     assert compared["h100"].data == plan.data
 

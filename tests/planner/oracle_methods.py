@@ -15,6 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trl.kernels.chunked_divergence
+import trl.trainer.distillation_trainer
 import trl.trainer.grpo_trainer
 import trl.trainer.utils as trl_head
 from accelerate import Accelerator
@@ -22,6 +24,8 @@ from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -30,6 +34,8 @@ from trl import (
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
 )
 from trl.distributed import DistributedBackend
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -37,11 +43,22 @@ from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
 from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
+from tunekit.methods.distillation import compute_under_autocast
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, ORPOMethod, RewardMethod
+from tunekit.recipe.methods import (
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    Method,
+    OnPolicyMethod,
+    ORPOMethod,
+    RewardMethod,
+    RLOOMethod,
+)
 from tunekit.recipe.schema import DataSection
 
 
@@ -50,18 +67,20 @@ class MethodStep:
     """A training step of a method; the batch of `step` counts pairs, and answers of KTO and GRPO."""
 
     step: Step
-    method: DPOMethod | KTOMethod | ORPOMethod | RewardMethod | GRPOMethod
+    method: Method
     num_accumulated: int = 1
+    teacher: Step | None = None
+    """The shape of the model to learn from."""
 
     @property
     def scored_tokens(self) -> int:
         """Tokens of a sequence that count in the loss: at most all but the first."""
-        if isinstance(self.method, GRPOMethod):
+        if isinstance(self.method, OnPolicyMethod):
             return self.method.max_completion_length
         return self.step.length - 1
 
     def with_layers(self, num_layers: int) -> "MethodStep":
-        return MethodStep(self.step.with_layers(num_layers), self.method, self.num_accumulated)
+        return MethodStep(self.step.with_layers(num_layers), self.method, self.num_accumulated, self.teacher)
 
     def __str__(self) -> str:
         how = self.method.model_dump(exclude_defaults=True, exclude={"type", "trainer_args"})
@@ -113,12 +132,17 @@ def _accelerator(step: Step) -> OneProcess:
 
 @contextmanager
 def _only_scored() -> Iterator[None]:
+    divergence = trl.kernels.chunked_divergence
+    kernels = {name: lambda *_args, **_kwargs: None for name in ("_stats_tile", "_jsd_tile", "_backward_tile")}
     with (
         as_on_cuda(),
         mock.patch.object(trl_head, "_use_triton", lambda _device: True),
         mock.patch.object(trl_head, "is_triton_available", lambda: True),
         mock.patch.object(trl_head, "_supports_trl_loss_kernel", lambda *_: True),
         mock.patch.object(trl_head, "_fused_logprob_entropy", _FusedLogProbs.of, create=True),
+        mock.patch.object(trl.trainer.distillation_trainer, "_use_triton", lambda _device: True),
+        # As for the head of other methods: kernels fold a tile in place, and cuBLAS gives float32 without casts.
+        mock.patch.multiple(divergence, _addmm_fp32=lambda *_args: None, _project=_project, **kernels),
     ):
         yield
 
@@ -144,9 +168,14 @@ class _FusedLogProbs(torch.autograd.Function):
 OUTPUTS = {
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits"),
-    "grpo": ("log_probs", "entropy"),
+    **dict.fromkeys(("grpo", "rloo", "distillation"), ("log_probs", "entropy")),
 }
 """What TRL's trainers have their head in tiles give; the others call the model's own."""
+
+
+def _project(tile, hidden, weight, bias, start, end, dtype):
+    """What is allocated for a tile of logits: a cast of the weights, where they have another type."""
+    weight[start:end].to(dtype)
 
 
 def trace(method_step: MethodStep) -> Trace:
@@ -159,6 +188,12 @@ def trace(method_step: MethodStep) -> Trace:
         if passes_of(method, step.adapter, _data(method_step), global_batch_size=1).keeps_reference:
             reference = AutoModelForCausalLM.from_config(
                 step.config(), dtype=base.dtype, attn_implementation=base.config._attn_implementation
+            )
+        if method_step.teacher is not None:
+            reference = AutoModelForCausalLM.from_config(
+                method_step.teacher.config(),
+                dtype=getattr(torch, step.dtype),
+                attn_implementation=base.config._attn_implementation,
             )
     trainer = _trainer(method)
     # Making the configuration of a trainer forgets an earlier accelerator's state.
@@ -180,8 +215,12 @@ def trace(method_step: MethodStep) -> Trace:
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
-        shape = (step.batch * (1 if method.type in ("kto", "grpo") else 2), step.length)
-        tracker = MaskedBytes(set(own), method_step.scored_tokens / (step.length - 1))
+        trainer.teacher_model = reference
+        is_pair = method.type in ("dpo", "orpo", "cpo", "reward")
+        shape = (step.batch * (2 if is_pair else 1), step.length)
+        # The mask of distillation is one of the answers alone.
+        share = 1.0 if isinstance(method, DistillationMethod) else method_step.scored_tokens / (step.length - 1)
+        tracker = MaskedBytes(set(own), share)
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
         with tracker:
@@ -194,7 +233,7 @@ def trace(method_step: MethodStep) -> Trace:
                 del loss
             tracker.enter("optimizer")
             tracker.peaks["optimizer"] = tracker.live
-        assert full or reference is None
+        assert full or reference is None or method_step.teacher is not None
         return Trace(sum(own.values()), 2 * sum(trained.values()), dict(tracker.peaks))
 
 
@@ -307,12 +346,14 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
         "advantages": torch.zeros(shape[0]),
         "num_items_in_batch": torch.tensor(1.0),
     }
-    if method_step.method.beta:
+    if isinstance(method_step.method, RLOOMethod):
+        inputs["old_logps"] = torch.zeros(shape[0])
+    elif isinstance(method_step.method, GRPOMethod) and method_step.method.beta:
         inputs["ref_per_token_logps"] = torch.zeros(shape[0], method_step.method.max_completion_length)
     return inputs
 
 
-def _trainer(method: DPOMethod | KTOMethod | ORPOMethod | RewardMethod | GRPOMethod) -> Any:
+def _trainer(method: Method) -> Any:
     match method:
         case DPOMethod():
             return _dpo_trainer(method)
@@ -324,6 +365,11 @@ def _trainer(method: DPOMethod | KTOMethod | ORPOMethod | RewardMethod | GRPOMet
             return _reward_trainer()
         case GRPOMethod():
             return _grpo_trainer(method)
+        case RLOOMethod():
+            return _rloo_trainer(method)
+        case DistillationMethod():
+            return _distillation_trainer(method)
+    raise AssertionError(method.type)
 
 
 def _kto_trainer(method: KTOMethod) -> KTOTrainer:
@@ -368,6 +414,27 @@ def _dpo_trainer(method: DPOMethod) -> DPOTrainer:
     return trainer
 
 
+def _rloo_trainer(method: RLOOMethod) -> RLOOTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = RLOOTrainer.__new__(RLOOTrainer)
+    args = RLOOConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta, per_device_train_batch_size=8)
+    trainer.args = args
+    trainer.epsilon_low = trainer.epsilon_high = args.epsilon
+    trainer.aux_loss_enabled, trainer._metrics = False, {"train": defaultdict(list)}
+    return trainer
+
+
+def _distillation_trainer(method: DistillationMethod) -> DistillationTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = DistillationTrainer.__new__(DistillationTrainer)
+    trainer.args = DistillationConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
+    trainer.beta, trainer.temperature, trainer._is_vlm = method.beta, 1.0, False
+    trainer.model_kwarg_keys, trainer._metrics = (), {"train": defaultdict(list)}
+    trainer._forward_redirection = trl.trainer.distillation_trainer._ForwardRedirection()
+    compute_under_autocast(trainer)
+    return trainer
+
+
 def _grpo_trainer(method: GRPOMethod) -> GRPOTrainer:
     """A trainer with what its loss looks at, as its constructor sets it."""
     trainer = GRPOTrainer.__new__(GRPOTrainer)
@@ -386,7 +453,9 @@ def estimate_of(method_step: MethodStep) -> MemoryEstimate:
     """What the planner says of a step on an accelerator."""
     step, method = method_step.step, method_step.method
     data = _data(method_step)
-    passes = passes_of(method, step.adapter, data, global_batch_size=step.batch * method_step.num_accumulated)
+    teacher = None if method_step.teacher is None else facts_of(method_step.teacher)
+    batch = step.batch * method_step.num_accumulated
+    passes = passes_of(method, step.adapter, data, global_batch_size=batch, teacher=teacher)
     facts = facts_of(step)
     return estimate(
         facts.as_judge() if method.type == "reward" else facts,

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.planner.oracle import facts_of
 from tests.planner.oracle_methods import trace
-from tests.planner.shapes import LLAMA_8B, with_gpu
+from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B, with_gpu
 from tests.planner.test_passes import ADAPTERS, METHODS, step
 from tests.planner.test_speed import DEVICE, STEP
 from tests.planner.test_step import FIGURES, RATE
@@ -18,6 +18,7 @@ from tunekit.planner.flops import forward_flops_per_token
 from tunekit.planner.layout import Layout
 from tunekit.planner.machines import find_machine
 from tunekit.planner.passes import passes_of
+from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
 from tunekit.planner.speed import speed_of, step_of
 from tunekit.planner.step import (
@@ -30,6 +31,7 @@ from tunekit.planner.step import (
     seconds_before,
     seconds_of,
 )
+from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DPOMethod, GRPOMethod
 from tunekit.recipe.schema import Recipe
 
@@ -236,3 +238,58 @@ def test_a_plan_says_how_long_its_method_takes(method, adapter):
     )
     assert other.speed.seconds.low / other.schedule.num_steps > sft.speed.seconds.low / sft.schedule.num_steps
     assert ("a step is generating" in other.explain()) == (method == "grpo")
+
+
+def test_a_recorded_run_tells_how_much_of_a_step_is_generating():
+    """The time that it took has generating in it already: none is added."""
+    asked = recipe({"type": "grpo", "max_completion_length": 128}, length=256)
+    unknown = resolve(asked, LAPTOP, LLAMA_1B, ROWS)
+    assert unknown.speed.generation_share is None
+    record = RunRecord(
+        device=LAPTOP.device.name,
+        model_type="llama",
+        method="grpo",
+        adapter="lora",
+        dtype="float32",
+        num_params=LLAMA_1B.num_params,
+        flops_per_token=unknown.speed.flops_per_token,
+        tokens_per_second=100.0,
+        generation_share=0.6,
+        peak_memory_bytes=1,
+        planned_memory_bytes=1,
+    )
+    known = resolve(asked, LAPTOP, LLAMA_1B, ROWS, [record])
+    share = known.speed.generation_share
+    assert (share.low, share.high) == (pytest.approx(0.6), pytest.approx(0.6))
+    assert known.speed.tokens_per_second.low == pytest.approx(100)
+    (reason,) = (reason for reason in known.reasons if reason.topic == "generation")
+    assert reason.why.endswith("; 60% of a step")
+    assert record.computing_flops_per_second == pytest.approx(record.flops_per_second / 0.4)
+    by_vllm = record.model_copy(update={"by_vllm": True})
+    assert resolve(asked, LAPTOP, LLAMA_1B, ROWS, [by_vllm]).speed.generation_share is None
+
+
+def test_a_teacher_is_computed_in_each_micro_batch():
+    """As large as the model, it adds one forward pass to a forward pass and a backward pass of twice that."""
+    method = {"type": "distillation", "teacher": "t"}
+    alone, taught = (
+        step_of(
+            recipe(method, adapter="full"),
+            LLAMA_8B,
+            ROWS,
+            DEVICE,
+            dtype="bfloat16",
+            mask_length=None,
+            padding_free=False,
+            micro_batch_size=2,
+            gradient_checkpointing=False,
+            layout=Layout(),
+            num_nodes=1,
+            passes=passes_of(
+                recipe(method).method, FullAdapter(), recipe(method).data, global_batch_size=16, teacher=teacher
+            ),
+        )
+        for teacher in (None, LLAMA_8B)
+    )
+    assert taught.flops_per_token / alone.flops_per_token == pytest.approx(4 / 3, rel=0.02)
+    assert taught.num_forwards == alone.num_forwards + 1

@@ -2,14 +2,17 @@
 
 import json
 import sys
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 import tunekit
 from tests.run.watching import cut_off_and_resumed, last_words, logged, seeing
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit import api
+from tunekit.display import summary
 from tunekit.errors import TunekitError
 
 RECIPE = """
@@ -56,6 +59,12 @@ def here(workspace, monkeypatch):
     sys.modules.pop("rloo_rewards", None)
 
 
+def shown(run):
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(summary(run.result(), run))
+    return console.export_text()
+
+
 def recipe(folder, adapter="lora"):
     path = folder / f"{adapter}.yaml"
     path.write_text(RECIPE.format(adapter=adapter))
@@ -76,6 +85,12 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_answers(here, adapter):
     assert mine[1]["kl"] == pytest.approx(0, abs=1e-6)
     assert whole.result()["measures"]["reward"] == [mine[1]["reward"], mine[10]["reward"]]
     assert "reward tells" in (resumed.model_path / "README.md").read_text()
+    share = whole.result()["generation_seconds"] / whole.result()["step_seconds"]
+    planned = resumed.plan.speed.generation_share
+    assert whole.plan.speed.generation_share is None and 0 < share < 1
+    assert planned.low == pytest.approx(share) == planned.high, "the plan knows it from the run before"
+    own = resumed.result()["generation_seconds"] / resumed.result()["step_seconds"]
+    assert f"{own:.0%} of the steps (planned {share:.0%})" in shown(resumed)
 
 
 def test_loss_and_gradient_are_those_of_the_paper_in_float64(here):

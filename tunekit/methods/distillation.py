@@ -46,6 +46,21 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         )
 
 
+def compute_under_autocast(trainer: "DistillationTrainer") -> None:
+    """Let a trainer compute its loss in the type of the products.
+
+    Accelerate puts autocast around a model's `forward`, and TRL puts its loss in the place of that: all products of
+    float32 weights would be float32, without a word (trl 1.16, `_ForwardRedirection`).
+    """
+    compute = trainer._compute_loss
+
+    def computed(*given: Any) -> Any:
+        with trainer.accelerator.autocast():
+            return compute(*given)
+
+    trainer._compute_loss = computed
+
+
 def build(
     method: DistillationMethod,
     train: TrainSection,
@@ -101,6 +116,7 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    compute_under_autocast(trainer)
     GroupOrder(trainer, train.seed)
     end_at_stop_texts(trainer, tokenizer, method.generation.stop)
     trainer.remove_callback(PrinterCallback)

@@ -213,7 +213,8 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
             why += "; for it TRL adds the adapter to the weights and takes it out again, which rounds them"
     share = None if speed is None else speed.generation_share
     if share is not None:
-        why += f"; {share.low:.0%} to {share.high:.0%} of a step"
+        low, high = f"{share.low:.0%}", f"{share.high:.0%}"
+        why += f"; {low if low == high else f'{low} to {high}'} of a step"
     yield Reason(topic="generation", choice=choice, why=why)
 
 

@@ -38,28 +38,28 @@ def teacher_needs(
         num_scored: Those of them that are compared.
         needs: What the phases need without a teacher.
     """
-    e = BYTES[dtype]
+    e, forward, backward = BYTES[dtype], needs["forward"], needs["head"]
     layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
-    gathered = e * teacher.num_params if layout.strategy == "zero3" else 0
-    forward = needs["forward"]
+    rows = min(num_scored, HEAD_TOKENS)
+    # The tile of the model alone is in its head already.
+    kept, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
+    gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
+    passing = replace(
+        forward,
+        activations=layers.kept + layers.shared + head.kept + layer * num_tokens,
+        logits=0,
+        gathered=gathered,
+    )
+    comparing = replace(forward, activations=forward.activations + kept, logits=head.forward + more, gathered=gathered)
+    yield "reference", max(passing, comparing, key=lambda need: need.total)
+    # Gradients of the tile are cast from float32.
     yield (
-        "reference",
+        "head",
         replace(
-            forward,
-            activations=layers.kept + layers.shared + head.kept + layer * num_tokens,
-            logits=0,
-            gathered=forward.gathered + gathered,
+            backward,
+            activations=backward.activations + kept,
+            logits=max(backward.logits, head.backward) + more + cast,
+            gathered=backward.gathered + gathered - forward.gathered,
         ),
     )
-    kept = e * teacher.hidden_size * num_scored
-    tiles = min(num_scored, HEAD_TOKENS) * HEAD_COLUMNS * (2 * 4)
-    for phase in ("forward", "head"):
-        need, own = needs[phase], head.forward if phase == "forward" else head.backward
-        # The tile of the student alone is in it already; its gradient is cast from float32.
-        more = tiles - e * min(num_scored, HEAD_TOKENS) * HEAD_COLUMNS
-        cast = (
-            e * min(num_scored, HEAD_TOKENS) * min(teacher.vocab_size, HEAD_COLUMNS)
-            if phase == "head" and e == 2
-            else 0
-        )
-        yield phase, replace(need, activations=need.activations + kept, logits=max(need.logits, own) + more + cast)

@@ -15,9 +15,6 @@ from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import GRPOMethod, OnPolicyMethod
 from tunekit.recipe.schema import Recipe
 
-VLLM_VERSIONS = "0.22 to 0.31"
-"""Those that TRL 1.16 supports (trl/import_utils.py)."""
-
 BATCHED_TOKENS = 4096
 """Tokens that vLLM computes at once, as TRL starts it."""
 

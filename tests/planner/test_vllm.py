@@ -1,0 +1,110 @@
+"""Whether vLLM generates answers, and what the plan says and reckons of it. No vLLM stands behind the figures."""
+
+from typing import Any
+
+import pytest
+
+from tests.planner.shapes import LLAMA_8B
+from tunekit.errors import PlanError
+from tunekit.planner.facts import DataFacts, Hardware
+from tunekit.planner.machines import find_machine
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.planner.vllm import VLLM
+from tunekit.recipe.schema import Recipe
+
+ROWS = DataFacts(num_train=1000)
+H100 = find_machine("h100").hardware().model_copy(update={"vllm": True})
+ON_ROCM = H100.model_copy(update={"accelerators": (H100.accelerators[0].model_copy(update={"gfx": "gfx942"}),)})
+URL = "http://there:8000"
+
+
+def planned(
+    hardware: Hardware = H100, *, adapter: Any = "lora", parallel: Any = None, generation: Any = None, **method: Any
+) -> Plan:
+    asked = {
+        "model": "meta-llama/Llama-3.1-8B",
+        "data": {"train": "x.jsonl"},
+        "method": {"type": "grpo", "generation": generation or {}, **method},
+        "adapter": adapter,
+        "train": {"global_batch_size": 32},
+        "parallel": parallel or {},
+    }
+    return resolve(Recipe.model_validate(asked), hardware, LLAMA_8B, ROWS)
+
+
+def why(plan: Plan) -> str:
+    return next(f"{one.choice}; {one.why}" for one in plan.reasons if one.topic == "generation")
+
+
+def test_vllm_generates_where_it_is_installed_and_fits_and_takes_its_share_of_the_whole_device():
+    plan = planned()
+    assert plan.vllm is not None
+    share = plan.vllm.gpu_memory_utilization
+    assert plan.memory.parts["vllm"] == int(share * plan.device.memory_total_bytes)
+    # 8.03 G weights and 32 answers of 1,024 tokens at 128 KiB each, and what is computed at once beside them.
+    needed = 2 * LLAMA_8B.num_params + 32 * 1024 * 128 * 2**10
+    assert needed < share * plan.device.memory_total_bytes < 1.15 * needed
+    assert "generation" not in plan.memory.phases and "kv cache" not in plan.memory.parts
+    assert f"by vLLM on the devices that train, with {share:.0%} of their memory" in why(plan)
+    assert "it is installed, and fits beside the model; for it TRL adds the adapter to the weights" in why(plan)
+    assert plan.memory.total_bytes <= plan.memory_limit_bytes
+    assert Plan.from_yaml(plan.to_yaml(), plan.recipe).vllm == plan.vllm
+
+
+def test_many_answers_get_no_more_than_trls_default_share():
+    plan = planned(generation={"use_vllm": True}, num_generations=32, max_completion_length=1000)
+    assert plan.vllm.gpu_memory_utilization <= 0.3
+    asked = planned(generation={"vllm_gpu_memory_utilization": 0.45})
+    assert asked.vllm == VLLM(mode="colocate", gpu_memory_utilization=0.45)
+    assert asked.memory.parts["vllm"] == int(0.45 * asked.device.memory_total_bytes)
+
+
+def test_it_is_left_out_where_it_is_not_known_to_be_or_does_not_fit():
+    unknown = planned(H100.model_copy(update={"vllm": None}))
+    assert unknown.vllm is None and "whether vLLM is installed there is not known" in why(unknown)
+    missing = planned(H100.model_copy(update={"vllm": False}))
+    assert missing.vllm is None and "vLLM is not installed" in why(missing)
+    assert "kv cache" in missing.memory.parts or "generation" in missing.memory.phases
+    left = planned(find_machine("rtx5090").hardware().model_copy(update={"vllm": True}))
+    assert left.vllm is None and "vLLM would not fit beside the model" in why(left)
+
+
+def test_a_server_takes_nothing_of_the_devices():
+    generation = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": URL}
+    plan = planned(generation=generation)
+    assert plan.vllm == VLLM(mode="server")
+    assert "vllm" not in plan.memory.parts and "generation" not in plan.memory.phases
+    assert f"by vLLM on a server, {URL}; as in the recipe" in why(plan)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "changes", "problem"),
+    [
+        (H100.model_copy(update={"vllm": False}), {}, r"vLLM is not installed.*pip install 'tunekit\[vllm\]'"),
+        (ON_ROCM, {}, "tunekit uses vLLM on CUDA devices alone"),
+        (H100, {"adapter": "qlora"}, "TRL merges the adapter into the 4-bit weights"),
+        (H100, {"loss_type": "vespo"}, "vespo needs another correction"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_with_the_reason(hardware, changes, problem):
+    with pytest.raises(PlanError, match=rf"(?s)method\.generation\.use_vllm: {problem}"):
+        planned(hardware, generation={"use_vllm": True}, **changes)
+
+
+def test_an_adapter_on_divided_weights_is_refused_with_vllm_and_generates_with_transformers():
+    eight = find_machine("8xh100").hardware().model_copy(update={"vllm": True})
+    divided = {"strategy": "fsdp2"}
+    with pytest.raises(PlanError, match="TRL merges no adapter into weights that FSDP2 divides"):
+        planned(eight, parallel=divided, generation={"use_vllm": True})
+    plan = planned(eight, parallel=divided)
+    assert plan.vllm is None and "TRL merges no adapter into weights that FSDP2 divides" in why(plan)
+    assert planned(eight, parallel=divided, adapter="full").vllm is not None
+
+
+def test_answers_that_vllm_drew_are_scored_once_more_by_grpo():
+    """TRL compares the probabilities that they were drawn with and those of the model."""
+    with_vllm, without = planned(), planned(generation={"use_vllm": False})
+    assert with_vllm.speed.flops_per_token > 1.1 * without.speed.flops_per_token
+    low, high = with_vllm.speed.generation_share.low, without.speed.generation_share.low
+    assert 0 < low < high < 1

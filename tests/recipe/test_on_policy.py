@@ -1,0 +1,135 @@
+"""What does not go together in methods that learn from generated answers is told with its place, before anything."""
+
+import pytest
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.load import load_recipe
+
+OWN = {"grpo": {}, "rloo": {}, "distillation": {"teacher": "pico"}}
+
+
+def recipe(kind: str, **sections: dict[str, object]) -> dict[str, object]:
+    method = {"type": kind, **OWN[kind], **sections.pop("method", {})}
+    return {"model": "pico", "data": {"train": "x.jsonl"}, "method": method, **sections}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_what_every_such_method_takes_is_taken(kind: str) -> None:
+    generation = {"temperature": 0.7, "top_p": 0.9, "stop": ["</answer>"], "use_vllm": False}
+    method = load_recipe(recipe(kind, method={"generation": generation, "max_completion_length": 64})).method
+    assert method.generation.stop == ["</answer>"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "method"),
+    [
+        ("grpo", {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}),
+        ("luspo", {"importance_sampling_level": "sequence"}),
+        ("cispo", {"epsilon_high": 5.0}),
+        ("dapo", {"epsilon_high": 0.28}),
+        ("sapo", {"trainer_args": {"sapo_temperature_neg": 1.1}}),
+        ("vespo", {}),
+    ],
+)
+def test_losses_are_taken_as_their_papers_have_them(loss: str, method: dict[str, object]) -> None:
+    assert load_recipe(recipe("grpo", method={"loss_type": loss, **method})).method.loss_type == loss
+
+
+def vllm(**generation: object) -> dict[str, object]:
+    return {"generation": generation}
+
+
+URL = "http://there:8000"
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "problem"),
+    [
+        ("rloo", {"max_completion_length": 1024}, r"max_completion_length: 1024 leaves no place for a prompt"),
+        ("distillation", {"max_completion_length": 1024}, "max_completion_length: 1024 leaves no place for a prompt"),
+        ("rloo", {"num_generations": 5}, r"num_generations: 5 does not divide train\.global_batch_size 16"),
+        ("rloo", {"epsilon": 0.3, "epsilon_high": 0.2}, r"epsilon_high: 0\.2 is less than method\.epsilon 0\.3"),
+        ("grpo", {"epsilon_high": 0.1}, r"epsilon_high: 0\.1 is less than method\.epsilon 0\.2"),
+        ("grpo", {"loss_type": "luspo"}, "importance_sampling_level: must be sequence for loss_type luspo"),
+        (
+            "grpo",
+            {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level: must be token for loss_type vespo",
+        ),
+        (
+            "grpo",
+            {"importance_sampling_level": "sequence"},
+            "importance_sampling_level: cannot be sequence for loss_type dapo, a sum over tokens",
+        ),
+        ("grpo", {"loss_type": "cispo"}, "epsilon_high: is for loss_type cispo the ratio itself"),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: is for loss_type cispo the ratio itself"),
+        ("grpo", {"loss_type": "sapo", "epsilon": 0.1}, "epsilon: means nothing for loss_type sapo"),
+        ("grpo", {"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high: means nothing for loss_type sapo"),
+        (
+            "rloo",
+            {"beta": 0.0, "trainer_args": {"sync_ref_model": True}},
+            r"trainer_args\.sync_ref_model: means nothing with method\.beta 0",
+        ),
+        (
+            "grpo",
+            {"beta": 0.1, "trainer_args": {"sync_ref_model": True}},
+            r"trainer_args\.sync_ref_model: cannot be true with an adapter",
+        ),
+        (
+            "grpo",
+            {"trainer_args": {"multi_objective_aggregation": "sum"}},
+            r"trainer_args\.multi_objective_aggregation: must be one of sum_then_normalize, normalize_then_sum",
+        ),
+        (
+            "rloo",
+            {"trainer_args": {"num_generations_eval": -1}},
+            r"trainer_args\.num_generations_eval: must be 1 at least",
+        ),
+        (
+            "rloo",
+            {"trainer_args": {"generation_kwargs": {"temperature": 2.0}}},
+            r"trainer_args\.generation_kwargs: cannot hold temperature, which tunekit sets itself",
+        ),
+        (
+            "grpo",
+            {"trainer_args": {"log_completions_hub_repo": "mine/answers"}},
+            r"trainer_args\.log_completions_hub_repo: tunekit sets this itself",
+        ),
+        (
+            "grpo",
+            vllm(use_vllm=True, vllm_server_base_url=URL),
+            r"vllm_server_base_url: means nothing with vllm_mode colocate",
+        ),
+        (
+            "grpo",
+            vllm(use_vllm=True, vllm_mode="server", vllm_server_base_url=URL, vllm_gpu_memory_utilization=0.5),
+            r"vllm_gpu_memory_utilization: means nothing with vllm_mode server",
+        ),
+        ("rloo", vllm(use_vllm=True, vllm_mode="server"), r"vllm_server_base_url: is missing, and vllm_mode is server"),
+        (
+            "rloo",
+            vllm(vllm_mode="server", vllm_server_base_url=URL),
+            r"vllm_mode: means nothing without use_vllm: true",
+        ),
+        (
+            "distillation",
+            vllm(use_vllm=False, vllm_gpu_memory_utilization=0.5),
+            r"vllm_gpu_memory_utilization: means nothing with use_vllm false",
+        ),
+        (
+            "distillation",
+            {"teacher": {"path": "pico", "attn_implementation": "eager"}},
+            r"teacher\.attn_implementation: cannot be given: the teacher is computed like the model",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_told_with_its_place(kind: str, method: dict[str, object], problem: str) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe(recipe(kind, method=method))
+
+
+def test_a_checkpoint_is_made_where_new_answers_are_due() -> None:
+    asked = recipe("grpo", method={"num_iterations": 4}, train={"save_steps": 6})
+    with pytest.raises(RecipeError, match=r"train\.save_steps: 6 is no multiple of method\.num_iterations 4"):
+        load_recipe(asked)
+    assert load_recipe({**asked, "train": {"save_steps": 8}}).train.save_steps == 8
