@@ -17,7 +17,8 @@ from tunekit.data.rows import Skipped
 from tunekit.methods import dpo, grpo
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, RewardedMethod
+from tunekit.recipe.rewards import JsonSchemaReward, ModelReward, Reward
 from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
@@ -217,7 +218,24 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     if prompts is None:
         prompts = _prompts((*data.eval, *data.train)[0])
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
-    return recipe.model_copy(update={"model": model, "data": section, "output": output})
+    method = _absolute_rewards(recipe.method)
+    return recipe.model_copy(update={"model": model, "data": section, "method": method, "output": output})
+
+
+def _absolute_rewards(method: Method) -> Method:
+    if not isinstance(method, RewardedMethod):
+        return method
+    rewards: list[Reward] = []
+    for reward in method.rewards:
+        match reward:
+            case JsonSchemaReward():
+                rewards.append(reward.model_copy(update={"path": _absolute(reward.path)}))
+            case ModelReward():
+                model = reward.model.model_copy(update={"path": _absolute(reward.model.path)})
+                rewards.append(reward.model_copy(update={"model": model}))
+            case _:
+                rewards.append(reward)
+    return method.model_copy(update={"rewards": rewards})
 
 
 def _absolute_sources(given: Sources) -> Sources:

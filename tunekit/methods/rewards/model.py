@@ -19,8 +19,15 @@ _BATCH = 8
 
 
 def reward_model(section: ModelReward) -> Judge:
-    """The output of a model for each prompt with its answer, in the model's own chat template."""
-    tokenizer = load_tokenizer(section.model)
+    """The output of a model for each prompt with its answer, in the model's own chat template.
+
+    Raises:
+        ModelError: Its tokenizer cannot be loaded.
+    """
+    try:
+        tokenizer = load_tokenizer(section.model)
+    except ModelError as error:
+        raise ModelError(f"method.rewards: reward_model: {error.problem}", hint=error.hint) from error
 
     @cache
     def model() -> "PreTrainedModel":
