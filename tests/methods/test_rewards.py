@@ -40,7 +40,7 @@ def sections(*rewards: Any) -> list[Reward]:
 
 
 def judged(reward: Any, answers: list[Any], prompts: list[Any] | None = None, **columns: Any) -> list[float | None]:
-    (function,) = load_rewards(sections(reward))
+    (function,) = load_rewards(sections(reward), device="cpu")
     ids = columns.pop("completion_ids", [[1]] * len(answers))
     return function(prompts=prompts or ["q"] * len(answers), completions=answers, completion_ids=ids, **columns)
 

@@ -97,7 +97,7 @@ def build_trainer(
                 method,
                 *numbers,
                 base=recipe.model,
-                rewards=load_rewards(method.rewards),
+                rewards=load_rewards(method.rewards, device=plan.device.kind),
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
                 **shared,

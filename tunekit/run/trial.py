@@ -218,7 +218,7 @@ def run_trial(
 
     from tunekit.model.load import load_tokenizer
 
-    functions = load_rewards(method.rewards)
+    functions = load_rewards(method.rewards, device=plan.device.kind)
     tokenizer = load_tokenizer(recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)
