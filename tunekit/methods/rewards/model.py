@@ -28,7 +28,7 @@ def reward_model(section: ModelReward) -> Judge:
     except ModelError as error:
         raise ModelError(f"method.rewards: reward_model: {error.problem}", hint=error.hint) from error
 
-    loaded: dict[str, "PreTrainedModel"] = {}
+    loaded: dict[str, PreTrainedModel] = {}
 
     def tokens(prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
