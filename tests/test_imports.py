@@ -60,6 +60,7 @@ def tunekit(cwd: Path, *args: str) -> tuple[int, set[str], str]:
         ("schema", 0),
         ("explain", 0),
         ("explain adapter.rank", 0),
+        ("rewards broken.yaml", 2),
         ("explain adapter.rnak", 2),
         ("data cache", 0),
         ("data cache --clear", 0),

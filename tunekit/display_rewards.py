@@ -43,7 +43,8 @@ def _numbers(judged: Judged) -> Iterator[str]:
     for value in (judged.mean, judged.spread, judged.group_spread):
         yield "-" if value is None else f"{value:.3f}"
     yield f"{judged.none_share:.0%}" if judged.none_share else "-"
-    yield f"{judged.seconds_per_step:.3f}" if judged.seconds_per_step < 1 else f"{judged.seconds_per_step:.1f}"
+    seconds = judged.seconds_per_step
+    yield "<0.001" if seconds < 0.001 else f"{seconds:.3f}" if seconds < 1 else f"{seconds:.1f}"
 
 
 def _facts_table(trial: RewardTrial) -> Table:
@@ -53,7 +54,7 @@ def _facts_table(trial: RewardTrial) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_row("prompts", f"{len(trial.groups):,}, with {of_each} answers each")
     table.add_row(
-        "without signal", f"{counted(silent, 'group')} ({trial.no_signal_share:.0%}): all answers got the same"
+        "without signal", f"{silent:,} of {counted(len(trial.groups), 'group')}, in which all answers got the same"
     )
     table.add_row(
         "answers", f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
@@ -69,7 +70,7 @@ def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:
     yield Text.assemble((group.place, "bold"), "  ", (_cut(group.prompt), "dim"))
     shown = [("best", group.best)] if not group.has_signal else [("best", group.best), ("worst", group.worst)]
     for word, answer in shown:
-        yield Padding(_answer(word if group.has_signal else "all the same", answer, names), (0, 0, 0, 2))
+        yield Padding(_answer(word if group.has_signal else "all the same", answer, names), (0, 0, 0, 2), expand=False)
 
 
 def _answer(word: str, answer: Answer, names: list[str]) -> Text:

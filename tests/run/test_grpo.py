@@ -128,7 +128,7 @@ def test_a_reward_that_fails_ends_the_run_and_is_named_with_its_row(here):
     ],
 )
 def test_what_is_no_number_for_each_answer_is_refused_by_name(here, reward, problem):
-    (judge,) = load_rewards([FunctionReward(path=f"grpo_rewards:{reward}")])
+    (judge,) = load_rewards([FunctionReward(path=f"grpo_rewards:{reward}")], device="cpu")
     with pytest.raises(RunError, match=f"method.rewards: grpo_rewards:{reward} {problem}") as error:
         judge(prompts=[f"double {n}" for n in range(4)], completions=["0", "1", "2", "3"])
     assert error.value.hint

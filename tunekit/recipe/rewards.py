@@ -56,7 +56,11 @@ class ExactMatchReward(Section):
 
 
 class NumericMatchReward(Section):
-    """1 where the last number of an answer is the expected one, else 0: also as fraction, percentage or with a unit."""
+    """1 where the last number of an answer is the expected one, else 0: also as fraction, percentage or with a unit.
+
+    `1,234.50`, `1/2`, `3 1/2`, `1.5e3` and `$5` are read as people write them. `50%` is 0.5, and also 50. Units are
+    compared as text.
+    """
 
     shorthand = "type"
 
@@ -107,7 +111,7 @@ class RegexReward(Section):
 
 
 class JsonSchemaReward(Section):
-    """1 where an answer is JSON that a schema allows, else 0; a quarter where it is JSON at all."""
+    """1 where a whole answer is JSON that a schema allows, else 0; a quarter where it is JSON at all."""
 
     shorthand = "type"
 
@@ -186,7 +190,11 @@ class MathReward(Section):
 
 
 class CodeReward(Section):
-    """Share of a row's tests that the Python program in an answer passes, run apart from everything else."""
+    """Share of a row's tests that the Python program in an answer passes, in a sandbox.
+
+    The program is the last fenced block of an answer, or all of it. It runs on Linux alone, with the standard library
+    and without files, network, processes and threads.
+    """
 
     shorthand = "type"
 
@@ -198,7 +206,7 @@ class CodeReward(Section):
 
     column: str = "tests"
     """Column of the rows with the tests: a list of Python statements, each run after the program; one that raises
-    fails."""
+    fails. What a test defines for itself stands in its own statement, or it would count as a test that passes."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Longest time for a program with all of its tests."""

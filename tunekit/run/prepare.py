@@ -24,11 +24,14 @@ from tunekit.recipe.methods import (
     DPOMethod,
     GRPOMethod,
     KTOMethod,
+    Method,
     ORPOMethod,
+    RewardedMethod,
     RewardMethod,
     RLOOMethod,
 )
 from tunekit.recipe.model import ModelSection
+from tunekit.recipe.rewards import JsonSchemaReward, ModelReward, Reward
 from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
@@ -254,9 +257,7 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
             "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
         }
     )
-    model, method = _absolute_model(recipe.model), recipe.method
-    if isinstance(method, DistillationMethod):
-        method = method.model_copy(update={"teacher": _absolute_model(method.teacher)})
+    model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
     prompts = recipe.output.sample_prompts
     if isinstance(recipe.method, RewardMethod):
         prompts = []
@@ -269,6 +270,23 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
 def _absolute_model(section: ModelSection) -> ModelSection:
     path = section.path if section.path == "pico" else _absolute(section.path)
     return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
+
+
+def _absolute_method(method: Method) -> Method:
+    if isinstance(method, DistillationMethod):
+        return method.model_copy(update={"teacher": _absolute_model(method.teacher)})
+    if not isinstance(method, RewardedMethod):
+        return method
+    rewards: list[Reward] = []
+    for one in method.rewards:
+        match one:
+            case JsonSchemaReward():
+                rewards.append(one.model_copy(update={"path": _absolute(one.path)}))
+            case ModelReward():
+                rewards.append(one.model_copy(update={"model": _absolute_model(one.model)}))
+            case _:
+                rewards.append(one)
+    return method.model_copy(update={"rewards": rewards})
 
 
 def _absolute_sources(given: Sources) -> Sources:

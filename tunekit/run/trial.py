@@ -215,7 +215,7 @@ def run_trial(
 
     from tunekit.model.load import load_tokenizer
 
-    recipe, functions = plan.recipe, load_rewards(method.rewards)
+    recipe, functions = plan.recipe, load_rewards(method.rewards, device=plan.device.kind)
     tokenizer = load_tokenizer(recipe.model)
     room = recipe.data.max_length - method.max_completion_length
     prompts = _prompts(sources, tokenizer, room, num_prompts)

@@ -50,8 +50,8 @@ class Judge(NamedTuple):
     read: Callable[[Any], Any] = lambda value: value
     """What a value of that column means. It raises a ValueError that says what is wrong with one."""
 
-    load: Callable[[], None] = lambda: None
-    """Loads what is too large to be loaded only to check a recipe."""
+    load: Callable[[str], None] = lambda device: None
+    """Loads to a device what is too large to be loaded only to check a recipe."""
 
 
 def each(score: Callable[[str, Any], float]) -> Callable[[Answers], list[float]]:

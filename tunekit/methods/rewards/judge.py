@@ -96,6 +96,7 @@ def _patiently(ask: Callable[[], float], index: int, section: JudgeReward) -> fl
     Raises:
         UnjudgedError: There is none after several tries, or trying again would not help.
     """
+    import httpx2
     from huggingface_hub.errors import HfHubHTTPError, InferenceTimeoutError
 
     for wait in (*_WAITS_SECONDS, None):
@@ -106,7 +107,7 @@ def _patiently(ask: Callable[[], float], index: int, section: JudgeReward) -> fl
         except HfHubHTTPError as error:
             status = error.response.status_code
             what, lasting = f"answered with status {status}", status < 500 and status not in _BUSY
-        except (InferenceTimeoutError, OSError) as error:
+        except (InferenceTimeoutError, httpx2.HTTPError) as error:
             what, lasting = f"did not answer: {type(error).__name__}", False
         if wait is None or lasting:
             break

@@ -35,8 +35,12 @@ RewardFunction = Callable[..., list[float | None]]
 """What TRL calls. Its `__name__` is the one that its metrics have."""
 
 
-def load_rewards(rewards: Sequence[Reward]) -> list[RewardFunction]:
+def load_rewards(rewards: Sequence[Reward], *, device: str) -> list[RewardFunction]:
     """The rewards of a recipe, each called as TRL calls it.
+
+    Args:
+        rewards: The rewards.
+        device: Where reward models are.
 
     Raises:
         RecipeError: A function of the user's own is not there.
@@ -48,7 +52,7 @@ def load_rewards(rewards: Sequence[Reward]) -> list[RewardFunction]:
             loaded.append(_checked(reward.path, find_function(reward.path), name))
         else:
             judge = judge_of(reward)
-            judge.load()
+            judge.load(device)
             loaded.append(_checked(name, _called_by_trl(judge, name), name))
     return loaded
 

@@ -25,7 +25,7 @@ def main() -> None:
         delimited = expected if any(sign in expected for sign in _DELIMITERS) else f"${expected}$"
         # The process that reads this ends it when it takes too long, which an alarm could not.
         wanted = parse(delimited, parsing_timeout=None)
-        if not wanted:
+        if all(isinstance(one, str) for one in wanted):
             print("?", flush=True)
             continue
         equal = verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None)

@@ -46,7 +46,7 @@ def math(section: MathReward) -> Judge:
             scores.append(float(equal))
         return scores
 
-    return Judge(score, section.column, _expression)
+    return Judge(score, section.column, _expression, load=lambda device: comparing.start())
 
 
 def _expression(value: Any) -> str:
@@ -61,16 +61,25 @@ class Comparing:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
+    def start(self) -> None:
+        """Start it, which takes longer than to compare.
+
+        Raises:
+            DependencyError: It does not start.
+        """
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        if self._reply(_START_SECONDS) is None:
+            raise DependencyError("method.rewards: math: math-verify does not start", hint=f"run python {_SCRIPT}")
+
     def are_equal(self, answer: str, expected: str) -> bool | None:
         """Whether an answer is the expected one; None where that cannot be read."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            self._reply(_START_SECONDS)
+            self.start()
         assert self._process is not None and self._process.stdin is not None, "it has been started"
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([answer[-_LONGEST:], expected]).encode() + b"\n")

@@ -1,6 +1,5 @@
 """The reward model: a sequence classifier with one output, which reads the prompt with the answer."""
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,45 +18,47 @@ _BATCH = 8
 
 
 def reward_model(section: ModelReward) -> Judge:
-    """The output of a model for each prompt with its answer, in the model's own chat template."""
-    tokenizer = load_tokenizer(section.model)
+    """The output of a model for each prompt with its answer, in the model's own chat template.
 
-    @cache
-    def model() -> "PreTrainedModel":
-        return _load(section.model, pad_token_id=tokenizer.pad_token_id)
+    Raises:
+        ModelError: Its tokenizer cannot be loaded.
+    """
+    try:
+        tokenizer = load_tokenizer(section.model)
+    except ModelError as error:
+        raise ModelError(f"method.rewards: reward_model: {error.problem}", hint=error.hint) from error
+
+    loaded: dict[str, PreTrainedModel] = {}
 
     def tokens(prompt: Any, completion: Any) -> list[int]:
         if isinstance(prompt, str):
-            text = prompt + completion
-            # TRL's RewardTrainer ends texts so.
-            return list(
-                tokenizer(text.removesuffix(tokenizer.eos_token or "") + (tokenizer.eos_token or ""))["input_ids"]
-            )
+            end = tokenizer.eos_token or ""  # TRL's RewardTrainer ends texts so
+            return list(tokenizer((prompt + completion).removesuffix(end) + end)["input_ids"])
         made = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
         return list(made["input_ids"])
 
     def score(answers: Answers) -> list[float]:
         import torch
 
+        (model,) = loaded.values()
         rows = [tokens(*pair) for pair in zip(answers.prompts, answers.completions, strict=True)]
         scores: list[float] = []
         for start in range(0, len(rows), _BATCH):
             batch = tokenizer.pad(
                 {"input_ids": rows[start : start + _BATCH]}, padding_side="right", return_tensors="pt"
-            ).to(model().device)
+            ).to(model.device)
             with torch.no_grad():
-                scores += model()(**batch).logits[:, 0].float().tolist()
+                scores += model(**batch).logits[:, 0].float().tolist()
         return scores
 
-    def load() -> None:
-        model()
+    def load(device: str) -> None:
+        loaded[device] = _load(section.model, device, pad_token_id=tokenizer.pad_token_id)
 
     return Judge(score, load=load)
 
 
-def _load(section: ModelSection, *, pad_token_id: int | None) -> "PreTrainedModel":
-    """The model on the device of this process, in evaluation mode."""
-    from accelerate import PartialState
+def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "PreTrainedModel":
+    """The model on a device, in evaluation mode."""
     from transformers import AutoModelForSequenceClassification
 
     folder = model_folder(section)
@@ -86,7 +87,7 @@ def _load(section: ModelSection, *, pad_token_id: int | None) -> "PreTrainedMode
         ) from error
     model.config.pad_token_id = pad_token_id
     model.requires_grad_(requires_grad=False)
-    made: PreTrainedModel = model.eval().to(PartialState().device)
+    made: PreTrainedModel = model.eval().to(device)
     return made
 
 
