@@ -353,7 +353,7 @@ def loss_curve(run: Run, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(min(width, 100), 18)
-    learned = judged_by(list(metrics))
+    learned = judged_by(metrics.columns.tolist())
     held_out = f"eval_{learned}"
     words = words_of(learned)
     figure.title(f"training, {words}" + (" (line), and held out (o)" if held_out in metrics else ""))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
+
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without an adapter."""
     from tunekit.model.load import load_model
