@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit import api
 from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
@@ -66,6 +66,18 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
+def build(recipe: dict[str, Any], *callbacks: TrainerCallback) -> Trainer:
+    """The trainer of a run on this processor, as the run builds it."""
+    run = api.make_run(recipe)
+    asked, plan = run.recipe, run.plan
+    assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
+    model = attach_adapter(load_policy(asked, plan, device="cpu"), asked.adapter, seed=asked.train.seed)
+    shared = {"tokenizer": load_tokenizer(asked.model), "callbacks": list(callbacks), "place": Place()}
+    trainer = build_trainer(run, asked, plan, plan.schedule, model=model, **shared)
+    keep_trained_in_float32(trainer.model)
+    return trainer
+
+
 def take_steps(recipe: dict[str, Any], *, moved: float, seed: int) -> list[Step]:
     """Train as a recipe says.
 
@@ -74,14 +86,8 @@ def take_steps(recipe: dict[str, Any], *, moved: float, seed: int) -> list[Step]
         moved: How far weights are moved before the first step, so that the model is not its own reference.
         seed: Of where they are moved to, and of what is generated.
     """
-    run = api.make_run(recipe)
-    recipe, plan = run.recipe, run.plan
-    assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    tokenizer, steps = load_tokenizer(recipe.model), Steps()
-    model = attach_adapter(load_policy(recipe, plan, device="cpu"), recipe.adapter, seed=recipe.train.seed)
-    shared = {"model": model, "tokenizer": tokenizer, "callbacks": [steps], "place": Place()}
-    trainer = build_trainer(run, recipe, plan, plan.schedule, **shared)
-    keep_trained_in_float32(trainer.model)
+    steps = Steps()
+    trainer = build(recipe, steps)
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in trainer.model.parameters():
