@@ -193,7 +193,7 @@ def test_the_work_of_a_step_is_what_torch_counts(runs, name):
     num_tokens, num_iterations = SETTINGS[name]
     # The prompt is read in the pass that gives the first token.
     assert step.generating.num_tokens * num_iterations == spent.num_forwards == num_tokens
-    # The planner has every token look back at a whole row: 5 % of all, of which generating does half at least.
+    # The planner lets every token look back at a whole row; those of generating look back at what is there.
     assert step.generating.flops * num_iterations == pytest.approx(spent.generating_flops, rel=0.05)
     old = (num_iterations > 1) / num_iterations * step.generating.flops * num_iterations
     assert step.flops_per_token * step.num_tokens - old == pytest.approx(spent.training_flops, rel=0.02)
