@@ -8,6 +8,7 @@ without padding, the adapter added to the weights by hand, and a log-softmax tha
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit import api
-from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
-from tunekit.model.load import load_tokenizer
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.run.callback import Watch
 from tunekit.run.place import Place
-from tunekit.run.trainer import build_trainer, load_policy
+from tunekit.run.record import Record
+from tunekit.run.worker import _build
 
 RANK, ALPHA = 4, 16
 
@@ -66,15 +68,14 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def build(recipe: dict[str, Any], *callbacks: TrainerCallback) -> Trainer:
-    """The trainer of a run on this processor, as the run builds it."""
+def build(recipe: dict[str, Any]) -> Trainer:
+    """The trainer of a run on this processor, as its only process builds it."""
     run = api.make_run(recipe)
-    asked, plan = run.recipe, run.plan
+    asked, plan, record = run.recipe, run.plan, Record(run, Place())
     assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    model = attach_adapter(load_policy(asked, plan, device="cpu"), asked.adapter, seed=asked.train.seed)
-    shared = {"tokenizer": load_tokenizer(asked.model), "callbacks": list(callbacks), "place": Place()}
-    trainer = build_trainer(run, asked, plan, plan.schedule, model=model, **shared)
-    keep_trained_in_float32(trainer.model)
+    watch = Watch(record, Event(), full=isinstance(asked.adapter, FullAdapter))
+    watch.before_training = lambda: None
+    trainer, _ = _build(run, record, watch, asked, plan, plan.schedule)
     return trainer
 
 
@@ -86,8 +87,8 @@ def take_steps(recipe: dict[str, Any], *, moved: float, seed: int) -> list[Step]
         moved: How far weights are moved before the first step, so that the model is not its own reference.
         seed: Of where they are moved to, and of what is generated.
     """
-    steps = Steps()
-    trainer = build(recipe, steps)
+    steps, trainer = Steps(), build(recipe)
+    trainer.add_callback(steps)
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in trainer.model.parameters():
