@@ -323,17 +323,19 @@ def _short(text: str) -> str:
 
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
-    """Runs with their state, step and last loss."""
-    table = Table("run", "state", "step", "last loss", "started", box=None, padding=(0, 3, 0, 0))
+    """Runs with their state, step, and the last of what they are judged by."""
+    table = Table("run", "state", "step", "last", "started", box=None, padding=(0, 3, 0, 0))
     for run in runs:
         status = run.status()
-        losses = [event["loss"] for event in run.events() if event["event"] == "log"]
+        logs = [event for event in run.events() if event["event"] == "log"]
+        learned = judged_by([name for log in logs for name in log])
+        values = [log[learned] for log in logs if log.get(learned) is not None]
         style = {"finished": "green", "failed": "red", "died": "red", "interrupted": "yellow"}.get(run.state, "cyan")
         table.add_row(
             Text(run.name),
             Text(run.state, style=style),
             f"{status['step']}/{status['num_steps']}",
-            f"{float(losses[-1]):.4f}" if losses else "",
+            f"{words_of(learned)} {number(float(values[-1]), '.4f')}" if values else "",
             f"{datetime.fromtimestamp(status['started']):%Y-%m-%d %H:%M:%S}",
         )
     return table
@@ -367,10 +369,10 @@ def loss_curve(run: Run, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(min(width, 100), 18)
-    learned = judged_by([str(name) for name in metrics])
+    learned = judged_by(metrics.columns.tolist())
     held_out = f"eval_{learned}"
     words = words_of(learned)
-    figure.title(f"training, {words}" + (" (line), and held out (o)" if held_out in metrics else ""))
+    figure.title(f"training {words}" + (f" (line), eval {words} (o)" if held_out in metrics else ""))
     for column, marker in ((learned, "braille"), (held_out, "o")):
         if column in metrics:
             series = metrics[column].dropna()

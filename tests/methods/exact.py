@@ -8,17 +8,19 @@ without padding, the adapter added to the weights by hand, and a log-softmax tha
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tunekit import api
-from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
-from tunekit.model.load import load_tokenizer
+from tunekit.recipe.adapters import FullAdapter
+from tunekit.run.callback import Watch
 from tunekit.run.place import Place
-from tunekit.run.trainer import build_trainer, load_policy
+from tunekit.run.record import Record
+from tunekit.run.worker import _build
 
 RANK, ALPHA = 4, 16
 
@@ -66,6 +68,17 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
+def build(recipe: dict[str, Any]) -> Trainer:
+    """The trainer of a run on this processor, as its only process builds it."""
+    run = api.make_run(recipe)
+    asked, plan, record = run.recipe, run.plan, Record(run, Place())
+    assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
+    watch = Watch(record, Event(), full=isinstance(asked.adapter, FullAdapter))
+    watch.before_training = lambda: None
+    trainer, _ = _build(run, record, watch, asked, plan, plan.schedule)
+    return trainer
+
+
 def take_steps(recipe: dict[str, Any], *, moved: float, seed: int) -> list[Step]:
     """Train as a recipe says.
 
@@ -74,14 +87,8 @@ def take_steps(recipe: dict[str, Any], *, moved: float, seed: int) -> list[Step]
         moved: How far weights are moved before the first step, so that the model is not its own reference.
         seed: Of where they are moved to, and of what is generated.
     """
-    run = api.make_run(recipe)
-    recipe, plan = run.recipe, run.plan
-    assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    tokenizer, steps = load_tokenizer(recipe.model), Steps()
-    model = attach_adapter(load_policy(recipe, plan, device="cpu"), recipe.adapter, seed=recipe.train.seed)
-    shared = {"model": model, "tokenizer": tokenizer, "callbacks": [steps], "place": Place()}
-    trainer = build_trainer(run, recipe, plan, plan.schedule, **shared)
-    keep_trained_in_float32(trainer.model)
+    steps, trainer = Steps(), build(recipe)
+    trainer.add_callback(steps)
     torch.manual_seed(seed)
     with torch.no_grad():
         for weight in trainer.model.parameters():

@@ -1,13 +1,13 @@
 """Losses and gradients of DPO against the papers' formulas, worked out in float64 from the rows of the file.
 
-For a pair with prompt x, the better answer w and the worse l, let r(y) = log pi(y|x) - log pi_ref(y|x), the sum over the
+For a pair with prompt x, the better answer w and the worse l, let r(y) = log pi(y|x) - log pi_ref(y|x), summed over the
 tokens of y with its end token, and h = r(w) - r(l). Where TRL 1.16 does not do what a paper says, the formula is TRL's:
 
 - `ipo` and `sigmoid_norm` divide each r(y) by the number of tokens of y. IPO's paper has sums (eq. 17 of 2310.12036;
   TRL names its authors for the mean), so that `beta` is per token.
 - `apo_zero` is the paper's loss plus 1, which has the same gradient.
-- `sft`, as a part of a mix, is the mean over the tokens of all better answers of a micro-batch. RPO's paper has the mean
-  over an answer's tokens first (2404.19733, eq. 2), so here long answers weigh more, and how a step is cut matters.
+- `sft`, as a part of a mix, is the mean over the tokens of all better answers of a micro-batch. RPO's paper has means
+  over each answer's tokens first (2404.19733, eq. 2); so long answers weigh more, and how a step is cut matters.
 - Logged rewards are sums, whatever the loss.
 """
 
@@ -91,7 +91,7 @@ def pairs_of(rows, policy, reference) -> list[Pair]:
     found = []
     for row in rows:
         prompt = tokenizer.encode(row["prompt"])
-        answers = [tokenizer.encode(row[name]) + [tokenizer.eos_token_id] for name in ("chosen", "rejected")]
+        answers = [[*tokenizer.encode(row[name]), tokenizer.eos_token_id] for name in ("chosen", "rejected")]
         answers = [answer[: MAX_LENGTH - len(prompt)] for answer in answers]
         found.append(Pair(*(model.log_probs(prompt, answer) for model in (policy, reference) for answer in answers)))
     return found

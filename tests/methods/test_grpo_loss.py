@@ -95,7 +95,8 @@ def early_ends(monkeypatch):
 def recipe(folder, method, adapter, seed, num_steps):
     draw = random.Random(seed)
     rows = [
-        {"prompt": begin + "".join(draw.choices("abcdefgh", k=draw.randint(1, 20)))} for begin in ("same", "?", "!!") * 2
+        {"prompt": begin + "".join(draw.choices("abcdefgh", k=draw.randint(1, 20)))}
+        for begin in ("same", "?", "!!") * 2
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     here = "tests.methods.test_grpo_loss"
@@ -201,7 +202,9 @@ def cut_as(step: Step, answers: list[Answer]) -> list[list[Answer]]:
     known = {(tuple(tokenizer.encode(one.prompt)), tuple(one.ids)): one for one in answers}
     cuts = []
     for batch in step.inputs:
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+        ]
         given = [[token for token in ids.tolist() if token != PAD] for ids in batch["completion_ids"]]
         cuts.append([known[tuple(prompt), tuple(ids)] for prompt, ids in zip(prompts, given, strict=True)])
     # Answers that are equal are scored alike, so that either of them will do.

@@ -24,7 +24,12 @@ def log(kind, values):
 
 
 def test_the_held_out_ones_are_told_where_there_are_any():
-    events = [log("eval", UNTRAINED), log("log", UNTRAINED), log("log", DPO), log("eval", {**DPO, "rewards/margins": 0.4})]
+    events = [
+        log("eval", UNTRAINED),
+        log("log", UNTRAINED),
+        log("log", DPO),
+        log("eval", {**DPO, "rewards/margins": 0.4}),
+    ]
     found = first_and_last(events)
     assert found["rewards/margins"] == [0.0, 0.4]
     assert ("pairs told apart", "none yet → 75%") in rows_of(found)

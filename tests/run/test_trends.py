@@ -1,4 +1,4 @@
-"""Warnings from the figures of a run: of real short runs that are set up to go wrong, and none of those that go well."""
+"""Warnings from the figures of a run: of real short runs set up to go wrong, and none of those that go well."""
 
 import json
 import random
@@ -149,50 +149,50 @@ def test_a_learning_rate_that_is_far_too_high_loses_the_reference_and_what_to_tr
     assert "loss_rises" in warned(trained("chats", "sft", 5.0, "full"))
 
 
-def told(method, values, num=30, **others) -> dict[int, str]:
-    """By step what is warned of, where something is logged in `num` steps."""
+def told(method, values) -> dict[str, int]:
+    """What is warned of and at which step, where something is logged in each of 30 steps."""
     trends, found = Trends(method), {}
-    for step in range(1, num + 1):
-        log = {name: value(step) if callable(value) else value for name, value in {**values, **others}.items()}
-        found |= {step: name for name, _ in trends.add(step, log)}
+    for step in range(1, 31):
+        log = {name: value(step) if callable(value) else value for name, value in values.items()}
+        found |= {name: step for name, _ in trends.add(step, log)}
     return found
 
 
 def test_what_is_warned_of_is_known_by_numbers():
     sft, dpo, grpo = SFTMethod(), DPOMethod(beta=0.1), GRPOMethod(max_completion_length=100, beta=0.1)
     # 1.5 times the first five losses, over ten: from the step on in which all ten are above.
-    assert told(sft, {"loss": lambda step: 1.0 if step <= 15 else 1.51}) == {25: "loss_rises"}
+    assert told(sft, {"loss": lambda step: 1.0 if step <= 15 else 1.51}) == {"loss_rises": 25}
     assert told(sft, {"loss": lambda step: 1.0 if step <= 15 else 1.49}) == {}
     # From 5, the mean of the first five, down to 2, and half of the way back.
-    assert told(sft, {"loss": lambda step: max(2.0, 8.0 - step) if step <= 20 else 3.6}) == {30: "loss_rises"}
+    assert told(sft, {"loss": lambda step: max(2.0, 8.0 - step) if step <= 20 else 3.6}) == {"loss_rises": 30}
     assert told(sft, {"loss": lambda step: max(2.0, 8.0 - step) if step <= 20 else 3.4}) == {}
     assert told(grpo, {"loss": lambda step: step}) == {}
     # Three in a row of ten times what nine of ten had.
-    assert told(sft, {"loss": 1.0, "grad_norm": lambda step: 1.0 if step <= 25 else 31.0}) == {26: "gradient_grows"}
+    assert told(sft, {"loss": 1.0, "grad_norm": lambda step: 1.0 if step <= 25 else 31.0}) == {"gradient_grows": 26}
     assert told(sft, {"loss": 1.0, "grad_norm": lambda step: 1.0 + step % 5}) == {}
     # Of 50 nats 10 are a fifth; a reward is beta times as many. The mean of ten steps counts.
     falls = {"rewards/chosen": lambda step: -0.1 * step, "logps/chosen": lambda step: -50.0 - step}
-    assert told(dpo, falls) == {15: "chosen_falls"}
+    assert told(dpo, falls) == {"chosen_falls": 15}
     stays = {"rewards/chosen": -1.5, "logps/chosen": -65.0}
     assert told(dpo, stays) == {}
     margins = {"rewards/accuracies": 1.0, "rewards/margins": lambda step: step}
-    assert told(dpo, margins) == {15: "margins_saturate"}
+    assert told(dpo, margins) == {"margins_saturate": 15}
     assert told(dpo, {**margins, "rewards/accuracies": lambda step: 1.0 if step % 5 else 0.9}) == {}
     silent = {"reward": 0.0, "reward_std": 0.0, "rewards/one/mean": 0.0, "rewards/one/std": 0.0}
-    assert told(grpo, {**silent, "frac_reward_zero_std": 1.0}) == {10: "reward_is_constant"}
+    assert told(grpo, {**silent, "frac_reward_zero_std": 1.0}) == {"reward_is_constant": 10}
     some = {"reward": 0.1, "reward_std": 0.3, "rewards/one/mean": 0.1, "rewards/one/std": 0.3}
-    assert told(grpo, {**some, "frac_reward_zero_std": 0.85}) == {10: "no_signal"}
+    assert told(grpo, {**some, "frac_reward_zero_std": 0.85}) == {"no_signal": 10}
     assert told(grpo, {**some, "frac_reward_zero_std": 0.75}) == {}
     # What has been learned needs no signal.
     learned = {**some, "reward": lambda step: min(1.0, step / 10), "frac_reward_zero_std": 0.85}
     assert told(grpo, learned) == {}
     lengths = {"completions/mean_length": lambda step: 3.0 * step, "completions/clipped_ratio": 0.1}
-    assert told(grpo, lengths) == {26: "answers_run_away"}
+    assert told(grpo, lengths) == {"answers_run_away": 26}
     assert told(grpo, {"kl": 2.9}) == {}
-    assert told(grpo, {"kl": 3.1}) == {10: "kl_explodes"}
-    assert told(grpo, {"kl": lambda step: 0.01 if step <= 22 else 1.0}) == {25: "kl_explodes"}
+    assert told(grpo, {"kl": 3.1}) == {"kl_explodes": 10}
+    assert told(grpo, {"kl": lambda step: 0.01 if step <= 22 else 1.0}) == {"kl_explodes": 25}
     collapse = {"entropy": lambda step: 2.0 if step <= 10 else 0.1, **some}
-    assert told(grpo, collapse) == {20: "entropy_collapses"}
+    assert told(grpo, collapse) == {"entropy_collapses": 20}
     assert told(grpo, {**collapse, "reward": lambda step: step / 30}) == {}
 
 

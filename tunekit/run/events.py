@@ -12,7 +12,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   `generation_seconds`, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own measures
 - `completions`: `step`, and of the prompt whose answers' rewards were furthest apart when answers were generated last,
-  `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times in a run
+  `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`

@@ -176,7 +176,7 @@ class Run:
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        learned = judged_by([str(name) for name in metrics])
+        learned = judged_by(metrics.columns.tolist())
         for column, label, style in ((learned, "training", "-"), (f"eval_{learned}", "evaluation", "o-")):
             if column in metrics:
                 axes.plot(metrics[column].dropna(), style, label=label)
