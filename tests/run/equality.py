@@ -139,7 +139,9 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
             case "sft":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
-            case "dpo":
+            case "kto":
+                yield {"prompt": question, "completion": answer, "label": n % 3 > 0}
+            case "dpo" | "orpo" | "cpo" | "reward":
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
             case "grpo":
                 yield {"prompt": question}
@@ -222,14 +224,22 @@ def train(recipe: Mapping[str, Any], parallel: Mapping[str, Any], folder: Path) 
 
 def reload(recipe: Mapping[str, Any], folder: Path) -> Any:
     """The model that a run saved, whole, as transformers and PEFT read it."""
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     if recipe["adapter"]["type"] == "full":
-        return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    base = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=torch.float32)
+        return loaded(recipe, folder / "model").eval()
+    base = loaded(recipe, recipe["model"])
     return PeftModel.from_pretrained(base, folder / "model").merge_and_unload().eval()
+
+
+def loaded(recipe: Mapping[str, Any], path: Path | str) -> Any:
+    """A model in float32, with a score for a head where that is what is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if recipe["method"]["type"] == "reward":
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def logits_of(model: Any) -> Any:
@@ -292,12 +302,11 @@ class Difference:
 
 def difference(recipe: Mapping[str, Any], alone: Trained, spread: Trained) -> Difference:
     """Compare a run with the one in one process."""
-    from transformers import AutoModelForCausalLM
-
     assert len(spread.losses) == len(alone.losses) == STEPS
     assert all(map(math.isfinite, spread.losses))
     models = [reload(recipe, run.folder) for run in (alone, spread)]
-    before = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=models[0].dtype).state_dict()
+    # A score is new, so how far it moved is not known.
+    before = {name: weight for name, weight in loaded(recipe, recipe["model"]).state_dict().items() if name != "score.weight"}
     weights = [model.state_dict() for model in models]
     apart = sum(float((weights[0][name] - weights[1][name]).square().sum()) for name in before)
     moved = sum(float((weights[0][name] - before[name]).square().sum()) for name in before)
