@@ -83,6 +83,8 @@ class Subject:
     adapter: str
     packing: bool
     model_type: str
+    layouts: tuple[str, ...] = ()
+    """Names of the layouts in which it is compared; all where there is none."""
 
 
 DPO = {"type": "dpo"}
@@ -92,6 +94,9 @@ GRPO = {
     "num_generations": 4,
     "max_completion_length": 8,
 }
+KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
+"""Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
+FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
 SUBJECTS = (
     # The loss that balances experts is one of each micro-batch by itself, so it is left out of what is compared.
     Subject("SFT full", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, "full", False, "mixtral"),
@@ -100,6 +105,8 @@ SUBJECTS = (
     Subject("SFT LoRA, packed", {"type": "sft"}, "lora", True, "qwen3"),
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
+    Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
+    Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
 )
 
 
@@ -306,7 +313,9 @@ def difference(recipe: Mapping[str, Any], alone: Trained, spread: Trained) -> Di
     assert all(map(math.isfinite, spread.losses))
     models = [reload(recipe, run.folder) for run in (alone, spread)]
     # A score is new, so how far it moved is not known.
-    before = {name: weight for name, weight in loaded(recipe, recipe["model"]).state_dict().items() if name != "score.weight"}
+    before = {
+        name: weight for name, weight in loaded(recipe, recipe["model"]).state_dict().items() if name != "score.weight"
+    }
     weights = [model.state_dict() for model in models]
     apart = sum(float((weights[0][name] - weights[1][name]).square().sum()) for name in before)
     moved = sum(float((weights[0][name] - before[name]).square().sum()) for name in before)
@@ -350,9 +359,10 @@ def table_of(subject: Subject, folder: Path, names: Collection[str] = ()) -> Ite
     Args:
         subject: What is trained.
         folder: For its files.
-        names: Layouts to train in; all where there is none.
+        names: Layouts to train in; all of the subject's where there is none.
     """
-    for spread, found in cells(subject, folder, tuple(one for one in SPREADS if not names or one.name in names)):
+    chosen = names or subject.layouts
+    for spread, found in cells(subject, folder, tuple(one for one in SPREADS if not chosen or one.name in chosen)):
         yield line_of(subject, spread, found), found.is_small
     blanks = " | ".join(["-"] * 5)
     yield f"| {subject.name} | {subject.model_type} | {OFFLOADED.name} | {blanks} | not on a CPU: {CAUSE} |\n", True

@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation and SimPO through TRL's CPOTrainer (experimental), on pairs that are tokenised."""
+"""Contrastive preference optimisation and SimPO through TRL's CPOTrainer (experimental), on pairs already tokenised."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -437,7 +437,7 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
 
 
 HeadKind = Literal["tiles", "whole", "score"]
-"""How tokens are scored: by TRL's head in tiles, by transformers' own with all logits at once, or a text by a number."""
+"""How tokens are scored: by TRL's head in tiles, by the model's own with all logits at once, or each by one number."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/tr
 of a pair through it in one batch, then both through the reference model without gradients, while everything that the
 backward pass needs is kept. KTO (trl/trainer/kto_trainer.py) does so with single answers, and its loss `kto` takes each
 prompt with another's answer through both models besides, without gradients. ORPO and CPO (trl/experimental) have no
-reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
-with a cache of keys and values, and then trains on them in micro-batches. The others score tokens with the same head in
-tiles as supervised fine-tuning, so logits are never there whole.
+reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO
+(trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once with a cache of keys and values,
+and then trains on them in micro-batches. The others score tokens with the same head in tiles as supervised fine-tuning,
+so logits are never there whole.
 
 With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
 type, float32. DPO and KTO can compute its log-probabilities before training instead.
@@ -210,8 +211,11 @@ def _mixed(method: DPOMethod) -> Iterator[str]:
 def _estimated(method: KTOMethod) -> Iterator[str]:
     """How KTO's loss is held against the model's way from its reference."""
     if method.loss_type == "kto":
-        yield "the divergence is estimated from the answers of a micro-batch to each other's prompts"
-        yield "so rows are put into one order before training, and keep it in every epoch"
+        yield (
+            "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all devices: "
+            "how a batch is cut shows in it"
+        )
+        yield "rows are put into one order before training, and keep it in every epoch"
 
 
 def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:
