@@ -171,10 +171,10 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter) -> tuple[st
             return f"orpo, beta {method.beta:g}", why
         case CPOMethod():
             why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}"
-            if method.likelihood_weight:
+            if likelihood_weight(method):
                 why += f"; {_MEAN_OVER_TOKENS.format('likelihood')}"
             choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
-            return f"{choice}, likelihood by {method.likelihood_weight:g}", why
+            return f"{choice}, likelihood by {likelihood_weight(method):g}", why
         case RewardMethod():
             return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
     if not isinstance(method, GRPOMethod):
@@ -187,6 +187,13 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter) -> tuple[st
 
 _PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
 _MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
+
+
+def likelihood_weight(method: CPOMethod) -> float:
+    """Weight of the likelihood of the better answer, which SimPO and AlphaPO have none of."""
+    if method.cpo_alpha is not None:
+        return method.cpo_alpha
+    return 0.0 if method.loss_type in ("simpo", "alphapo") else 1.0
 
 
 def _dpo_words(method: DPOMethod) -> str:
