@@ -1,5 +1,6 @@
 """Methods that learn from fixed answers, on a tiny model: first losses by hand, that they learn, save and resume."""
 
+import itertools
 import json
 import math
 import re
@@ -79,7 +80,11 @@ def here(workspace, monkeypatch):
     return workspace
 
 
+NUMBERS = itertools.count()
+
+
 def recipe(method, adapter="lora", **sections):
+    """A recipe whose run lies by itself: a plan reads all earlier ones in `runs`."""
     rows = "rated" if method["type"] == "kto" else "pairs"
     return {
         "model": "model",
@@ -95,6 +100,7 @@ def recipe(method, adapter="lora", **sections):
             "eval_steps": STEPS,
             **sections.pop("train", {}),
         },
+        "output": {"dir": f"trained-{next(NUMBERS)}"},
         **sections,
     }
 
