@@ -283,7 +283,8 @@ def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrai
 
         adapter = step.adapter
         config = LoraConfig(
-            task_type="SEQ_CLS" if judges else "CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
+            task_type="SEQ_CLS" if judges else "CAUSAL_LM",
+            r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
             use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
         )  # fmt: skip
         model = get_peft_model(base, config)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -178,7 +178,7 @@ def _project(tile, hidden, weight, bias, start, end, dtype):
     weight[start:end].to(dtype)
 
 
-def trace(method_step: MethodStep) -> Trace:
+def trace(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> Trace:
     """The live bytes of one step, by phase; those of a reference model count among the weights."""
     step, method = method_step.step, method_step.method
     with torch.device("meta"):
@@ -200,7 +200,7 @@ def trace(method_step: MethodStep) -> Trace:
     trainer.accelerator = accelerator = _accelerator(step)
     if method.type in OUTPUTS:
         trl_head.add_fused_lm_head(base, outputs=OUTPUTS[method.type])
-    with FakeTensorMode(allow_non_fake_inputs=True), _only_scored():
+    with FakeTensorMode(allow_non_fake_inputs=True), _only_scored() if device == "cuda" else nullcontext():
         model.to_empty(device="cpu")
         base.tie_weights()
         model.train()
@@ -449,8 +449,8 @@ def _grpo_trainer(method: GRPOMethod) -> GRPOTrainer:
     return trainer
 
 
-def estimate_of(method_step: MethodStep) -> MemoryEstimate:
-    """What the planner says of a step on an accelerator."""
+def estimate_of(method_step: MethodStep, device: Literal["cpu", "cuda"] = "cuda") -> MemoryEstimate:
+    """What the planner says of a step."""
     step, method = method_step.step, method_step.method
     data = _data(method_step)
     teacher = None if method_step.teacher is None else facts_of(method_step.teacher)
@@ -460,7 +460,7 @@ def estimate_of(method_step: MethodStep) -> MemoryEstimate:
     return estimate(
         facts.as_judge() if method.type == "reward" else facts,
         step.adapter,
-        device="cuda",
+        device=device,
         dtype=step.dtype,
         optim="adamw_torch_fused",
         num_tokens=passes.sequences_per_row * step.batch * step.length,

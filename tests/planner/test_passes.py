@@ -22,8 +22,19 @@ from tunekit.planner.passes import (
     with_reference,
 )
 from tunekit.planner.phases import Kept
+from tunekit.planner.states import Tables, num_trainable_params, trained_tables
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
-from tunekit.recipe.methods import DistillationMethod, DPOMethod, GRPOMethod, RLOOMethod, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    ORPOMethod,
+    RewardMethod,
+    RLOOMethod,
+    SFTMethod,
+)
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSection
 
@@ -54,7 +65,7 @@ DISTILLATION = DistillationMethod(teacher=ModelSection(path="a/teacher"))
 
 
 def step(family, adapter, method, *, dtype="bfloat16", checkpointing=False) -> MethodStep:
-    batch = 2 if isinstance(method, DPOMethod) else 4
+    batch = 4 if isinstance(method, DistillationMethod | GRPOMethod | KTOMethod | RLOOMethod) else 2
     how = {"checkpointing": checkpointing, "dtype": dtype, "accumulates": checkpointing, "rows": "padded"}
     return MethodStep(Step(family, tuple(SIZES.items()), adapter, batch, length=1024, **how), method)
 
@@ -76,6 +87,32 @@ def test_every_phase_is_what_trls_loss_allocates(adapter, method, checkpointing)
         phase: pytest.approx(size, rel=0.02) for phase, size in known.items()
     }
     assert max(estimated.phases[phase] for phase in known) == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "adapter", "dtype", "checkpointing"),
+    [
+        (KTOMethod(), "full", "bfloat16", False),
+        (KTOMethod(), "lora", "float32", True),
+        (KTOMethod(precompute_ref_log_probs=True), "full", "float32", True),
+        (ORPOMethod(), "full", "bfloat16", False),
+        (ORPOMethod(), "full", "float32", True),
+        (ORPOMethod(), "lora", "bfloat16", True),
+        (RewardMethod(), "full", "bfloat16", False),
+        (RewardMethod(), "lora", "float32", False),
+        (RewardMethod(), "lora", "bfloat16", True),
+    ],
+)
+def test_the_peak_of_the_other_methods_of_answers_is_what_trls_loss_allocates(method, adapter, dtype, checkpointing):
+    one = step("llama", ADAPTERS[adapter], method, dtype=dtype, checkpointing=checkpointing)
+    traced, estimated = trace(one), estimate_of(one)
+    assert max(estimated.phases.values()) == pytest.approx(traced.peak_bytes, rel=0.01)
+
+
+def test_without_triton_whole_logits_are_there_more_often():
+    one = step("llama", FullAdapter(), ORPOMethod(), dtype="float32")
+    traced, estimated = trace(one, device="cpu"), estimate_of(one, device="cpu")
+    assert max(estimated.phases.values()) == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -162,6 +199,10 @@ def test_a_reference_model_lies_where_the_weights_lie():
         (DPOMethod(precompute_ref_log_probs=True), FullAdapter()),
         (GRPOMethod(), FullAdapter()),
         (GRPOMethod(beta=0.1), LoraAdapter()),
+        (KTOMethod(), LoraAdapter()),
+        (ORPOMethod(), FullAdapter()),
+        (CPOMethod(), FullAdapter()),
+        (RewardMethod(), FullAdapter()),
     ],
 )
 def test_no_reference_model_is_kept_where_the_model_itself_gives_it_or_none_is_needed(method, adapter):
@@ -246,7 +287,10 @@ def test_too_few_prompts_for_a_step_are_refused():
 
 
 def test_forward_passes_of_a_step_are_those_that_trl_makes():
-    """The reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Its old self too."""
+    """The reference: in each micro-batch of DPO, once for all steps on the same answers of GRPO. Its old self too.
+
+    KTO takes each prompt with another's answer through both models too.
+    """
     lora = LoraAdapter()
     found = [
         passes(method, lora).num_forwards
@@ -261,10 +305,27 @@ def test_forward_passes_of_a_step_are_those_that_trl_makes():
             RLOOMethod(beta=0),
             RLOOMethod(num_iterations=2),
             DISTILLATION,
+            KTOMethod(),
+            KTOMethod(precompute_ref_log_probs=True),
+            KTOMethod(loss_type="apo_zero_unpaired"),
+            ORPOMethod(),
+            RewardMethod(),
         )
     ]
-    assert found == [0, 1, 0, 0, 1, 1 / 4, 2 / 4, 1, 2 / 2, 0]
+    assert found == [0, 1, 0, 0, 1, 1 / 4, 2 / 4, 1, 2 / 2, 0, 3, 1, 1, 0, 0]
     assert passes(DPOMethod(precompute_ref_log_probs=True), lora).num_forwards_before == 1
+    assert passes(KTOMethod(precompute_ref_log_probs=True), lora).num_forwards_before == 2
+    assert passes(KTOMethod(), FullAdapter()).num_reference_forwards == 2
+
+
+def test_a_model_that_judges_has_a_score_in_the_place_of_its_head():
+    judge = LLAMA_8B.as_judge()
+    assert judge.num_params == LLAMA_8B.num_params - LLAMA_8B.vocab_size * LLAMA_8B.hidden_size + LLAMA_8B.hidden_size
+    lora = LoraAdapter()
+    trained = num_trainable_params(judge, lora) - num_trainable_params(LLAMA_8B, lora)
+    assert trained == LLAMA_8B.hidden_size, "the score is trained beside an adapter"
+    assert judge.linears == LLAMA_8B.linears, "and neither adapted nor quantised"
+    assert trained_tables(judge, FullAdapter()) == Tables(embedding=True, head=False, is_one=False)
 
 
 def test_operations_of_a_reference_pass_are_those_that_torch_counts():
@@ -330,6 +391,23 @@ def test_trl_pads_the_batches_of_other_methods(method, attention):
             (
                 "distillation, an answer of up to 512 tokens",
                 "a/teacher says how likely each of its tokens is; the teacher is a second model",
+            ),
+        ),
+        (
+            DPOMethod(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5]),
+            LoraAdapter(),
+            (
+                "dpo, loss sigmoid + 0.5 sft, beta 0.1",
+                "each row is two sequences; the reference is the model without its adapters; the sft loss is a mean "
+                "over the tokens of a micro-batch: how a batch is cut shows in it a little",
+            ),
+        ),
+        (
+            CPOMethod(loss_type="simpo", beta=2.0),
+            LoraAdapter(),
+            (
+                "cpo, loss simpo, beta 2, likelihood by 0",
+                "experimental in TRL; each row is two sequences; no reference",
             ),
         ),
     ],

@@ -83,6 +83,8 @@ class Subject:
     adapter: str
     packing: bool
     model_type: str
+    layouts: tuple[str, ...] = ()
+    """Names of the layouts in which it is compared; all where there is none."""
 
 
 DPO = {"type": "dpo"}
@@ -93,6 +95,9 @@ GRPO = {
     "max_completion_length": 8,
 }
 RLOO = {**GRPO, "type": "rloo"}
+KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
+"""Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
+FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
 SUBJECTS = (
     # The loss that balances experts is one of each micro-batch by itself, so it is left out of what is compared.
     Subject("SFT full", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, "full", False, "mixtral"),
@@ -101,7 +106,9 @@ SUBJECTS = (
     Subject("SFT LoRA, packed", {"type": "sft"}, "lora", True, "qwen3"),
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
-    Subject("RLOO LoRA", RLOO, "lora", False, "llama"),
+    Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
+    Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
+    Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
 )
 
 
@@ -141,7 +148,9 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
             case "sft":
                 turns = [("user", question), ("assistant", answer)]
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
-            case "dpo":
+            case "kto":
+                yield {"prompt": question, "completion": answer, "label": n % 3 > 0}
+            case "dpo" | "orpo" | "cpo" | "reward":
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
             case "grpo" | "rloo" | "distillation":
                 yield {"prompt": question}
@@ -224,14 +233,22 @@ def train(recipe: Mapping[str, Any], parallel: Mapping[str, Any], folder: Path) 
 
 def reload(recipe: Mapping[str, Any], folder: Path) -> Any:
     """The model that a run saved, whole, as transformers and PEFT read it."""
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     if recipe["adapter"]["type"] == "full":
-        return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    base = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=torch.float32)
+        return loaded(recipe, folder / "model").eval()
+    base = loaded(recipe, recipe["model"])
     return PeftModel.from_pretrained(base, folder / "model").merge_and_unload().eval()
+
+
+def loaded(recipe: Mapping[str, Any], path: Path | str) -> Any:
+    """A model in float32, with a score for a head where that is what is trained."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if recipe["method"]["type"] == "reward":
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def logits_of(model: Any) -> Any:
@@ -294,12 +311,13 @@ class Difference:
 
 def difference(recipe: Mapping[str, Any], alone: Trained, spread: Trained) -> Difference:
     """Compare a run with the one in one process."""
-    from transformers import AutoModelForCausalLM
-
     assert len(spread.losses) == len(alone.losses) == STEPS
     assert all(map(math.isfinite, spread.losses))
     models = [reload(recipe, run.folder) for run in (alone, spread)]
-    before = AutoModelForCausalLM.from_pretrained(recipe["model"], dtype=models[0].dtype).state_dict()
+    # A score is new, so how far it moved is not known.
+    before = {
+        name: weight for name, weight in loaded(recipe, recipe["model"]).state_dict().items() if name != "score.weight"
+    }
     weights = [model.state_dict() for model in models]
     apart = sum(float((weights[0][name] - weights[1][name]).square().sum()) for name in before)
     moved = sum(float((weights[0][name] - before[name]).square().sum()) for name in before)
@@ -343,9 +361,10 @@ def table_of(subject: Subject, folder: Path, names: Collection[str] = ()) -> Ite
     Args:
         subject: What is trained.
         folder: For its files.
-        names: Layouts to train in; all where there is none.
+        names: Layouts to train in; all of the subject's where there is none.
     """
-    for spread, found in cells(subject, folder, tuple(one for one in SPREADS if not names or one.name in names)):
+    chosen = names or subject.layouts
+    for spread, found in cells(subject, folder, tuple(one for one in SPREADS if not chosen or one.name in chosen)):
         yield line_of(subject, spread, found), found.is_small
     blanks = " | ".join(["-"] * 5)
     yield f"| {subject.name} | {subject.model_type} | {OFFLOADED.name} | {blanks} | not on a CPU: {CAUSE} |\n", True

@@ -52,6 +52,14 @@ class Room:
         """Whether there is room for a row."""
         return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences) <= self.max_length)
 
+    def nothing_fits(self, num_rows: int) -> str:
+        """What is wrong with a source of which no row is kept."""
+        if self.cuts:
+            left, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
+            return f"{left}: they may have {limit:,} tokens"
+        left, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
+        return f"{left}: an answer with its prompt may have {limit:,} tokens"
+
     @property
     def too_long(self) -> str:
         """What rows are that are left out."""
@@ -194,8 +202,7 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             on_progress(rows.source, index + 1, len(rows))
     if not kept:
         raise DataError(
-            f"{rows.source}: none of {counted(len(rows), 'prompt')} leaves room for an answer: {room.too_long}; the "
-            f"longest row has {longest:,}",
+            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {longest:,}",
             hint="raise data.max_length",
         )
     lengths = np.array(sizes, dtype=np.int64)

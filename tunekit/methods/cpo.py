@@ -1,4 +1,4 @@
-"""Contrastive preference optimisation and SimPO through TRL's CPOTrainer (experimental), on pairs that are tokenised."""
+"""Contrastive preference optimisation and SimPO through TRL's CPOTrainer (experimental), on pairs already tokenised."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room, tokenised_pairs
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
+from tunekit.planner.passes import likelihood_weight
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import CPOMethod
 from tunekit.recipe.schema import DataSection, TrainSection
@@ -75,7 +76,7 @@ def build(
             max_length=data.max_length,
             loss_type=method.loss_type,
             beta=method.beta,
-            cpo_alpha=method.likelihood_weight,
+            cpo_alpha=likelihood_weight(method),
             simpo_gamma=method.simpo_gamma,
             label_smoothing=method.label_smoothing,
             remove_unused_columns=False,

@@ -1,9 +1,9 @@
 """TRL's experimental trainers of pairs on token ids, with a count of them.
 
 By themselves they tokenise texts without the tokenizer's own special tokens, put a start token before every prompt
-where the tokenizer knows one, whether its template has it or not, and an end token behind every answer that does not end
-with one: behind ChatML's `<|im_end|>` and line break a second one (trl 1.16, `ORPOTrainer.tokenize_row`). Here a pair
-is the tokens that DPO trains on.
+where the tokenizer knows one, whether its template has it or not, and an end token behind every answer that does not
+end with one: behind ChatML's `<|im_end|>` and line break a second one (trl 1.16, `ORPOTrainer.tokenize_row`). Here a
+pair is the tokens that DPO trains on.
 """
 
 from typing import Any

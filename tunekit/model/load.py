@@ -1,4 +1,6 @@
-"""Load a tokenizer and a language model, with its head or with a score in its place, as the plan says, from a local folder or the hub.
+"""Load a tokenizer and a language model as the plan says, from a local folder or the hub.
+
+The model has its head, or a score of a text in its place.
 
 Only safetensors weights are read, since opening pickled ones can run code.
 """

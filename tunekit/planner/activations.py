@@ -437,7 +437,7 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
 
 
 HeadKind = Literal["tiles", "whole", "score"]
-"""How tokens are scored: by TRL's head in tiles, by transformers' own with all logits at once, or a text by a number."""
+"""How tokens are scored: by TRL's head in tiles, by the model's own with all logits at once, or each by one number."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +462,7 @@ def head_of(
     autocast: bool = True,
     scored_share: float = 1.0,
     kind: HeadKind = "tiles",
+    widens: bool = True,
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 
@@ -473,7 +474,7 @@ def head_of(
     if kind == "score":
         return _score_of(model, adapter, dtype, num_tokens, autocast=autocast)
     if kind == "whole":
-        return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast)
+        return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast, widens=widens)
     scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
     rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
@@ -520,17 +521,18 @@ def _whole_head_of(
     num_tokens: int,
     *,
     autocast: bool,
+    widens: bool,
 ) -> Head:
     """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
 
-    Where Accelerate casts, it makes float32 of them. The likelihood takes a copy of those of the better answers, and
+    Accelerate makes float32 of them (`widens`), and DeepSpeed does not. The likelihood takes a copy of those of the better answers, and
     their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes; without Triton
     also those of the words' own logits and of their sums.
     """
     h, e = model.hidden_size, BYTES[dtype]
     tables, casted = trained_tables(model, adapter), autocast and e == 2
     wide = 4 if casted and tables.embedding else e
-    logits = (4 if autocast else e) * model.vocab_size * num_tokens
+    logits = (4 if widens else e) * model.vocab_size * num_tokens
     cast = e * model.vocab_size * h if casted and tables.head else 0
     # Its weight has no gradient yet, which is counted beside.
     gradient = 4 * model.vocab_size * h if tables.head else 0

@@ -158,7 +158,15 @@ def estimate(
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
     head = head_of(
-        one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share, kind=passes.head
+        one,
+        adapter,
+        device,
+        dtype,
+        mine,
+        autocast=autocast,
+        scored_share=passes.max_scored_share,
+        kind=passes.head,
+        widens=not layout.strategy.startswith("zero"),
     )
     kept, needs, trained = _engine(
         one,

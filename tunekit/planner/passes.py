@@ -4,9 +4,10 @@ Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/tr
 of a pair through it in one batch, then both through the reference model without gradients, while everything that the
 backward pass needs is kept. KTO (trl/trainer/kto_trainer.py) does so with single answers, and its loss `kto` takes each
 prompt with another's answer through both models besides, without gradients. ORPO and CPO (trl/experimental) have no
-reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
-with a cache of keys and values, and then trains on them in micro-batches. The others score tokens with the same head in
-tiles as supervised fine-tuning, so logits are never there whole.
+reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO
+(trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once with a cache of keys and values,
+and then trains on them in micro-batches. The others score tokens with the same head in tiles as supervised fine-tuning,
+so logits are never there whole.
 
 With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
 type, float32. DPO and KTO can compute its log-probabilities before training instead.
@@ -206,10 +207,10 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Ori
             return f"orpo, beta {method.beta:g}", why
         case CPOMethod():
             why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}"
-            if method.likelihood_weight:
+            if likelihood_weight(method):
                 why += f"; {_MEAN_OVER_TOKENS.format('likelihood')}"
             choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
-            return f"{choice}, likelihood by {method.likelihood_weight:g}", why
+            return f"{choice}, likelihood by {likelihood_weight(method):g}", why
         case RewardMethod():
             return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
     if isinstance(method, RewardedMethod):
@@ -224,6 +225,13 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Ori
 
 _PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
 _MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
+
+
+def likelihood_weight(method: CPOMethod) -> float:
+    """Weight of the likelihood of the better answer, which SimPO and AlphaPO have none of."""
+    if method.cpo_alpha is not None:
+        return method.cpo_alpha
+    return 0.0 if method.loss_type in ("simpo", "alphapo") else 1.0
 
 
 def _dpo_words(method: DPOMethod) -> str:
@@ -248,8 +256,11 @@ def _mixed(method: DPOMethod) -> Iterator[str]:
 def _estimated(method: KTOMethod) -> Iterator[str]:
     """How KTO's loss is held against the model's way from its reference."""
     if method.loss_type == "kto":
-        yield "the divergence is estimated from the answers of a micro-batch to each other's prompts"
-        yield "so rows are put into one order before training, and keep it in every epoch"
+        yield (
+            "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all devices: "
+            "how a batch is cut shows in it"
+        )
+        yield "rows are put into one order before training, and keep it in every epoch"
 
 
 def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:

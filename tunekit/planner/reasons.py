@@ -15,7 +15,16 @@ from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.planner.vllm import VLLM
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import KTOMethod, OnPolicyMethod, PairMethod, RewardedMethod, RewardMethod, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    KTOMethod,
+    OnPolicyMethod,
+    ORPOMethod,
+    PairMethod,
+    RewardedMethod,
+    RewardMethod,
+    SFTMethod,
+)
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
 
 MUCH_TRUNCATED = 0.05
@@ -160,7 +169,10 @@ def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
-    if model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
+    if model.num_experts and isinstance(recipe.method, ORPOMethod | CPOMethod | RewardMethod):
+        why = f"TRL's trainer of {recipe.method.type} adds no loss of the router"
+        yield Reason(topic="experts", choice="not kept equally busy", why=why)
+    elif model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
         why = "TRL adds the loss of the router, a mean over micro-batches: how a batch is cut shows in it a little"
         yield Reason(topic="experts", choice="balanced as the model's own config says", why=why)
 

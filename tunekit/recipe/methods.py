@@ -191,13 +191,6 @@ class CPOMethod(Section):
     """Anything else for TRL's CPOConfig, by its names. Checked against the fields of the installed version; what
     tunekit sets itself is refused."""
 
-    @property
-    def likelihood_weight(self) -> float:
-        """Weight of the likelihood of the better answer."""
-        if self.cpo_alpha is not None:
-            return self.cpo_alpha
-        return 0.0 if self.loss_type in ("simpo", "alphapo") else 1.0
-
 
 class RewardMethod(Section):
     """Reward modelling: a score for each answer, higher for the better of two (TRL's RewardTrainer)."""

@@ -130,7 +130,6 @@ _TOKENISED = {
     "generate_during_eval": "use output.sample_prompts",
     "is_encoder_decoder": _MODEL,
     "max_completion_length": "use data.max_length",
-    "padding_value": "the tokenizer of the model has it",
 }
 """Of TRL's experimental trainers of pairs, which get rows as token ids."""
 
@@ -170,7 +169,7 @@ OWNED_BY_METHOD: dict[str, dict[str, str]] = {
         **_REFERENCE,
         "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
     },
-    "orpo": {"beta": "use method.beta", **_TOKENISED},
+    "orpo": {"beta": "use method.beta", "padding_value": "the tokenizer of the model has it", **_TOKENISED},
     "cpo": {
         **{name: f"use method.{name}" for name in ("beta", "cpo_alpha", "label_smoothing", "loss_type", "simpo_gamma")},
         **_TOKENISED,

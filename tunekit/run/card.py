@@ -23,7 +23,9 @@ LOSSES = {
     "the likelier one.",
     "reward": "This model judges: it gives a text a score, and does not answer. Losses are those of Bradley and Terry: "
     "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
-    "by how much. Scores compare answers to one prompt; their height means nothing by itself.",
+    "by how much. Scores compare answers to one prompt; their height means nothing by itself. Load it with "
+    "`AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches need "
+    "`config.pad_token_id`.",
     "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
     "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
     "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
