@@ -18,13 +18,13 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
-from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
+from tunekit.run.origin import continued, read_recipe
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
@@ -48,7 +48,7 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
     Raises:
         TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     return Lookup([on]).plan(recipe, on)
 
 
@@ -63,7 +63,7 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     lookup = Lookup(on)
     return {name: lookup.plan_or_error(recipe, name) for name in on}
 
@@ -88,7 +88,7 @@ def sweep(
     Raises:
         TunekitError: The recipe, a value to try, the model or the data has a fault, or there is no such machine.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     machines = [on] if isinstance(on, str) or on is None else list(on)
     combined = combinations(recipe, values, num_machines=len(machines))
     lookup = Lookup(machines)
@@ -121,7 +121,7 @@ def fit(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     machines = [on] if isinstance(on, str) or on is None else list(on)
     lookup = Lookup(machines)
     return Variants(
@@ -136,7 +136,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         TunekitError: There is a fault.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     lookup.plan(recipe)
@@ -238,7 +238,7 @@ def launch(
     Raises:
         TunekitError: Something that the user can mend went wrong, on any of them.
     """
-    recipe, hardware = for_hosts(load_recipe(source, overrides), nodes)
+    recipe, hardware = for_hosts(read_recipe(source, overrides)[0], nodes)
     run = make_run(recipe, hardware=hardware, on_event=on_event)
     launch_on(run, nodes, on_event)
     return run
@@ -262,9 +262,10 @@ def make_run(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
-    recipe, notes = load_recipe_with_notes(source, overrides)
+    recipe, notes = read_recipe(source, overrides)
     if hardware is None:
         recipe = with_started(recipe, os.environ)
+    recipe = continued(recipe)
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model, here=hardware)
     lookup.plan(recipe)
@@ -297,7 +298,7 @@ def check_network(
     """
     if source is None:
         return measure(nodes or [None], of_a_node=None, environment={})
-    recipe, hardware = load_recipe(source, overrides), None
+    (recipe, _), hardware = read_recipe(source, overrides), None
     if nodes:
         recipe, hardware = for_hosts(recipe, nodes)
     planned = Lookup([None], here=hardware).plan(recipe)
@@ -323,7 +324,7 @@ def data_report(
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
-    recipe = load_recipe(source, overrides)
+    recipe, _ = read_recipe(source, overrides)
     if not isinstance(recipe.method, SFTMethod):
         raise TunekitError(
             f"method.type: rows of {recipe.method.type} are tokenised by TRL when a run begins, and have no report",
@@ -331,7 +332,7 @@ def data_report(
         )
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
-        return prepare(recipe, data, _progress_to(on_event), num_samples=num_samples).report
+        return prepare(continued(recipe), data, _progress_to(on_event), num_samples=num_samples).report
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:

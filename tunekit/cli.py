@@ -301,9 +301,9 @@ app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 
 
 def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:
-    from tunekit.recipe.load import load_recipe_with_notes
+    from tunekit.run.origin import read_recipe
 
-    return load_recipe_with_notes(recipe, overrides or [])
+    return read_recipe(recipe, overrides or [])
 
 
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from tunekit.api import Source, make_run
 from tunekit.errors import TunekitError
 from tunekit.planner.facts import Hardware
-from tunekit.recipe.load import load_recipe
 from tunekit.run import sky, slurm
 from tunekit.run.cluster import nodes_of, with_all_nodes
 from tunekit.run.events import Event
+from tunekit.run.origin import read_recipe
 from tunekit.run.run import Run
 from tunekit.run.slurm import Wishes
 
@@ -131,7 +131,7 @@ def _make_run_on(
 ) -> tuple[Run, Hardware]:
     """A run for the nodes of a cluster, and what these have."""
     hardware = nodes_of(on, num_nodes)
-    recipe = with_all_nodes(load_recipe(source, overrides), hardware)
+    recipe = with_all_nodes(read_recipe(source, overrides)[0], hardware)
     return make_run(recipe, hardware=hardware, on_event=on_event), hardware
 
 

@@ -287,6 +287,8 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
     """A run: how it stands, its loss curve, its summary."""
     status = run.status()
     head = Text.assemble((run.name, "bold"), f": {run.state}, step {status['step']} of {status['num_steps']}")
+    if status.get("comes_from"):
+        head.append(f"\n{status['comes_from']}", style="dim")
     if status["exit_reason"] and run.state != "finished":
         head.append(f"\n{status['exit_reason']}", style="red")
     parts: list[RenderableType] = [head, ""]

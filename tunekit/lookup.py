@@ -17,6 +17,7 @@ from tunekit.probe.model import known_model, sketch_model
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.run.history import recorded_runs
+from tunekit.run.origin import continued, settled
 from tunekit.run.prepare import counted_facts
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
@@ -67,6 +68,7 @@ class Lookup:
 
     def model(self, section: ModelSection) -> ModelFacts:
         """Facts of a model."""
+        section = settled(section)
         key = section.model_dump_json()
         if key not in self._models:
             self._models[key] = self._look(section)
@@ -87,6 +89,7 @@ class Lookup:
             machine: Where.
             model: The model where it is known already.
         """
+        recipe = continued(recipe)
         model = model or self.model(recipe.model)
         data = counted_facts(recipe, self.data(recipe))
         return resolve(recipe, self.hardware(machine), model, data, self.records)

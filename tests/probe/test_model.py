@@ -143,7 +143,7 @@ BROKEN = {
     ),
     "adapter": (
         rewrite("adapter_config.json", b"{}"),
-        "{path!r} is an adapter, not a model; merge it into its base model first",
+        "{path!r} has no adapter_model.safetensors; save the adapter again with PEFT, as safetensors",
     ),
 }
 

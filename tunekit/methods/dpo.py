@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
-from tunekit.methods.reference import loading_arguments, refer_to_base
+from tunekit.methods.reference import loading_arguments
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import DPOMethod
 from tunekit.recipe.model import ModelSection
@@ -100,7 +100,6 @@ def build(
     missing = num_missing(num_pairs, train.global_batch_size)
     trainer.train_dataset = filled_with_first(trainer.train_dataset, train.global_batch_size)
     keep_order(trainer, Order(num_pairs, missing, repeats=True, shuffle=data.shuffle, seed=train.seed))
-    refer_to_base(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

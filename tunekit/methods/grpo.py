@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
-from tunekit.methods.reference import loading_arguments, refer_to_base
+from tunekit.methods.reference import loading_arguments
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import GRPOMethod
 from tunekit.recipe.model import ModelSection
@@ -104,7 +104,6 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
-    refer_to_base(trainer.model)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

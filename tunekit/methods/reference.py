@@ -1,13 +1,15 @@
-"""The reference of preference and reinforcement methods: the model without its adapter, or a second one."""
+"""The reference of preference and reinforcement methods: without the adapter, with a copy of it, or a second model."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.planner.reference import Reference
 from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
-_COPY = "ref"
+COPY = "ref"
 """What TRL calls its copy of the adapter that it was given."""
 
 
@@ -16,13 +18,26 @@ def loading_arguments(base: ModelSection) -> dict[str, Any]:
     return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
 
 
-def refer_to_base(model: "Module") -> None:
-    """Let go of the copy that TRL makes of an adapter, to be the reference beside the trained one.
+def settle_reference(model: "Module", reference: Reference, trained: Path | None) -> None:
+    """See to it that the copy which TRL makes of an adapter is the reference that the plan has, or is gone.
 
-    TRL takes an adapter that it did not attach itself for one that is trained further (trl 1.16,
-    `DPOTrainer.__init__`). Where it finds no copy it disables the adapter, which a new one starts from.
+    TRL takes every adapter that it did not attach itself for one that is trained further, and copies it (trl 1.16,
+    `DPOTrainer.__init__`). Where it finds no copy it disables the adapter. A copy that stays is read from where the
+    adapter came from, so that it does not depend on what the trained one holds by now.
+
+    Args:
+        model: The trainer's model, which no engine has wrapped yet.
+        reference: What training is held to.
+        trained: Folder of the adapter that is trained further; None in processes that are given their weights.
     """
     from peft import PeftModel
 
-    if isinstance(model, PeftModel) and _COPY in model.peft_config:
-        model.delete_adapter(_COPY)
+    from tunekit.model.adapters import read_adapter
+
+    if not isinstance(model, PeftModel) or COPY not in model.peft_config:
+        assert reference != "copied adapter", type(model)
+        return
+    if reference != "copied adapter":
+        model.delete_adapter(COPY)
+    elif trained is not None:
+        read_adapter(model, trained, name=COPY)

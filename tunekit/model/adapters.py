@@ -1,28 +1,56 @@
 """What is trained: every weight, or low-rank updates through PEFT."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from tunekit.errors import ModelError
+from tunekit.probe.origin import ADAPTER_WEIGHTS
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 
 if TYPE_CHECKING:
     import torch
+    from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
 
 def attach_adapter(
-    model: "PreTrainedModel", adapter: FullAdapter | LoraAdapter, *, seed: int
+    model: "PreTrainedModel",
+    adapter: FullAdapter | LoraAdapter,
+    *,
+    seed: int,
+    trained: Path | None = None,
+    task_type: str = "CAUSAL_LM",
 ) -> "PreTrainedModel | torch.nn.Module":
-    """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32."""
+    """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32.
+
+    Args:
+        model: The model, whose own weights stay as they are beside an adapter.
+        adapter: What is trained.
+        seed: For the matrices of a new adapter.
+        trained: Folder of the adapter that is trained further; None for a new one, and in processes that are given
+            their weights by another one.
+        task_type: What PEFT takes the model for.
+    """
     from transformers import set_seed
 
     set_seed(seed)
     if isinstance(adapter, FullAdapter):
         model.requires_grad_(True)
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
+    adapted = get_peft_model(model, lora_config(adapter, task_type=task_type))
+    if trained is not None:
+        read_adapter(adapted, trained)
+    return adapted
+
+
+def lora_config(adapter: LoraAdapter, *, task_type: str = "CAUSAL_LM") -> "LoraConfig":
+    """An adapter section as PEFT has it."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type=task_type,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
@@ -31,7 +59,52 @@ def attach_adapter(
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
     )
-    return get_peft_model(model, config)
+
+
+def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> None:
+    """Give an adapter of a model the weights that a folder has, all of them.
+
+    Args:
+        model: The model, to which an adapter of this name is attached.
+        folder: Where PEFT saved one.
+        name: Name of the adapter.
+
+    Raises:
+        ModelError: The folder has other tensors than the adapter.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / ADAPTER_WEIGHTS)
+    needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
+    different = sorted(needed.symmetric_difference(weights))
+    if not different:
+        try:
+            set_peft_model_state_dict(model, weights, adapter_name=name)
+        except RuntimeError as error:
+            raise ModelError(f"the adapter in {folder} does not fit its base model: {error}") from error
+        return
+    where = "the folder" if different[0] in weights else "the model"
+    raise ModelError(
+        f"the adapter in {folder} is not one of this model: {different[0]} is in {where} alone"
+        f"{f', and {len(different) - 1} more' if len(different) > 1 else ''}",
+        hint="the recipe must name the base model and the settings that the adapter was trained with",
+    )
+
+
+def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) -> "PreTrainedModel":
+    """The model with a trained adapter made part of its weights, in their type.
+
+    Args:
+        model: The base model. It is changed.
+        adapter: How the adapter was trained.
+        folder: Where it was saved.
+    """
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, lora_config(adapter))
+    read_adapter(adapted, folder)
+    return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
 
 
 def keep_trained_in_float32(model: "torch.nn.Module") -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.errors import ModelError
 from tunekit.planner.states import Dtype
-from tunekit.probe.model import model_folder
+from tunekit.probe.model import model_folder, with_tokenizer
 from tunekit.recipe.adapters import QloraAdapter
 from tunekit.recipe.model import ModelSection
 
@@ -28,6 +28,7 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
+    template, section = section.chat_template, with_tokenizer(section)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -37,8 +38,8 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
             f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
             hint="the folder may be incomplete",
         ) from error
-    if section.chat_template is not None:
-        tokenizer.chat_template = _read_template(section.chat_template)
+    if template is not None:
+        tokenizer.chat_template = _read_template(template)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(

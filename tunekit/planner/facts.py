@@ -21,6 +21,7 @@ from tunekit.planner.experts import (
     is_former_linear,
     mixture_of,
 )
+from tunekit.planner.origin import Origin
 
 
 class Facts(BaseModel):
@@ -212,6 +213,8 @@ class ModelFacts(Facts):
     """Routed experts in a layer that has them; 0 in a dense model."""
     num_experts_per_token: int = 0
     has_chat_template: bool
+    origin: Origin | None = None
+    """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
 
     @property
     def num_sliding_layers(self) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
@@ -10,6 +10,7 @@ from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.padding import needs_mask, padding_of
 from tunekit.planner.passes import Passes, passes_of
 from tunekit.planner.plan import Reason, gib
+from tunekit.planner.reference import reference_of
 from tunekit.planner.states import Dtype
 from tunekit.recipe.schema import Recipe
 
@@ -61,7 +62,9 @@ class Setting:
         """What the method does in a step."""
         recipe = self.recipe
         batch = recipe.train.global_batch_size
-        return passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+        passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+        reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
+        return replace(passes, copies_adapter=reference == "copied adapter")
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """What each device needs with `size` sequences in a micro-batch."""

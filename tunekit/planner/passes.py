@@ -23,7 +23,9 @@ from tunekit.errors import PlanError
 from tunekit.planner.activations import Head, Layers, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.origin import Origin
 from tunekit.planner.phases import Kept, Need, Phase
+from tunekit.planner.reference import reference_of, reference_words
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
@@ -55,6 +57,8 @@ class Passes:
     """Share of the tokens that count in the loss, at most."""
     keeps_reference: bool = False
     """Whether a reference model is there besides the trained one."""
+    copies_adapter: bool = False
+    """Whether a copy of the adapter is there besides the trained one, to be the reference."""
     refers_in_micro_batch: bool = False
     """Whether the reference is computed between the forward and the backward pass."""
     num_forwards: float = 0.0
@@ -120,13 +124,10 @@ def passes_of(
     raise NotImplementedError(method.type)
 
 
-def method_words(method: Method, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
+def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None) -> tuple[str, str]:
     """A method and what it does in a step, in words: the choice and the reason of a plan."""
-    full = isinstance(adapter, FullAdapter)
-    reference = "the reference is a second model" if full else "the reference is the model without its adapters"
+    reference = reference_words(reference_of(method, adapter, origin), origin)
     if isinstance(method, DPOMethod):
-        if method.precompute_ref_log_probs:
-            reference = "log-probabilities of the reference are computed before training"
         return f"dpo, beta {method.beta:g}", f"each row is two sequences; {reference}"
     if not isinstance(method, GRPOMethod):
         raise NotImplementedError(method.type)
@@ -161,8 +162,11 @@ def with_reference(
 
     Its weights are in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides them;
     DeepSpeed casts them. They lie where the model's do. TRL's `prepare_fsdp` makes one unit of the whole model, so
-    where units are not freed after the forward pass it stays gathered whole.
+    where units are not freed after the forward pass it stays gathered whole. A copy of an adapter lies as the adapter
+    does.
     """
+    if passes.copies_adapter:
+        return replace(kept, reference=kept.adapters)
     if not passes.keeps_reference:
         return kept
     whole = (BYTES[dtype] if layout.strategy.startswith("zero") else 4) * model.num_params

@@ -10,9 +10,12 @@ from pydantic import Field
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
+from tunekit.planner.origin import Origin
+from tunekit.planner.reference import Reference
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.zero import ZeroBuckets
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
@@ -71,6 +74,10 @@ class Plan(Facts):
     """How a recipe is run on a machine."""
 
     recipe: Recipe = Field(exclude=True)
+    origin: Origin | None = None
+    """The run or the adapter that training starts from; None where it is a model that no run made."""
+    reference: Reference = "none"
+    """What training is held to."""
     layout: Layout
     """How the work is spread over devices."""
     num_nodes: int
@@ -150,7 +157,17 @@ class Plan(Facts):
     @property
     def headline(self) -> str:
         """The choice in one sentence: what fits where, and how the work is spread."""
-        return f"{self.recipe.adapter.type} on {self.recipe.model.path} fits {self.devices_words}: {self.layout_words}"
+        return f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+
+    @property
+    def model_words(self) -> str:
+        """What is trained, by its name."""
+        return self.recipe.model.path if self.origin is None else self.origin.name
+
+    @property
+    def base(self) -> ModelSection:
+        """The model that transformers loads: that of the recipe, or the one below a run's adapter."""
+        return self.recipe.model if self.origin is None else self.origin.base
 
     @property
     def figures(self) -> str:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.origin import Origin, start_words
 from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Reason, Schedule, count, gib
+from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
@@ -144,6 +146,13 @@ def model_reason(model: ModelFacts) -> Reason:
     return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
 
 
+def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Which run or adapter is started from, and what becomes of it."""
+    if model.origin is not None:
+        choice, why = start_words(model.origin, recipe.adapter)
+        yield Reason(topic="starts from", choice=choice, why=why)
+
+
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
     if model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
@@ -151,11 +160,39 @@ def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         yield Reason(topic="experts", choice="balanced as the model's own config says", why=why)
 
 
-def method_reasons(recipe: Recipe) -> Iterator[Reason]:
+def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
     """How it is trained, if by other means than imitation."""
     if not isinstance(recipe.method, SFTMethod):
-        choice, why = method_words(recipe.method, recipe.adapter)
+        choice, why = method_words(recipe.method, recipe.adapter, origin)
         yield Reason(topic="method", choice=choice, why=why)
+
+
+def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
+    """What a run is held to, and what that costs.
+
+    Args:
+        recipe: The recipe.
+        origin: Where training starts.
+        kept_bytes: What each device keeps of it.
+    """
+    match reference_of(recipe.method, recipe.adapter, origin):
+        case "without adapter":
+            choice, why = "the model without its adapter", "a pass without gradients and no memory"
+        case "copied adapter":
+            assert origin is not None
+            choice = f"a frozen copy of the adapter of {origin.name}"
+            why = f"{gib(kept_bytes)} and a pass without gradients; without an adapter it would be {origin.base.path}, "
+            why += "which is not where training starts"
+        case "second model":
+            choice, why = "a second model", f"{gib(kept_bytes)} on the device and a pass without gradients"
+            if origin is not None and origin.adapter is not None:
+                choice += f", the adapter of {origin.name} merged"
+        case "beforehand":
+            choice = "its log-probabilities, computed before the first step"
+            why = "one pass over all rows, kept in tunekit's cache for the next run on the same model and rows"
+        case "none":
+            return
+    yield Reason(topic="reference", choice=choice, why=why)
 
 
 def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:

@@ -30,7 +30,9 @@ from tunekit.planner.reasons import (
     method_reasons,
     model_reason,
     optimizer_reason,
+    origin_reasons,
     precision_reason,
+    reference_reasons,
     reserve_reasons,
     router_reasons,
     schedule_of,
@@ -39,6 +41,7 @@ from tunekit.planner.reasons import (
     workers_reason,
 )
 from tunekit.planner.records import RunRecord, reserve_share
+from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
@@ -94,6 +97,8 @@ def resolve(
     wait_bytes = longest_wait_bytes(model, num_trained)
     return Plan(
         recipe=recipe,
+        origin=model.origin,
+        reference=reference_of(recipe.method, recipe.adapter, model.origin),
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         device=setting.device,
@@ -122,10 +127,12 @@ def resolve(
             chosen.reason(setting),
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
+            *origin_reasons(recipe, model),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
-            *method_reasons(recipe),
+            *method_reasons(recipe, model.origin),
+            *reference_reasons(recipe, model.origin, found.memory.parts.get("reference", 0)),
             *router_reasons(recipe, model),
             adapter_reason(recipe, model),
             *found.reasons(),

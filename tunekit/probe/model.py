@@ -10,7 +10,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from tunekit.planner.model_config import (
     sliding_window_of,
     text_config,
 )
+from tunekit.planner.origin import Origin
+from tunekit.probe.origin import origin_of
 from tunekit.recipe.model import ModelSection
 
 PICO = Path(__file__).parents[1] / "model" / "pico"
@@ -54,6 +56,32 @@ def probe_model(model: ModelSection) -> ModelFacts:
     Raises:
         ModelError: It is not there, not complete, not a causal language model, or not stored as safetensors.
     """
+    origin = origin_of(model)
+    if origin is not None:
+        return _of_origin(origin, probe_model)
+    return _probe(model)
+
+
+def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> ModelFacts:
+    """Facts of the model that an adapter or a run is on, and of it itself."""
+    folder = Path(origin.folder)
+    if origin.adapter is None:
+        facts = _read_folder(folder, origin.base.path)
+    else:
+        facts = look(origin.base)
+    has_template = facts.has_chat_template or _has_chat_template(folder)
+    return facts.model_copy(update={"origin": origin, "has_chat_template": has_template})
+
+
+def with_tokenizer(model: ModelSection) -> ModelSection:
+    """Where the tokenizer of a model is: with an adapter that has none of its own, in its base."""
+    origin = origin_of(model)
+    if origin is None or any((Path(origin.folder) / name).is_file() for name in TOKENIZER_FILES):
+        return model
+    return origin.base
+
+
+def _probe(model: ModelSection) -> ModelFacts:
     folder = Path(model_folder(model))
     if folder.is_dir():
         return _read_folder(folder, model.path)
@@ -76,6 +104,9 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     Raises:
         ModelError: It is not there, or its tensors cannot be told from what there is.
     """
+    origin = origin_of(model)
+    if origin is not None:
+        return _of_origin(origin, sketch_model)
     folder = Path(model_folder(model))
     if _has_config_only(folder):
         return _from_config(_read_config(folder, model.path), model.path, _has_chat_template(folder))
@@ -241,8 +272,6 @@ def _read_config(folder: Path, path: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"model.path: {path!r} has a broken config.json: {error}", hint="save it again") from error
-    if (folder / "adapter_config.json").is_file():
-        raise ModelError(f"model.path: {path!r} is an adapter, not a model", hint="merge it into its base model first")
     return config
 
 

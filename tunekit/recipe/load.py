@@ -8,7 +8,7 @@ costs a blink.
 
 import errno
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -25,7 +25,7 @@ from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
-from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Section
+from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.recipe.wording import to_problems
 from tunekit.recipe.write import to_yaml
@@ -49,10 +49,19 @@ def load_recipe(source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequ
 
 
 def load_recipe_with_notes(
-    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
+    source: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Sequence[str] = (),
+    *,
+    conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
 ) -> tuple[Recipe, list[str]]:
-    """As `load_recipe`, with notes of what an override made meaningless in the file and therefore was left out."""
-    return _load(source, overrides, find_functions=True)
+    """As `load_recipe`, with notes of what an override made meaningless in the file and therefore was left out.
+
+    Args:
+        source: As for `load_recipe`.
+        overrides: As for `load_recipe`.
+        conflicts_of: Finds what a valid recipe says that does not go together with what it names, such as a run.
+    """
+    return _load(source, overrides, find_functions=True, conflicts_of=conflicts_of)
 
 
 def reload_recipe(path: Path) -> Recipe:
@@ -64,7 +73,11 @@ def reload_recipe(path: Path) -> Recipe:
 
 
 def _load(
-    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str], *, find_functions: bool
+    source: str | Path | Mapping[str, Any] | Recipe,
+    overrides: Sequence[str],
+    *,
+    find_functions: bool,
+    conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
 ) -> tuple[Recipe, list[str]]:
     draft = _read(source)
     laid = Overrides(draft.values, draft.places)
@@ -78,6 +91,10 @@ def _load(
     problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
     raise_problems(problems)
     assert recipe is not None, "a recipe without problems is valid"
+    if conflicts_of is not None:
+        raise_problems(
+            Problem(draft.places.of_key(one.key), one.what, one.key, one.hint) for one in conflicts_of(recipe)
+        )
     return _named(recipe, draft.name), laid.notes
 
 
@@ -103,6 +120,8 @@ def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
             **_asked_for(source),
             **{name: _asked_for(section) for name, section in source if tag_of(type(section))},
         }
+        # Of an adapter it matters what was asked for, also where that is the default: what was not is left to a run.
+        values["adapter"] |= source.adapter.model_dump(include=source.adapter.model_fields_set)
         return _Draft(escape_environment(values), Places(start=MAPPING), [], None)
     if isinstance(source, Mapping):
         problems: list[Problem] = []

@@ -27,14 +27,16 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
     """
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter)
-    base = recipe.model.path
+    base = plan.base.path
     data = ModelCardData(
         library_name="transformers" if full else "peft",
         tags=["tunekit", recipe.method.type, recipe.adapter.type],
         pipeline_tag="text-generation",
         base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
     )
+    came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
     rows = [
+        *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"),
         ("Method", recipe.method.type),

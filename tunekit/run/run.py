@@ -76,6 +76,7 @@ class Run:
             "started": time.time(),
             **_this_process(),
             "exit_reason": None,
+            "comes_from": None if plan.origin is None else plan.origin.chain,
         }
         _write_status(path, status)
         return cls(path)

@@ -25,8 +25,9 @@ def save_model(trainer: "Trainer", plan: Plan, folder: Path) -> None:
         trainer.model.save_pretrained(folder)
         return
     state = full_state(trainer, plan)
-    # An adapter carries no copy of embeddings that it did not train.
-    how = {} if isinstance(plan.recipe.adapter, FullAdapter) else {"save_embedding_layers": False}
+    # An adapter carries no copy of embeddings that it did not train, and none of the one that it was.
+    of_adapter = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+    how = {} if isinstance(plan.recipe.adapter, FullAdapter) else of_adapter
     if trainer.accelerator.is_main_process:
         trainer.model.save_pretrained(folder, state_dict=state, **how)
     trainer.accelerator.wait_for_everyone()

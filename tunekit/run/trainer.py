@@ -26,18 +26,23 @@ MEASURES: dict[str, tuple[str, ...]] = {"dpo": dpo.MEASURES, "grpo": grpo.MEASUR
 
 
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
-    """The model that is trained, without an adapter."""
+    """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
+    from tunekit.model.adapters import merge_adapter
     from tunekit.model.load import load_model
     from tunekit.run.tensor_parallel import distributed_config
 
-    return load_model(
-        recipe.model,
+    model = load_model(
+        plan.base,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
+    origin = plan.origin
+    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
+        return model
+    return merge_adapter(model, origin.adapter, Path(origin.folder))
 
 
 class _Shared(TypedDict):
@@ -86,7 +91,7 @@ def build_trainer(
             return dpo.build(
                 method,
                 *numbers,
-                base=recipe.model,
+                base=plan.base,
                 reference=load_policy(recipe, plan, device=plan.device.kind) if twice else None,
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,
@@ -96,7 +101,7 @@ def build_trainer(
             return grpo.build(
                 method,
                 *numbers,
-                base=recipe.model,
+                base=plan.base,
                 rewards=load_rewards(method.rewards),
                 train_dataset=read(folder / FILES["train"]),
                 eval_dataset=evaluated,

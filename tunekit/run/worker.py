@@ -8,11 +8,13 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
 from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
@@ -190,14 +192,18 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
+    from tunekit.methods.reference import settle_reference
     from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
-        model = load_policy(recipe, plan, device=weights_device(plan, record.place))
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed)
+        device = weights_device(plan, record.place)
+        model = load_policy(recipe, plan, device=device)
+        continued = continued_adapter(plan.origin, recipe.adapter)
+        trained = None if continued is None or device == "meta" else Path(continued.folder)
+        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained)
     trainer = build_trainer(
         run,
         recipe,
@@ -208,6 +214,7 @@ def _build(
         callbacks=[watch],
         place=record.place,
     )
+    settle_reference(trainer.model, plan.reference, trained)
     keep_trained_in_float32(trainer.model)
     before_wrapping(trainer, plan)
     watch.trainer = trainer
@@ -303,6 +310,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
+        "comes_from": None if plan.origin is None else plan.origin.chain,
     }
 
 

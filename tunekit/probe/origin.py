@@ -1,0 +1,137 @@
+"""What a folder is that training starts from: the result of a run, or an adapter; read from its small files.
+
+The result of a run lies in `model/` of the run's folder, whose recipe and plan tell the base and what came before.
+An adapter by itself says in its `adapter_config.json` what it is; only what a recipe can say is taken.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tunekit.errors import ModelError
+from tunekit.planner.origin import Ancestor, Origin
+from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.load import reload_recipe
+from tunekit.recipe.model import ModelSection
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter."""
+
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "lora_bias": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "exclude_modules": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "fan_in_fan_out": False,
+    "ensure_weight_tying": False,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
+    "megatron_config": None,
+}
+"""What `adapter_config.json` says of an adapter that a recipe can describe. How its matrices began does not matter."""
+
+
+def origin_of(section: ModelSection) -> Origin | None:
+    """What a model section starts from; None where that is a model which no run made.
+
+    Raises:
+        ModelError: It is an adapter that lacks a part, or that a recipe has no words for.
+    """
+    folder = Path(section.path)
+    if section.path == "pico" or not folder.is_dir():
+        return None
+    folder = folder.resolve()
+    if is_result(folder):
+        return _of_run(folder, section.path)
+    return _of_adapter(folder, section) if (folder / ADAPTER_CONFIG).is_file() else None
+
+
+def is_result(folder: Path) -> bool:
+    """Whether a folder is what came out of a run."""
+    return folder.name == "model" and (folder.parent / "status.json").is_file()
+
+
+def _of_run(folder: Path, path: str) -> Origin:
+    run = folder.parent
+    recipe = reload_recipe(run / "recipe.yaml")
+    earlier = _origin_in(run / "plan.yaml")
+    if isinstance(recipe.adapter, FullAdapter):
+        adapter = None
+        trust = (earlier.base if earlier else recipe.model).trust_remote_code
+        base = ModelSection(path=str(folder), trust_remote_code=trust)
+    else:
+        _check_weights(folder, path)
+        adapter = recipe.adapter
+        base = earlier.base if earlier else recipe.model
+    this = Ancestor(name=run.name, path=str(run), method=recipe.method.type, adapter=recipe.adapter.type)
+    return Origin(
+        folder=str(folder),
+        base=base,
+        adapter=adapter,
+        start=earlier.start if earlier else recipe.model.path,
+        runs=(*(earlier.runs if earlier else ()), this),
+    )
+
+
+def _origin_in(plan: Path) -> Origin | None:
+    """What a run started from, as its plan has it."""
+    found = yaml.safe_load(plan.read_text(encoding="utf-8")).get("origin")
+    return None if found is None else Origin.model_validate(found)
+
+
+def _of_adapter(folder: Path, section: ModelSection) -> Origin:
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.path: {section.path!r} has a broken {ADAPTER_CONFIG}: {error}", hint="save it again"
+        ) from error
+    _check_weights(folder, section.path)
+    others = [name for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, None)]
+    targets = config.get("target_modules")
+    if others or not targets or (isinstance(targets, str) and targets != "all-linear"):
+        what = f"{others[0]}: {config[others[0]]}" if others else f"target_modules: {targets}"
+        raise ModelError(
+            f"model.path: {section.path!r} is an adapter with {what}, which no recipe can describe",
+            hint="merge it into its base model first",
+        )
+    base = config.get("base_model_name_or_path")
+    if not base:
+        raise ModelError(
+            f"model.path: {section.path!r} is an adapter that does not say which model it is for",
+            hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
+        )
+    adapter = LoraAdapter(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dropout=config.get("lora_dropout") or 0.0,
+        target_modules="all-linear" if isinstance(targets, str) else sorted(targets),
+        use_rslora=config.get("use_rslora") or False,
+        use_dora=config.get("use_dora") or False,
+        modules_to_save=sorted(config.get("modules_to_save") or []) or None,
+    )
+    revision = config.get("revision")
+    of_base = ModelSection(path=base, revision=revision, trust_remote_code=section.trust_remote_code)
+    return Origin(folder=str(folder), base=of_base, adapter=adapter, start=base, runs=())
+
+
+def _check_weights(folder: Path, path: str) -> None:
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = ", only pickled ones, which can run code when they are opened"
+        raise ModelError(
+            f"model.path: {path!r} has no {ADAPTER_WEIGHTS}" + pickled * (folder / "adapter_model.bin").is_file(),
+            hint="save the adapter again with PEFT, as safetensors",
+        )

@@ -1,0 +1,116 @@
+"""A recipe that starts from a run: which run is meant, whether it may be, and what the recipe takes from it.
+
+`read_recipe` is how the verbs load recipes: it also finds what contradicts the run that is named. `continued` fills in
+what the recipe leaves to the run; it comes before a plan, and changes nothing the second time.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import PlanError, RunError, TunekitError
+from tunekit.planner.origin import contradictions, taken_over
+from tunekit.probe.origin import is_result, origin_of
+from tunekit.recipe.load import load_recipe_with_notes
+from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.phrases import show
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import Conflict
+from tunekit.run.events import FINAL_PHASES
+from tunekit.run.run import Run, list_runs
+
+
+def read_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Sequence[str] = ()
+) -> tuple[Recipe, list[str]]:
+    """The checked recipe, which contradicts no run that it starts from, and notes of its overrides.
+
+    Raises:
+        RecipeError: It is not valid; the message has a line for every mistake, each with its place.
+    """
+    return load_recipe_with_notes(source, overrides, conflicts_of=_conflicts)
+
+
+def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    """What of a recipe does not go together with the run that it starts from."""
+    try:
+        origin = origin_of(settled(recipe.model))
+    except TunekitError as error:
+        yield Conflict(("model", "path"), error.problem.removeprefix("model.path: "), error.hint or "")
+        return
+    if origin is None:
+        return
+    if recipe.model.revision is not None:
+        what = f"{recipe.model.revision!r} is none of a run's: {origin.name} knows its base model"
+        yield Conflict(("model", "revision"), what, "leave it out")
+    judges = bool(origin.runs) and origin.runs[-1].method == RewardMethod().type
+    if judges and not isinstance(recipe.method, RewardMethod):
+        what = f"{origin.name} is a reward model: it judges answers, and gives none"
+        yield Conflict(("model", "path"), what, "name a run that trained a model which answers")
+    for field, asked, has in contradictions(origin, recipe.adapter):
+        what = f"{show(asked)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
+        yield Conflict(
+            ("adapter", field), what, "leave it out, or set adapter.type=full to merge that adapter and train all"
+        )
+
+
+def continued(recipe: Recipe) -> Recipe:
+    """The recipe with the run that it starts from found, and with what it leaves to it.
+
+    Raises:
+        PlanError: It contradicts the run.
+        TunekitError: The run cannot be started from.
+    """
+    section = settled(recipe.model)
+    origin = origin_of(section)
+    if origin is None:
+        return recipe
+    found = [f"{'.'.join(map(str, one.key))}: {one.what}; {one.hint}" for one in _conflicts(recipe)]
+    if found:
+        raise PlanError("\n".join(found))
+    is_type_asked = "type" in recipe.adapter.model_fields_set
+    adapter = taken_over(origin, recipe.adapter, is_type_asked=is_type_asked)
+    section = section.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
+    return recipe.model_copy(update={"model": section, "adapter": adapter})
+
+
+def settled(section: ModelSection) -> ModelSection:
+    """A model section in which a run's name or folder is the folder of its result.
+
+    Folders come first, and names of the hub, which have a slash.
+
+    Raises:
+        RunError: The run has not finished.
+    """
+    run = _run_of(section.path)
+    if run is None:
+        return section
+    _check_finished(run)
+    return section.model_copy(update={"path": str(run.model_path.resolve())})
+
+
+def _run_of(path: str) -> Run | None:
+    """The run that is meant by a path, if it is one."""
+    folder = Path(path)
+    if path == "pico":
+        return None
+    if folder.is_dir():
+        if (folder / "status.json").is_file():
+            return Run(folder)
+        return Run(folder.resolve().parent) if is_result(folder.resolve()) else None
+    # What a run is called, before or behind which the time is written that it began.
+    named = re.compile(rf"{re.escape(path)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
+    matching = (run for run in list_runs() if named.fullmatch(run.name))
+    return None if "/" in path else next(matching, None)
+
+
+def _check_finished(run: Run) -> None:
+    state, status = run.state, run.status()
+    if state == "finished":
+        return
+    where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
+    if state in FINAL_PHASES or state == "died":
+        raise RunError(f"model.path: {where}", hint=f"`tunekit resume {run.path}` goes on with it")
+    raise RunError(f"model.path: {where}", hint="wait for its end")
