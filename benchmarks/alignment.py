@@ -33,8 +33,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import tunekit
-from tunekit.model.load import pico_path
 from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import PICO
 from tunekit.recipe.library import find_example
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def _share(verdicts: Any) -> float:
 
 def chain(seed: int) -> dict[str, Any]:
     """Train the three recipes in the working directory, and look at the model before and after each."""
-    found: dict[str, Any] = {"pico": {"after": look(pico_path(), seed)}}
+    found: dict[str, Any] = {"pico": {"after": look(PICO, seed)}}
     for name in RECIPES:
         run = tunekit.train(name, [f"train.seed={seed}"])
         result = run.result()
@@ -168,7 +168,9 @@ def as_table(found: dict[str, Any]) -> str:
             run = runs[name]
             for place, (what, before, after) in enumerate(measures[name]):
                 seconds = (f"{run['steps_seconds']:.0f} s", f"{run['whole_seconds']:.0f} s") if not place else ("", "")
-                cells = (seed, name, what, before, after, *seconds) if not place else ("", "", what, before, after, "", "")
+                cells = (
+                    (seed, name, what, before, after, *seconds) if not place else ("", "", what, before, after, "", "")
+                )
                 lines.append(f"| {' | '.join(cells)} |")
     machine = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
