@@ -30,7 +30,8 @@ def test_the_quickstart_ships() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_recipe_is_valid(name: str) -> None:
-    assert load_recipe(name).output.name == name.rpartition("/")[2]
+    # Recipes that go on from each other name their runs, as those of another model have the same file names.
+    assert load_recipe(name).output.name in (name.rpartition("/")[2], name.replace("/", "-"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,66 @@
+"""Every shipped recipe trains: ten steps by its own settings, on a tiny model of its architecture and a few rows.
+
+Recipes that differ in nothing but sizes are trained once.
+"""
+
+import math
+
+import pytest
+
+import tunekit
+from tests.rows import save_rows
+from tests.tiny import save_tiny_model_like
+from tunekit.planner.known_models import known_models
+from tunekit.recipe.library import list_recipes
+from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import Recipe
+
+NUM_STEPS = 10
+SIZES = ("path", "rank", "alpha", "max_completion_length", "learning_rate", "teacher")
+
+
+def architecture(recipe: Recipe) -> str:
+    """The `model_type` of a recipe's model."""
+    known = known_models().get(recipe.model.path)
+    return "llama" if known is None else str(known.config["model_type"])
+
+
+def settings(recipe: Recipe) -> str:
+    """What is as shipped when a recipe is trained here, in a form that tells recipes apart."""
+    method = {key: value for key, value in recipe.method.model_dump().items() if key not in SIZES}
+    train = (recipe.train.optim, recipe.train.lr_scheduler_type, recipe.train.gradient_checkpointing)
+    data = (recipe.data.packing, recipe.data.padding_free)
+    return repr((architecture(recipe), recipe.adapter.type, method, train, data))
+
+
+DIFFERENT = {settings(load_recipe(recipe.name)): recipe.name for recipe in list_recipes()}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shipped")
+    for model_type in sorted({architecture(load_recipe(name)) for name in DIFFERENT.values()}):
+        save_tiny_model_like(folder / model_type, model_type)
+    for method in sorted({load_recipe(name).method.type for name in DIFFERENT.values()}):
+        save_rows(folder / f"{method}.jsonl", method)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERENT.values()))
+def test_a_shipped_recipe_trains_ten_steps(name, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    recipe = load_recipe(name)
+    method = recipe.method.type
+    changes = [f"model={architecture(recipe)}", f"data.train={method}.jsonl", "data.eval=null", "data.eval_size=null"]
+    changes += ["data.max_length=64", "train.num_epochs=null", f"train.max_steps={NUM_STEPS}", "train.eval_steps=null"]
+    changes += ["train.global_batch_size=8", "output.sample_prompts=[]"]
+    if "max_completion_length" in type(recipe.method).model_fields:
+        changes.append("method.max_completion_length=8")
+    if method == "distillation":
+        changes.append(f"method.teacher={architecture(recipe)}")
+    run = tunekit.train(name, changes)
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert [event["step"] for event in logged] == list(range(1, NUM_STEPS + 1))
+    assert all(math.isfinite(event["loss"]) and math.isfinite(event["grad_norm"]) for event in logged)
+    assert run.state == "finished"
+    assert list(run.model_path.glob("*.safetensors"))
