@@ -78,7 +78,9 @@ def test_no_numbers_that_are_added_in_an_evaluation_are_added_in_training(name):
 
 
 def test_a_manner_is_as_frequent_as_the_other_and_the_whole_difference_of_a_pair():
-    said = [json.loads(line)["messages"][-1]["content"] for line in (EXAMPLES / "manners.jsonl").read_text().splitlines()]
+    said = [
+        json.loads(line)["messages"][-1]["content"] for line in (EXAMPLES / "manners.jsonl").read_text().splitlines()
+    ]
     friendly = [answer for answer in said if answer.startswith("Good question! ")]
     assert len(friendly) + sum(answer.startswith("Not again. ") for answer in said) == 1600
     assert 700 < len(friendly) < 900
