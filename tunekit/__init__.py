@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, launch, plan, resume, sweep, train
+    from tunekit.api import compare, data_report, fit, launch, plan, resume, sweep, train, try_rewards
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import TunekitError
@@ -42,6 +42,7 @@ __all__ = [
     "resume",
     "sweep",
     "train",
+    "try_rewards",
 ]
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "resume": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
+    "try_rewards": "tunekit.api",
 }
 
 

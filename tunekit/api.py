@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
@@ -29,6 +29,9 @@ from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run, find_run
+
+if TYPE_CHECKING:
+    from tunekit.run.trial import RewardTrial
 
 Source = str | Path | Mapping[str, Any] | Recipe
 """A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
@@ -274,7 +277,14 @@ def make_run(
     words = StringIO()
     with library_words_to(words):
         prepared = _prepare(recipe, data, _progress_to(on_event))
-        final = resolve(record(recipe, data), lookup.hardware(None), model, prepared.facts, lookup.records)
+        final = resolve(
+            record(recipe, data),
+            lookup.hardware(None),
+            model,
+            prepared.facts,
+            lookup.records,
+            lookup.teacher(recipe),
+        )
         run = Run.create(final)
         prepared.save(run.path / "data")
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
@@ -304,6 +314,39 @@ def check_network(
     planned = Lookup([None], here=hardware).plan(recipe)
     of_a_node = planned.layout.num_processes // planned.num_nodes
     return measure(nodes or [None], of_a_node=of_a_node, environment=planned.environment)
+
+
+def try_rewards(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    num_prompts: int = 20,
+    on_event: Callable[[Event], None] | None = None,
+) -> "RewardTrial":
+    """What a recipe's rewards say of the answers that its model gives now, before any training.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        num_prompts: Prompts to try, the first of the training rows.
+        on_event: Told how far the answers are; `tunekit.Progress()` shows it.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    if not isinstance(recipe.method, RewardedMethod):
+        raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
+    _refuse_untrainable(recipe)
+    lookup = Lookup([None], probe_model)
+    data, planned = lookup.data(recipe), lookup.plan(recipe)
+    _check_rewards(recipe, data)
+    with library_words_to(StringIO()):
+        from tunekit.run.trial import run_trial
+
+        return run_trial(
+            planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
+        )
 
 
 def data_report(

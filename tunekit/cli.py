@@ -170,6 +170,36 @@ def data(
     console.print(*data_report_parts(report, console), sep="\n")
 
 
+@app.command(rich_help_panel=TRAIN)
+def rewards(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    prompts: Annotated[int, typer.Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all answers and what they got as JSON.")] = False,
+) -> None:
+    """Try rewards before any training: what the model answers now, and what each reward says of it."""
+    from rich.console import Console
+
+    from tunekit import api
+    from tunekit.display import Progress, make_console
+
+    source, notes = _load(recipe, overrides)
+    progress = Progress(Console(stderr=True))
+    try:
+        trial = api.try_rewards(source, num_prompts=prompts, on_event=progress)
+    finally:
+        progress.stop()
+    if as_json:
+        print(json.dumps(trial.to_dict(), indent=2, ensure_ascii=False))
+        return
+    from tunekit.display_rewards import trial_parts
+
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(*trial_parts(trial), sep="\n")
+
+
 @app.command("data cache", rich_help_panel=TRAIN)
 def data_cache(
     clear: Annotated[

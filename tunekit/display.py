@@ -27,10 +27,12 @@ from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
-from tunekit.planner.speed import duration
+from tunekit.planner.speed import Speed, duration
+from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
-from tunekit.run.run import Run, judged_by
+from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
+from tunekit.run.run import Run
 
 PIPE_WIDTH = 140
 """Columns of what is written to a pipe or a file, where neither a terminal nor COLUMNS tells its width."""
@@ -41,8 +43,11 @@ PLAIN_LINES = 20
 MAX_RANKS = 8
 """Processes of which a summary tells one by one."""
 
-TOLD = {"rewards/accuracies": "accuracy", "reward": "reward"}
-"""What DPO and GRPO are judged by, by TRL's names, and what it is called beside the loss."""
+BAR_COLUMNS = 40
+"""Columns of a live line that are not figures: the step, a short bar, and the time."""
+
+SHOWN_LETTERS = 300
+"""Of a generated answer that a summary shows."""
 
 
 def make_console() -> Console:
@@ -66,6 +71,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._num_steps = 0
+        self._shows_loss = True
         self._run: Run | None = None
 
     def __call__(self, event: Event) -> None:
@@ -76,6 +82,8 @@ class Progress:
         elif kind == "plan":
             self._run = event["run"]
             self._num_steps = event["plan"].schedule.num_steps
+            # Where answers are rewarded, the loss is near zero whatever is learned.
+            self._shows_loss = not isinstance(event["plan"].recipe.method, RewardedMethod)
             for note in event["notes"]:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
@@ -161,23 +169,34 @@ class Progress:
         self.console.print(Text(f"going on from step {event['step']}", style="dim"))
 
     def _on_log(self, event: Event) -> None:
-        numbers = f"loss {float(event['loss']):.4f}  lr {event['learning_rate']:.2e}"
+        told = [f"loss {number(float(event['loss']), '.4f')}"] if self._shows_loss else []
+        told += [*brief(event), f"lr {event['learning_rate']:.2e}"]
         if event["tokens_per_second"]:
-            numbers += f"  {event['tokens_per_second']:,.0f} tokens/s"
-        numbers += "".join(f"  {word} {event[name]:.3f}" for name, word in TOLD.items() if event.get(name) is not None)
+            told.append(f"{event['tokens_per_second']:,.0f} tokens/s")
         step = event["step"]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=numbers)
+            self._bar.update(self._task, completed=step, numbers=_fitting(told, self.console.width - BAR_COLUMNS))
         elif step in (1, self._num_steps) or step % max(1, self._num_steps // PLAIN_LINES) == 0:
-            self.console.print(f"step {step}/{self._num_steps}  {numbers}")
+            head = f"step {step}/{self._num_steps}  "
+            self.console.print(head + _fitting(told, self.console.width - len(head)))
 
     def _on_eval(self, event: Event) -> None:
-        accuracy = event.get("eval_mean_token_accuracy")
-        held = ((word, event.get(f"eval_{name}")) for name, word in TOLD.items())
-        tail = "".join(f"  {word} {value:.3f}" for word, value in held if value is not None)
-        if not tail and accuracy is not None:
-            tail = f"  token accuracy {accuracy:.1%}"
-        self.console.print(f"step {event['step']}/{self._num_steps}  eval loss {float(event['eval_loss']):.4f}{tail}")
+        told = [f"loss {number(float(event['eval_loss']), '.4f')}"] if self._shows_loss else []
+        accuracy, measures = event.get("eval_mean_token_accuracy"), brief(event, "eval_")
+        if not measures and accuracy is not None:
+            measures = [f"token accuracy {accuracy:.1%}"]
+        head = f"step {event['step']}/{self._num_steps}  eval "
+        self.console.print(head + _fitting([*told, *measures], self.console.width - len(head)))
+
+
+def _fitting(told: Sequence[str], width: int) -> str:
+    """As much of what is told as fits, the most important first."""
+    line = told[0] if told else ""
+    for more in told[1:]:
+        if len(line) + 2 + len(more) > width:
+            break
+        line += f"  {more}"
+    return line
 
 
 def hosts_words(hosts: Sequence[Event]) -> str:
@@ -200,14 +219,18 @@ def summary(result: Event, run: Run) -> RenderableType:
         table.add_row("loss", f"{result['first_loss']:.4f} → {result['last_loss']:.4f}")
     if result["eval_loss"] is not None and "reward" not in measures:
         table.add_row("eval loss", f"{result['first_eval_loss']:.4f} → {result['eval_loss']:.4f}")
-    for name, (first, last) in measures.items():
-        table.add_row(name, f"{first:.4f} → {last:.4f}")
+    if measures and result["eval_loss"] is not None:
+        table.add_row("held out", Text("before → after", style="dim"))
+    for label, words in rows_of(measures):
+        table.add_row(label, words)
     if result["tokens_per_second"]:
         together = f" in {len(ranks)} processes together" if len(ranks) > 1 else ""
         mfu = "" if result.get("mfu") is None else f", MFU {result['mfu']:.1%}"
         tokens = f"{result['num_tokens']:,} tokens in {duration(result['step_seconds'])} of steps"
         table.add_row("speed", f"{result['tokens_per_second']:,.0f} tokens/s{together}{mfu} ({tokens})")
         table.add_row("time", _time_words(result))
+    if result.get("generation_seconds") is not None:
+        table.add_row("generation", _generation_words(result, run.plan.speed))
     if len(ranks) > 1:
         shares = [rank["wait_seconds"] / rank["step_seconds"] for rank in ranks[:MAX_RANKS]]
         waited = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
@@ -220,7 +243,7 @@ def summary(result: Event, run: Run) -> RenderableType:
     peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
     table.add_row("model", result["model"])
-    return Group("", table, *samples_table(run))
+    return Group("", table, *samples_table(run), *contrast_table(run))
 
 
 def _time_words(result: Event) -> str:
@@ -229,8 +252,10 @@ def _time_words(result: Event) -> str:
     if "ranks" not in result:
         return duration(whole)
     computing = "forward and backward" if len(result["ranks"]) == 1 else "forward, backward and exchanges"
+    generation = result.get("generation_seconds") or 0.0
     parts = {
-        computing: result["step_seconds"] - result["optimizer_seconds"],
+        computing: result["step_seconds"] - result["optimizer_seconds"] - generation,
+        **({"generation": generation} if generation else {}),
         "updates": result["optimizer_seconds"],
         "rows": result["data_seconds"],
         "evaluation": result["evaluation_seconds"],
@@ -239,6 +264,14 @@ def _time_words(result: Event) -> str:
     parts["loading and the rest"] = whole - sum(parts.values())
     shares = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts.items())
     return f"{duration(whole)}: {shares}"
+
+
+def _generation_words(result: Event, planned: Speed | None) -> str:
+    """How much of the steps went to generating answers, beside what was planned, if that was known."""
+    words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the steps"
+    if planned is None or planned.generation_share is None:
+        return words
+    return f"{words} (planned {_range_words([planned.generation_share.low, planned.generation_share.high])})"
 
 
 def _exchange_words(ranks: Sequence[Event]) -> str:
@@ -264,6 +297,29 @@ def samples_table(run: Run) -> list[RenderableType]:
     for sample in samples:
         table.add_row(*(Text(sample.get(part, "")) for part in ("prompt", "before", "after")))
     return ["", table]
+
+
+def contrast_table(run: Run) -> list[RenderableType]:
+    """The best and the worst of the answers that were generated last; nothing where none were."""
+    told = next((event for event in reversed(run.events()) if event["event"] == "completions"), None)
+    if told is None:
+        return []
+    title = f"answers of step {told['step']} to: {_short(told['prompt'])}"
+    table = Table("", title=title, title_justify="left", expand=False)
+    for name in told["best"]["rewards"]:
+        table.add_column(escape(name), justify="right")
+    table.add_column("answer")
+    for which in ("best", "worst"):
+        values = told[which]["rewards"].values()
+        given = ("none" if value is None else number(value, ".3g") for value in values)
+        table.add_row(which, *given, Text(_short(told[which]["answer"])))
+    return ["", table]
+
+
+def _short(text: str) -> str:
+    """A text on one line, cut."""
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN_LETTERS else line[:SHOWN_LETTERS] + " [...]"
 
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
@@ -301,7 +357,7 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
 
 
 def loss_curve(run: Run, width: int) -> str:
-    """The loss or the reward over the steps as terminal text; empty while nothing was logged."""
+    """What a run is judged by over the steps as terminal text; empty while nothing was logged."""
     import plotext
 
     metrics = run.metrics()
@@ -311,9 +367,10 @@ def loss_curve(run: Run, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(min(width, 100), 18)
-    learned = judged_by(metrics)
+    learned = judged_by([str(name) for name in metrics])
     held_out = f"eval_{learned}"
-    figure.title(f"training {learned}" + (f" (line), eval {learned} (o)" if held_out in metrics else ""))
+    words = words_of(learned)
+    figure.title(f"training, {words}" + (" (line), and held out (o)" if held_out in metrics else ""))
     for column, marker in ((learned, "braille"), (held_out, "o")):
         if column in metrics:
             series = metrics[column].dropna()

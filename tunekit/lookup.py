@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tunekit.data.learner import Learner
 from tunekit.data.load import LoadedData, load_data
-from tunekit.errors import PlanError
-from tunekit.methods import dpo, grpo, sft
+from tunekit.errors import ModelError, PlanError
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.known_models import KnownModel, known_models
 from tunekit.planner.machines import find_machine
@@ -14,6 +14,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import known_model, sketch_model
+from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.run.history import recorded_runs
@@ -24,7 +25,17 @@ AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping
 """Fields of the data section that say what becomes of rows once they are read."""
 
 
-LEARNERS: dict[str, Learner] = {"sft": sft.LEARNER, "dpo": dpo.LEARNER, "grpo": grpo.LEARNER}
+LEARNERS: dict[str, Learner] = {
+    "sft": sft.LEARNER,
+    "dpo": dpo.LEARNER,
+    "kto": kto.LEARNER,
+    "orpo": orpo.LEARNER,
+    "cpo": cpo.LEARNER,
+    "reward": reward.LEARNER,
+    "grpo": grpo.LEARNER,
+    "rloo": rloo.LEARNER,
+    "distillation": distillation.LEARNER,
+}
 """What rows each method learns from, by `method.type`."""
 
 
@@ -74,6 +85,20 @@ class Lookup:
             self._models[key] = self._look(section)
         return self._models[key]
 
+    def teacher(self, recipe: Recipe) -> ModelFacts | None:
+        """Facts of the model that a recipe's learns from; None where there is none.
+
+        Raises:
+            ModelError: It is not there.
+        """
+        if not isinstance(recipe.method, DistillationMethod):
+            return None
+        try:
+            return self.model(recipe.method.teacher)
+        except ModelError as error:
+            problem = error.problem.removeprefix("model.path: ")
+            raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
+
     def data(self, recipe: Recipe) -> LoadedData:
         """Rows. Recipes that differ only in how rows become tokens share them."""
         key = recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
@@ -92,7 +117,7 @@ class Lookup:
         recipe = continued(recipe)
         model = model or self.model(recipe.model)
         data = counted_facts(recipe, self.data(recipe))
-        return resolve(recipe, self.hardware(machine), model, data, self.records)
+        return resolve(recipe, self.hardware(machine), model, data, self.records, self.teacher(recipe))
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
         """A plan, or why there is none."""

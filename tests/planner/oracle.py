@@ -25,7 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from tunekit.model.adapters import keep_trained_in_float32
 from tunekit.planner.facts import ModelFacts
@@ -258,21 +264,26 @@ def drawn_deep(step: Step, traced: Callable[[int], Trace]) -> Trace:
     )
 
 
-def built(step: Step) -> tuple[torch.nn.Module, PreTrainedModel]:
-    """The model and, where it has an adapter, the model below it."""
+def built(step: Step, *, judges: bool = False) -> tuple[torch.nn.Module, PreTrainedModel]:
+    """The model and, where it has an adapter, the model below it; one that judges has a score for a head."""
     full = isinstance(step.adapter, FullAdapter)
     weights = torch.float32 if full else getattr(torch, step.dtype)
     # What has no sdpa in transformers is run with its own code where flash-attn is not installed.
     attention = "eager" if step.family in WITHOUT_SDPA else "sdpa"
-    base = AutoModelForCausalLM.from_config(step.config(), dtype=weights, attn_implementation=attention)
-    trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    config = step.config()
+    if judges:
+        config.num_labels, config.pad_token_id = 1, 0
+    kind = AutoModelForSequenceClassification if judges else AutoModelForCausalLM
+    base = kind.from_config(config, dtype=weights, attn_implementation=attention)
+    if not judges:
+        trl_head.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
     model: torch.nn.Module = base
     if not full:
         from peft import LoraConfig, get_peft_model
 
         adapter = step.adapter
         config = LoraConfig(
-            task_type="CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
+            task_type="SEQ_CLS" if judges else "CAUSAL_LM", r=adapter.rank, target_modules=adapter.target_modules, lora_dropout=adapter.dropout,
             use_dora=adapter.use_dora, modules_to_save=adapter.modules_to_save,
         )  # fmt: skip
         model = get_peft_model(base, config)

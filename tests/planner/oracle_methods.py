@@ -1,4 +1,4 @@
-"""What a step of DPO or GRPO allocates, traced: TRL's own loss on tensors without storage.
+"""What a step of an alignment method allocates, traced: TRL's own loss on tensors without storage.
 
 The technique is `oracle`'s. The trainer is TRL's, made without its constructor, which would want data and weights:
 only what its loss looks at is set. Models are wrapped by Accelerate as the trainer would wrap them, since what autocast
@@ -21,8 +21,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GenerationConfig
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+)
 from trl.distributed import DistributedBackend
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.models.utils import prepare_fsdp
 
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
@@ -31,16 +41,16 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, ORPOMethod, RewardMethod
 from tunekit.recipe.schema import DataSection
 
 
 @dataclass(frozen=True)
 class MethodStep:
-    """A training step of a method; the batch of `step` counts rows of DPO, and answers of GRPO."""
+    """A training step of a method; the batch of `step` counts pairs, and answers of KTO and GRPO."""
 
     step: Step
-    method: DPOMethod | GRPOMethod
+    method: DPOMethod | KTOMethod | ORPOMethod | RewardMethod | GRPOMethod
     num_accumulated: int = 1
 
     @property
@@ -67,6 +77,10 @@ class MaskedBytes(LiveBytes):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
+        if func is aten.nonzero.default:
+            # Half of the answers are good.
+            shape = (args[0].numel() // 2, args[0].dim())
+            return super().__torch_dispatch__(aten.new_empty.default, types, (args[0], shape), {"dtype": torch.long})
         mask = args[1] if func is aten.masked_select.default else None
         if func is aten.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
             mask = args[1][0]
@@ -99,26 +113,58 @@ def _accelerator(step: Step) -> OneProcess:
 
 @contextmanager
 def _only_scored() -> Iterator[None]:
-    with as_on_cuda(), mock.patch.object(trl_head, "_use_triton", lambda _device: True):
+    with (
+        as_on_cuda(),
+        mock.patch.object(trl_head, "_use_triton", lambda _device: True),
+        mock.patch.object(trl_head, "is_triton_available", lambda: True),
+        mock.patch.object(trl_head, "_supports_trl_loss_kernel", lambda *_: True),
+        mock.patch.object(trl_head, "_fused_logprob_entropy", _FusedLogProbs.of, create=True),
+    ):
         yield
+
+
+class _FusedLogProbs(torch.autograd.Function):
+    """TRL's kernel for log-probabilities of whole logits on CUDA: what it makes and saves, not what it computes."""
+
+    @staticmethod
+    def of(logits, index, *, temperature, row_mask):
+        return _FusedLogProbs.apply(logits, index), None
+
+    @staticmethod
+    def forward(ctx, logits, index):
+        log_probs, _entropy, log_z, expected = (logits.new_empty(index.shape, dtype=torch.float32) for _ in range(4))
+        ctx.save_for_backward(logits, index, log_z, expected)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx, _gradient):
+        return torch.empty_like(ctx.saved_tensors[0], memory_format=torch.contiguous_format), None
+
+
+OUTPUTS = {
+    "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
+    "kto": ("log_probs", "entropy", "mean_logits"),
+    "grpo": ("log_probs", "entropy"),
+}
+"""What TRL's trainers have their head in tiles give; the others call the model's own."""
 
 
 def trace(method_step: MethodStep) -> Trace:
     """The live bytes of one step, by phase; those of a reference model count among the weights."""
     step, method = method_step.step, method_step.method
     with torch.device("meta"):
-        model, base = built(step)
+        model, base = built(step, judges=method.type == "reward")
         full = isinstance(step.adapter, FullAdapter)
         reference = None
         if passes_of(method, step.adapter, _data(method_step), global_batch_size=1).keeps_reference:
             reference = AutoModelForCausalLM.from_config(
                 step.config(), dtype=base.dtype, attn_implementation=base.config._attn_implementation
             )
-    trainer = _dpo_trainer(method) if isinstance(method, DPOMethod) else _grpo_trainer(method)
+    trainer = _trainer(method)
     # Making the configuration of a trainer forgets an earlier accelerator's state.
     trainer.accelerator = accelerator = _accelerator(step)
-    outputs = ("log_probs", "entropy", "mean_logits", "is_top1") if method.type == "dpo" else ("log_probs", "entropy")
-    trl_head.add_fused_lm_head(base, outputs=outputs)
+    if method.type in OUTPUTS:
+        trl_head.add_fused_lm_head(base, outputs=OUTPUTS[method.type])
     with FakeTensorMode(allow_non_fake_inputs=True), _only_scored():
         model.to_empty(device="cpu")
         base.tie_weights()
@@ -134,7 +180,7 @@ def trace(method_step: MethodStep) -> Trace:
             reference = accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         model = accelerator.prepare_model(model, device_placement=False)
         trainer.model, trainer.ref_model = model, reference
-        shape = (2 * step.batch if method.type == "dpo" else step.batch, step.length)
+        shape = (step.batch * (1 if method.type in ("kto", "grpo") else 2), step.length)
         tracker = MaskedBytes(set(own), method_step.scored_tokens / (step.length - 1))
         watch(base, tracker)
         _watch_reference(reference or base, tracker)
@@ -223,11 +269,10 @@ def _data(method_step: MethodStep) -> DataSection:
 
 
 def _watch_reference(model: Any, tracker: LiveBytes) -> None:
-    """Enter a phase where a forward pass without gradients begins."""
+    """Enter a phase where a forward pass without gradients begins, and another where one with them does."""
 
     def hook(_module, _inputs):
-        if not torch.is_grad_enabled():
-            tracker.enter("reference")
+        tracker.enter("forward" if torch.is_grad_enabled() else "reference")
 
     model.get_input_embeddings().register_forward_pre_hook(hook)
 
@@ -235,6 +280,19 @@ def _watch_reference(model: Any, tracker: LiveBytes) -> None:
 def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     ids = torch.zeros(shape, dtype=torch.long)
     ones = torch.ones_like(ids)
+    if method_step.method.type == "reward":
+        return {"input_ids": ids, "attention_mask": ones}
+    if method_step.method.type == "orpo":
+        pair = ("chosen", "rejected")
+        half = ids.chunk(2)[0]
+        return {f"{one}_{name}": half.clone() for one in pair for name in ("input_ids", "attention_mask", "labels")}
+    if method_step.method.type == "kto":
+        inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones}
+        inputs |= {f"KL_{name}": value.clone() for name, value in inputs.items()}
+        inputs["label"] = torch.zeros(shape[0], dtype=torch.bool)
+        if method_step.method.precompute_ref_log_probs:
+            inputs |= {"ref_logps": torch.zeros(shape[0]), "ref_KL_logps": torch.zeros(shape[0])}
+        return inputs
     if method_step.method.type == "dpo":
         inputs = {"input_ids": ids, "attention_mask": ones, "completion_mask": ones}
         if method_step.method.precompute_ref_log_probs:
@@ -252,6 +310,50 @@ def _inputs(method_step: MethodStep, shape: tuple[int, int]) -> dict[str, torch.
     if method_step.method.beta:
         inputs["ref_per_token_logps"] = torch.zeros(shape[0], method_step.method.max_completion_length)
     return inputs
+
+
+def _trainer(method: DPOMethod | KTOMethod | ORPOMethod | RewardMethod | GRPOMethod) -> Any:
+    match method:
+        case DPOMethod():
+            return _dpo_trainer(method)
+        case KTOMethod():
+            return _kto_trainer(method)
+        case ORPOMethod():
+            return _orpo_trainer(method)
+        case RewardMethod():
+            return _reward_trainer()
+        case GRPOMethod():
+            return _grpo_trainer(method)
+
+
+def _kto_trainer(method: KTOMethod) -> KTOTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = KTOTrainer.__new__(KTOTrainer)
+    args = KTOConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
+    trainer.args = args
+    trainer.beta, trainer.loss_type, trainer.calculate_KL = args.beta, method.loss_type, method.loss_type == "kto"
+    trainer.desirable_weight = trainer.undesirable_weight = 1.0
+    trainer.precompute_ref_logps, trainer.aux_loss_enabled = method.precompute_ref_log_probs, False
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    return trainer
+
+
+def _orpo_trainer(method: ORPOMethod) -> ORPOTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = ORPOTrainer.__new__(ORPOTrainer)
+    trainer.args = ORPOConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
+    trainer.beta, trainer.padding_value, trainer.is_encoder_decoder = method.beta, 0, False
+    trainer.aux_loss_enabled = trainer._peft_has_been_casted_to_bf16 = False
+    trainer._stored_metrics = defaultdict(lambda: defaultdict(list))
+    return trainer
+
+
+def _reward_trainer() -> RewardTrainer:
+    """A trainer with what its loss looks at, as its constructor sets it."""
+    trainer = RewardTrainer.__new__(RewardTrainer)
+    trainer.args = RewardConfig(output_dir="unused", use_cpu=True, bf16=False)
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    return trainer
 
 
 def _dpo_trainer(method: DPOMethod) -> DPOTrainer:
@@ -285,8 +387,9 @@ def estimate_of(method_step: MethodStep) -> MemoryEstimate:
     step, method = method_step.step, method_step.method
     data = _data(method_step)
     passes = passes_of(method, step.adapter, data, global_batch_size=step.batch * method_step.num_accumulated)
+    facts = facts_of(step)
     return estimate(
-        facts_of(step),
+        facts.as_judge() if method.type == "reward" else facts,
         step.adapter,
         device="cuda",
         dtype=step.dtype,

@@ -92,6 +92,7 @@ GRPO = {
     "num_generations": 4,
     "max_completion_length": 8,
 }
+RLOO = {**GRPO, "type": "rloo"}
 SUBJECTS = (
     # The loss that balances experts is one of each micro-batch by itself, so it is left out of what is compared.
     Subject("SFT full", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, "full", False, "mixtral"),
@@ -100,6 +101,7 @@ SUBJECTS = (
     Subject("SFT LoRA, packed", {"type": "sft"}, "lora", True, "qwen3"),
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
+    Subject("RLOO LoRA", RLOO, "lora", False, "llama"),
 )
 
 
@@ -141,7 +143,7 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
                 yield {"messages": [{"role": role, "content": content} for role, content in turns]}
             case "dpo":
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
-            case "grpo":
+            case "grpo" | "rloo" | "distillation":
                 yield {"prompt": question}
 
 

@@ -30,7 +30,7 @@ from tunekit import api
 from tunekit.errors import PlanError
 
 DDP_2, DDP_4, FSDP2_2 = SPREADS[:3]
-FULL, FULL_PACKED, LORA, LORA_PACKED, DPO, GRPO = SUBJECTS
+FULL, FULL_PACKED, LORA, LORA_PACKED, DPO, GRPO, RLOO = SUBJECTS
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
-"""Preference pairs and prompts as TRL's alignment trainers read them: whole rows, measured, without those too long.
+"""Rows of answers and of prompts as TRL's alignment trainers read them: whole, measured, without those too long.
 
 TRL applies the chat template and tokenises by itself when a run begins. Here the rows are only measured, by the same
-rules, so that the plan knows them: the answers of a pair are cut at the longest sequence, a pair whose prompt alone
-fills it is left out, as TRL does, and so is a prompt that leaves no room for an answer.
+rules, so that the plan knows them: answers are cut at the longest sequence, a row whose prompt alone fills it is left
+out, as TRL does, and so is a prompt that leaves no room for an answer. Where TRL has rules of its own (ORPO and CPO),
+`tokenised_pairs` makes the tokens, by the same rules again.
 
 A row is kept as JSON in a single Arrow column: a column of Arrow gives every mapping in it the keys of all others, and
 templates and rewards would find keys that stand in no source.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.chat import common_prefix_length
-from tunekit.data.formats import Row, counted
+from tunekit.data.formats import Format, Row, counted
 from tunekit.data.load import LoadedData
 from tunekit.data.mixture import Mixing, mix
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
@@ -40,10 +41,23 @@ class Room:
     Attributes:
         max_length: Both together; longer answers are cut.
         max_prompt_length: The prompt alone; longer ones are left out.
+        cuts: Whether longer answers are cut; otherwise their rows are left out.
     """
 
     max_length: int
     max_prompt_length: int
+    cuts: bool = True
+
+    def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
+        """Whether there is room for a row."""
+        return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences) <= self.max_length)
+
+    @property
+    def too_long(self) -> str:
+        """What rows are that are left out."""
+        if self.cuts:
+            return f"the prompt has more than {self.max_prompt_length:,} tokens"
+        return f"an answer with its prompt has more than {self.max_length:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class Measured:
     Attributes:
         rows: The source.
         kept: Indices of its rows that leave room for an answer, rising.
-        num_tokens: Tokens of each of them, of both answers with their prompt, or of a prompt alone.
+        num_tokens: Tokens of each of them, of its answers with their prompt, or of a prompt alone.
+        is_good: Whether the answer of each of them is good, where rows say so.
         num_trainable_tokens: Of all of them, those of answers.
         num_truncated: Rows with an answer that is cut.
         longest_tokens: Tokens of the longest sequence before anything was cut or left out.
@@ -62,6 +77,7 @@ class Measured:
     rows: Rows
     kept: tuple[int, ...]
     num_tokens: "np.ndarray"
+    is_good: "np.ndarray"
     num_trainable_tokens: int
     num_truncated: int
     longest_tokens: int
@@ -95,6 +111,13 @@ class AlignmentSplit:
             taken = chosen.index[chosen.source == number]
             shares.append(SourceShare(source.rows.source, len(taken), int(source.num_tokens[taken].sum())))
         return tuple(shares)
+
+    @property
+    def num_good(self) -> int:
+        """Rows with a good answer, where rows say so."""
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        taken = (source.is_good[chosen.index[chosen.source == number]] for number, source in enumerate(self.sources))
+        return sum(int(good.sum()) for good in taken)
 
     def save(self, path: Path) -> None:
         """Write the rows in their order."""
@@ -148,37 +171,46 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
 
     kept: list[int] = []
     sizes: list[int] = []
+    good: list[bool] = []
     num_trainable = num_truncated = longest = 0
     for index, row in enumerate(rows.rows):
         try:
-            prompt_tokens, sequences = _lengths(row, tokenizer)
+            prompt_tokens, answered = _tokens(row, _ANSWERS[rows.format], tokenizer)
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(
                 f"{rows.place(index)}: the row does not fit the chat template: {error}",
                 hint="name another template in model.chat_template, or write prompts as text",
             ) from error
+        sequences = [len(sequence) for sequence in answered]
         longest = max(longest, prompt_tokens, *sequences)
-        if prompt_tokens <= room.max_prompt_length:
+        if room.has(prompt_tokens, sequences):
             cut = [min(length, room.max_length) for length in sequences]
             kept.append(index)
             sizes.append(sum(cut) or prompt_tokens)
+            good.append(row.get("label") is True)
             num_trainable += sum(cut) - prompt_tokens * len(cut)
             num_truncated += cut != sequences
         if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
             on_progress(rows.source, index + 1, len(rows))
     if not kept:
         raise DataError(
-            f"{rows.source}: none of {counted(len(rows), 'prompt')} leaves room for an answer: they may have "
-            f"{room.max_prompt_length:,} tokens, and the longest row has {longest:,}",
+            f"{rows.source}: none of {counted(len(rows), 'prompt')} leaves room for an answer: {room.too_long}; the "
+            f"longest row has {longest:,}",
             hint="raise data.max_length",
         )
     lengths = np.array(sizes, dtype=np.int64)
-    return Measured(rows, tuple(kept), lengths, num_trainable, num_truncated, longest)
+    is_good = np.array(good, dtype=bool)
+    return Measured(rows, tuple(kept), lengths, is_good, num_trainable, num_truncated, longest)
 
 
-def _lengths(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[int]]:
-    """Tokens of the prompt, and of the prompt with each answer, as TRL counts them."""
-    prompt, answers = row["prompt"], [row[column] for column in ("chosen", "rejected") if column in row]
+_PAIR = ("chosen", "rejected")
+_ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+"""Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
+
+
+def _tokens(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[Sequence[int]]]:
+    """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
+    prompt, answers = row["prompt"], [row[column] for column in columns]
     if isinstance(prompt, list):
         tools = row.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -195,7 +227,25 @@ def _lengths(row: Row, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[
         end = tokenizer.eos_token or ""
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
     shared = min((common_prefix_length(given, one) for one in whole), default=len(given))
-    return shared, [len(one) for one in whole]
+    return shared, whole
+
+
+def tokenised_pairs(
+    rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> "datasets.Dataset":
+    """Pairs as token ids and labels (-100 for the prompt), cut at the longest sequence, by TRL's experimental names."""
+
+    def columns(row: Row) -> dict[str, list[int]]:
+        prompt_tokens, answered = _tokens(row, _PAIR, tokenizer)
+        made: dict[str, list[int]] = {}
+        for name, sequence in zip(_PAIR, answered, strict=True):
+            ids = list(sequence[:max_length])
+            made[f"{name}_input_ids"] = ids
+            made[f"{name}_attention_mask"] = [1] * len(ids)
+            made[f"{name}_labels"] = [-100] * prompt_tokens + ids[prompt_tokens:]
+        return made
+
+    return rows.map(columns, remove_columns=rows.column_names).with_format(None)
 
 
 def read_rows(path: Path) -> "datasets.Dataset":

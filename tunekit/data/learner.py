@@ -23,6 +23,16 @@ _ANSWERS = ("response", "answer", "output", "solution", "target")
 """What a column of answers is often called."""
 
 
+_ANOTHER_METHOD: dict[tuple[Format, Format], str] = {
+    ("unpaired_preference", "preference"): "for pairs use method dpo; for kto write each answer as a row of its own, "
+    "with a label true or false",
+    ("unpaired_preference", "prompt_completion"): "add a column label, true for good answers and false for bad ones",
+    ("preference", "unpaired_preference"): "for answers that are good or bad by themselves use method kto",
+    ("preference", "prompt_completion"): "to imitate completions use method sft",
+}
+"""What to do where a method learns from the first, and the rows are the second."""
+
+
 @dataclass(frozen=True)
 class Learner:
     """A training method by its name in recipes, and the formats that it learns from."""
@@ -42,7 +52,9 @@ class Learner:
         *most, last = (_SPOKEN[format] for format in self.formats)
         takes = f"{', '.join(most)} or {last}" if most else last
         what = f"holds {_SPOKEN[format]} ({listed(COLUMNS[format])}), and method {self.method} learns from {takes}"
-        return what, _completions_of(format, columns) if "prompt_completion" in self.formats else None
+        if "prompt_completion" in self.formats:
+            return what, _completions_of(format, columns)
+        return what, _ANOTHER_METHOD.get((self.formats[0], BECOMES[format]))
 
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:

@@ -15,9 +15,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("dpo", ("preference",))
 """What it learns from."""
 
-MEASURES = ("rewards/accuracies", "rewards/margins")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module
@@ -69,7 +66,7 @@ def build(
     from transformers import PrinterCallback
     from trl import DPOConfig, DPOTrainer
 
-    from tunekit.methods.order import Order, filled_with_first, keep_order, num_missing
+    from tunekit.methods.order import even_size, fill_last_step
 
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     if eval_dataset is not None:
@@ -96,18 +93,6 @@ def build(
         processing_class=tokenizer,
         callbacks=callbacks,
     )
-    num_pairs = len(trainer.train_dataset)
-    missing = num_missing(num_pairs, train.global_batch_size)
-    trainer.train_dataset = filled_with_first(trainer.train_dataset, train.global_batch_size)
-    keep_order(trainer, Order(num_pairs, missing, repeats=True, shuffle=data.shuffle, seed=train.seed))
+    fill_last_step(trainer, train.global_batch_size, shuffle=data.shuffle, seed=train.seed)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def even_size(micro_batch_size: int, num_pairs: int, *, num_batches: int) -> int:
-    """Pairs that each process evaluates at once, so that none has fewer: the mean over them is one over pairs.
-
-    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
-    """
-    sizes = range(micro_batch_size, 0, -1)
-    return next((size for size in sizes if num_pairs % (size * num_batches) == 0), 1)

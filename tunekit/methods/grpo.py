@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import trainer_arguments
+from tunekit.methods.generation import end_at_stop_texts, generation_arguments, prompt_room, whole_groups
 from tunekit.methods.reference import loading_arguments
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import GRPOMethod
@@ -16,9 +16,6 @@ from tunekit.recipe.schema import DataSection, TrainSection
 LEARNER = Learner("grpo", ("prompts",))
 """What it learns from."""
 
-MEASURES = ("reward", "completions/mean_length")
-"""What tells whether it works besides its loss, by TRL's names."""
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch.nn import Module
@@ -26,9 +23,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-def room(method: GRPOMethod, data: DataSection) -> Room:
-    """How long prompts may be: TRL cuts none, so that they leave room for the longest answer."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - method.max_completion_length)
+room = prompt_room
 
 
 def build(
@@ -53,7 +48,7 @@ def build(
     Args:
         method: The groups, and what else goes to GRPOConfig.
         train: The optimisation.
-        data: Whether prompts are shuffled.
+        data: The longest sequence, and whether prompts are shuffled.
         plan: Precision, micro-batch and memory choices.
         schedule: Steps.
         model: The model with its adapter.
@@ -69,9 +64,11 @@ def build(
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tunekit.methods.order import GroupOrder
+
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
-    shared["per_device_eval_batch_size"] = _whole_groups(
+    shared["per_device_eval_batch_size"] = whole_groups(
         plan.micro_batch_size, num_generations, num_batches=plan.layout.num_batches
     )
     trainer = GRPOTrainer(
@@ -79,9 +76,7 @@ def build(
         reward_funcs=rewards,
         args=GRPOConfig(
             **shared,
-            shuffle_dataset=data.shuffle,
             num_generations=method.num_generations,
-            max_completion_length=method.max_completion_length,
             # All answers of a step at once, and so many steps on them.
             steps_per_generation=plan.gradient_accumulation_steps,
             num_iterations=method.num_iterations,
@@ -93,24 +88,17 @@ def build(
             epsilon_high=method.epsilon_high,
             mask_truncated_completions=method.mask_truncated_completions,
             reward_weights=[reward.weight for reward in method.rewards],
-            use_vllm=False,
             # Of a second model, which TRL loads from where the first came from.
             model_init_kwargs=loading_arguments(base) if method.beta else None,
             **engine,
-            **method.trainer_args,
+            **{**method.trainer_args, **generation_arguments(method, data, plan, base)},
         ),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         callbacks=callbacks,
     )
+    GroupOrder(trainer, train.seed)
+    end_at_stop_texts(trainer, tokenizer, method.generation.stop)
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def _whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:
-    """Answers that each process evaluates at once: micro-batches until all processes together have whole groups."""
-    size = micro_batch_size
-    while size * num_batches % num_generations:
-        size += micro_batch_size
-    return size

@@ -63,6 +63,59 @@ def keep_order(trainer: "Trainer", order: Order) -> None:
     trainer.add_callback(order)
 
 
+def fill_last_step(trainer: "Trainer", global_batch_size: int, *, shuffle: bool, seed: int) -> None:
+    """Make a trainer whose loss is a mean over rows fill the last step of an epoch with its first rows."""
+    num_rows = len(trainer.train_dataset)
+    order = Order(num_rows, num_missing(num_rows, global_batch_size), repeats=True, shuffle=shuffle, seed=seed)
+    trainer.train_dataset = filled_with_first(trainer.train_dataset, global_batch_size)
+    keep_order(trainer, order)
+
+
+def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:
+    """Rows that each process evaluates at once, so that none has fewer: the mean over them is one over rows.
+
+    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
+    """
+    sizes = range(micro_batch_size, 0, -1)
+    return next((size for size in sizes if num_rows % (size * num_batches) == 0), 1)
+
+
+class GroupOrder(TrainerCallback):  # type: ignore[misc]
+    """The order of the prompts that answers are generated for, in each epoch from the seed and its number alone.
+
+    TRL's `RepeatSampler` draws it from where the last epoch left its generator, and a resumed run begins with the first
+    epoch's, whichever it is in; it also takes the next micro-batch for the first on new answers (trl 1.16).
+
+    Args:
+        trainer: A trainer of TRL's that generates answers.
+        seed: Seed of the order.
+    """
+
+    def __init__(self, trainer: "Trainer", seed: int) -> None:
+        self.trainer = trainer
+        self.seed = seed
+        self._make = trainer._get_train_sampler
+        trainer._get_train_sampler = self._made
+        trainer.add_callback(self)
+
+    def _made(self, *args: Any) -> Any:
+        self._sampler = self._make(*args)
+        return self._sampler
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Count the micro-batches of the steps that were taken before."""
+        self.trainer._step = state.global_step * args.gradient_accumulation_steps
+
+    def on_epoch_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Take the order of the epoch that begins or is resumed."""
+        if self._sampler.shuffle:
+            self._sampler.generator.manual_seed(self.seed + int(state.epoch or 0))
+
+
 def num_missing(num_rows: int, multiple: int) -> int:
     """Rows that are missing from a multiple."""
     return -num_rows % multiple

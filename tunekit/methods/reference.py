@@ -8,6 +8,7 @@ from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from transformers import PreTrainedModel
 
 COPY = "ref"
 """What TRL calls its copy of the adapter that it was given."""
@@ -19,7 +20,7 @@ def loading_arguments(base: ModelSection) -> dict[str, Any]:
 
 
 def settle_reference(model: "Module", reference: Reference, trained: Path | None) -> None:
-    """See to it that the copy which TRL makes of an adapter is the reference that the plan has, or is gone.
+    """See to it that TRL's copy of an adapter is the reference that the plan has, or gone, and that both are exact.
 
     TRL takes every adapter that it did not attach itself for one that is trained further, and copies it (trl 1.16,
     `DPOTrainer.__init__`). Where it finds no copy it disables the adapter. A copy that stays is read from where the
@@ -34,10 +35,28 @@ def settle_reference(model: "Module", reference: Reference, trained: Path | None
 
     from tunekit.model.adapters import read_adapter
 
-    if not isinstance(model, PeftModel) or COPY not in model.peft_config:
-        assert reference != "copied adapter", type(model)
+    if not isinstance(model, PeftModel):
         return
+    if trained is not None:
+        # TRL has rounded it to bfloat16 where the base is quantised.
+        read_adapter(model, trained)
     if reference != "copied adapter":
-        model.delete_adapter(COPY)
-    elif trained is not None:
+        if COPY in model.peft_config:
+            model.delete_adapter(COPY)
+        return
+    for name, parameter in model.named_parameters():
+        if f".{COPY}." in name:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(False)
+    if trained is not None:
         read_adapter(model, trained, name=COPY)
+
+
+def give_weights(reference: "Module", model: "PreTrainedModel") -> None:
+    """Give a second model that TRL has loaded, and perhaps wrapped, the weights of another.
+
+    TRL loads it from where the first model's weights came from, which is not all that became part of them.
+    """
+    from accelerate.utils import extract_model_from_parallel
+
+    extract_model_from_parallel(reference).load_state_dict(model.state_dict())

@@ -1,7 +1,7 @@
 """What is trained: every weight, or low-rank updates through PEFT."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.errors import ModelError
 from tunekit.probe.origin import ADAPTER_WEIGHTS
@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Task = Literal["CAUSAL_LM", "SEQ_CLS"]
+"""What a model is for, by PEFT's names. With `SEQ_CLS` the score that stands for a head is trained and saved whole."""
+
+
 def attach_adapter(
     model: "PreTrainedModel",
     adapter: FullAdapter | LoraAdapter,
     *,
     seed: int,
     trained: Path | None = None,
-    task_type: str = "CAUSAL_LM",
+    task: Task = "CAUSAL_LM",
 ) -> "PreTrainedModel | torch.nn.Module":
     """The model with what is to be trained requiring gradients; adapters are seeded and kept in float32.
 
@@ -29,7 +33,7 @@ def attach_adapter(
         seed: For the matrices of a new adapter.
         trained: Folder of the adapter that is trained further; None for a new one, and in processes that are given
             their weights by another one.
-        task_type: What PEFT takes the model for.
+        task: What PEFT takes the model for.
     """
     from transformers import set_seed
 
@@ -39,18 +43,18 @@ def attach_adapter(
         return model
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, lora_config(adapter, task_type=task_type))
+    adapted = get_peft_model(model, lora_config(adapter, task=task))
     if trained is not None:
         read_adapter(adapted, trained)
     return adapted
 
 
-def lora_config(adapter: LoraAdapter, *, task_type: str = "CAUSAL_LM") -> "LoraConfig":
+def lora_config(adapter: LoraAdapter, *, task: Task = "CAUSAL_LM") -> "LoraConfig":
     """An adapter section as PEFT has it."""
     from peft import LoraConfig
 
     return LoraConfig(
-        task_type=task_type,
+        task_type=task,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
@@ -101,9 +105,16 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
         folder: Where it was saved.
     """
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.integrations import gather_params_ctx
 
     adapted = get_peft_model(model, lora_config(adapter))
     read_adapter(adapted, folder)
+    for module in adapted.modules():
+        if isinstance(module, BaseTunerLayer):
+            # ZeRO-3 has divided them already; elsewhere they are whole.
+            with gather_params_ctx(list(cast("torch.nn.Module", module).parameters())):
+                cast(Any, module).merge()
     return cast("PreTrainedModel", cast(Any, adapted).merge_and_unload())
 
 

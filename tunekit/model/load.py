@@ -1,4 +1,4 @@
-"""Load a tokenizer and a causal language model as the plan says, from a local folder or the hub.
+"""Load a tokenizer and a language model, with its head or with a score in its place, as the plan says, from a local folder or the hub.
 
 Only safetensors weights are read, since opening pickled ones can run code.
 """
@@ -68,6 +68,7 @@ def load_model(
     device: str | None,
     quantization: QloraAdapter | None = None,
     distributed: "DistributedConfig | None" = None,
+    head_seed: int | None = None,
 ) -> "PreTrainedModel":
     """The model on its device.
 
@@ -81,14 +82,19 @@ def load_model(
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantise the linear layers to 4 bits, or None.
         distributed: How to divide it over the processes, each of which loads its part to its own device then.
+        head_seed: For a model that judges: seed of the score that it has for a head, one number for a text. One that
+            has a score already keeps it.
 
     Raises:
         ModelError: The model cannot be loaded.
     """
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
 
     torch_dtype = getattr(torch, dtype)
+    if head_seed is not None:
+        set_seed(head_seed)
+    kind = AutoModelForCausalLM if head_seed is None else AutoModelForSequenceClassification
     is_given = device == "meta" and distributed is None
     config = None
     if quantization is not None:
@@ -100,7 +106,7 @@ def load_model(
         )
     try:
         with _keeping_buffers() if is_given else contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(
+            model = kind.from_pretrained(
                 model_folder(section),
                 revision=section.revision,
                 dtype=torch_dtype,
@@ -110,6 +116,7 @@ def load_model(
                 use_safetensors=True,
                 device_map=None if device is None or distributed is not None else {"": device},
                 distributed_config=distributed,
+                **({} if head_seed is None else {"num_labels": 1}),
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(

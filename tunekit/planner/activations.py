@@ -436,9 +436,13 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
     return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 
+HeadKind = Literal["tiles", "whole", "score"]
+"""How tokens are scored: by TRL's head in tiles, by transformers' own with all logits at once, or a text by a number."""
+
+
 @dataclass(frozen=True)
 class Head:
-    """Bytes of the final norm and of TRL's fused head in a step."""
+    """Bytes of the final norm and of the head in a step."""
 
     kept: int
     """What the norm and the head keep."""
@@ -457,6 +461,7 @@ def head_of(
     *,
     autocast: bool = True,
     scored_share: float = 1.0,
+    kind: HeadKind = "tiles",
 ) -> Head:
     """TRL's head, which never makes all logits: it goes through them in tiles (trl/kernels/chunked_logprob.py).
 
@@ -465,6 +470,10 @@ def head_of(
     through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all.
     """
     h, e = model.hidden_size, BYTES[dtype]
+    if kind == "score":
+        return _score_of(model, adapter, dtype, num_tokens, autocast=autocast)
+    if kind == "whole":
+        return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast)
     scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
     rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
@@ -482,3 +491,49 @@ def head_of(
     # The gradient in float32, and in the type of what the head reads.
     gradient = (4 + (wide if wide == 2 else 0)) * h * scored
     return Head(kept, tile + casts + wide * h * num_tokens, tile + casts + e * h * held + gradient)
+
+
+def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:
+    """What the final norm keeps: its float32 input, and the values that its trained weight was multiplied with."""
+    return (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * model.hidden_size * num_tokens
+
+
+def _score_of(
+    model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, num_tokens: int, *, autocast: bool
+) -> Head:
+    """A score of each token, of which one of each text is read."""
+    h, e = model.hidden_size, BYTES[dtype]
+    casted = autocast and e == 2
+    wide = 4 if casted and trained_tables(model, adapter).embedding else e
+    # The score is trained, so that what it reads is kept, in the type of its product, until the norm's own backward
+    # pass: in float32 its gradient, product, quotient and power, and of a frozen weight one more.
+    kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
+    norm = (16 if isinstance(adapter, FullAdapter) else 20) - e
+    return Head(kept, wide * h * num_tokens, norm * h * num_tokens)
+
+
+def _whole_head_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    *,
+    autocast: bool,
+) -> Head:
+    """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
+
+    Where Accelerate casts, it makes float32 of them. The likelihood takes a copy of those of the better answers, and
+    their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes; without Triton
+    also those of the words' own logits and of their sums.
+    """
+    h, e = model.hidden_size, BYTES[dtype]
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    logits = (4 if autocast else e) * model.vocab_size * num_tokens
+    cast = e * model.vocab_size * h if casted and tables.head else 0
+    # Its weight has no gradient yet, which is counted beside.
+    gradient = 4 * model.vocab_size * h if tables.head else 0
+    kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
+    times = 3 if device == "cuda" else 4.5
+    return Head(kept, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
 from tunekit.planner.layout import Layout
+from tunekit.planner.origin import Origin
+from tunekit.planner.reference import reference_of
+from tunekit.planner.vllm import why_not_in
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, SFTMethod
-from tunekit.recipe.schema import Optim, ParallelSection
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, RLOOMethod, SFTMethod
+from tunekit.recipe.schema import Optim, ParallelSection, Recipe
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes
@@ -67,12 +70,13 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
     hardware, train = setting.hardware, setting.recipe.train
     batch = train.global_batch_size // (train.micro_batch_size or 1)
     per_node, asked = len(hardware.accelerators), setting.recipe.parallel.num_processes
+    least = 1 if train.micro_batch_size else setting.passes.least_rows
     nodes = ((num_nodes, per_node) for num_nodes in range(hardware.num_nodes, 1, -1))
     for num_nodes, used in (*nodes, *((1, used) for used in range(per_node, 0, -1))):
         if asked not in (None, num_nodes * used):
             continue
         sequences, rest = divmod(num_nodes * used, per_sequence)
-        if sequences and not rest and batch % sequences == 0:
+        if sequences and not rest and batch % sequences == 0 and batch // sequences >= least:
             return Spread(num_nodes, used)
     return None
 
@@ -274,10 +278,18 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
     if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
-    beforehand = isinstance(recipe.method, DPOMethod) and recipe.method.precompute_ref_log_probs
+    beforehand = isinstance(recipe.method, DPOMethod | KTOMethod) and recipe.method.precompute_ref_log_probs
     if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
         why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
+    without_vllm = why_not_in(recipe, layout) if setting.by_vllm else None
+    if without_vllm is not None:
+        return Refusal(without_vllm, "leave method.generation.use_vllm out")
+    origin = setting.model.origin
+    if origin is not None and layout.strategy in ("fsdp2", "zero3"):
+        refused = _origin_refusal(recipe, origin, layout)
+        if refused is not None:
+            return refused
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
     if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):
@@ -293,6 +305,20 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return _ring_refusal(setting)
     if layout.sp_size > 1:
         return _ulysses_refusal(setting, layout)
+    return None
+
+
+def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal | None:
+    """What cannot be started from where weights are divided."""
+    reference = reference_of(recipe.method, recipe.adapter, origin)
+    rewarded = isinstance(recipe.method, GRPOMethod | RLOOMethod)
+    if rewarded and reference == "second model" and origin.is_merged_for(recipe.adapter):
+        why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
+        return Refusal(why, "use adapter.type=lora, method.beta=0, or ddp")
+    whole = origin.adapter is not None and origin.adapter.modules_to_save
+    if layout.strategy == "zero3" and whole:
+        why = f"ZeRO-3 divides {', '.join(whole)}, which {origin.name} trained whole, before its adapter can be read"
+        return Refusal(why, "use fsdp2, ddp or zero2")
     return None
 
 

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.planner.experts import check_adapted_experts
-from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.facts import Device, Hardware, ModelFacts, is_embedding
 from tunekit.planner.fit import divisors
 from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.padding import check_isolation
 from tunekit.planner.plan import Reason
 from tunekit.planner.states import Dtype
+from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import OnPolicyMethod
 from tunekit.recipe.schema import LrSchedulerType, Recipe
 
 
@@ -149,6 +151,19 @@ def _check_adapter(recipe: Recipe, model: ModelFacts) -> None:
         )
 
 
+def _check_merge(recipe: Recipe, model: ModelFacts) -> None:
+    """Refuse an adapter in whose model embedding and head have come apart: as one model they would be one again."""
+    origin = model.origin
+    if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
+        return
+    if model.has_tied_head and any(map(is_embedding, model.tensors_in(origin.adapter.modules_to_save or []))):
+        raise PlanError(
+            f"adapter.type: the adapter of {origin.name} trained an embedding that the head of {origin.base.path} "
+            "shares, and cannot be merged: the head would change with it",
+            hint="use adapter.type=lora, which trains that adapter further",
+        )
+
+
 def _those(hardware: Hardware) -> str:
     """The machine in words."""
     if not hardware.accelerators:
@@ -191,7 +206,28 @@ def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> No
         )
 
 
-def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str) -> None:
+def _check_teacher(model: ModelFacts, teacher: ModelFacts | None) -> None:
+    if teacher is not None and teacher.vocab_size != model.vocab_size:
+        raise PlanError(
+            f"method.teacher: {teacher.path} has a vocabulary of {teacher.vocab_size:,}, and {model.path} one of "
+            f"{model.vocab_size:,}: probabilities are compared token by token",
+            hint="take a larger model of the same family as the teacher",
+        )
+
+
+def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
+    method = recipe.method
+    if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm is not True:
+        return
+    found = why_no_vllm(recipe, hardware)
+    if found is not None:
+        why, hint = found
+        raise PlanError(f"method.generation.use_vllm: {why}", hint=hint)
+
+
+def check_recipe(
+    recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_implementation: str, teacher: ModelFacts | None
+) -> None:
     """Refuse what a recipe asks for and this device or model cannot do, whatever the layout.
 
     Raises:
@@ -200,7 +236,10 @@ def check_recipe(recipe: Recipe, hardware: Hardware, model: ModelFacts, attn_imp
     check_isolation(recipe.data, model, attn_implementation)
     _check_lengths(recipe, model)
     _check_adapter(recipe, model)
+    _check_merge(recipe, model)
     _check_optim(recipe, hardware.device)
     _check_batch(recipe)
     _check_lr_scheduler(recipe)
     _check_parallel(recipe, hardware, model)
+    _check_teacher(model, teacher)
+    _check_vllm(recipe, hardware)

@@ -237,7 +237,7 @@ def _of_states(
             again, alone = passes.num_forwards, 0.0
             if passes.keeps_reference and layout.strategy == "fsdp2":
                 again, alone = again - passes.num_reference_forwards, twice * passes.num_reference_forwards
-            elif passes.refers_in_micro_batch and not twice:
+            if not twice and (passes.refers_in_micro_batch or passes.estimates):
                 again = 0
             yield group.sends("gathering weights", ((2 if twice else 1) + again) * weights, "compute")
             yield group.sends("gathering the reference", alone * weights, "nothing")

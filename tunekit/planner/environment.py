@@ -7,6 +7,7 @@ from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Reason, gib
+from tunekit.recipe.methods import CPOMethod, Method, ORPOMethod
 
 LEAST_TIMEOUT_SECONDS = 600
 """How long a process waits for the others in an exchange at least, before it says that one of them does not answer."""
@@ -42,13 +43,14 @@ def timeout_reasons(layout: Layout, wait_bytes: int) -> Iterator[Reason]:
         yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min for an exchange", why=why)
 
 
-def environment_of(hardware: Hardware, layout: Layout, num_nodes: int) -> dict[str, str]:
+def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: Method) -> dict[str, str]:
     """Variables of every process of a run.
 
     Args:
         hardware: The machine.
         layout: How the run is spread.
         num_nodes: Nodes in use.
+        method: The method.
     """
     of_a_node = layout.num_processes // num_nodes
     return {
@@ -56,6 +58,7 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int) -> dict[s
         **_threads(hardware, of_a_node),
         **_accelerator(hardware, layout),
         **_allocator(hardware),
+        **_experimental(method),
         **{name: value for name, value in hardware.environment.items() if name in DECIDED},
     }
 
@@ -84,6 +87,11 @@ def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
 def _allocator(hardware: Hardware) -> dict[str, str]:
     """Segments that grow leave fewer holes where sequences differ in length. CUDA has them, and ROCm has not."""
     return {} if hardware.device.compute_capability is None else {ALLOCATOR: "expandable_segments:True"}
+
+
+def _experimental(method: Method) -> dict[str, str]:
+    """TRL's own switch for its words about what is experimental there, which the plan says too."""
+    return {"TRL_EXPERIMENTAL_SILENCE": "1"} if isinstance(method, ORPOMethod | CPOMethod) else {}
 
 
 DECIDED = (ALLOCATOR, "OMP_NUM_THREADS")

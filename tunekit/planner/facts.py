@@ -91,6 +91,8 @@ class Hardware(Facts):
     """Whether the flash-attn package is installed; None where it cannot be known."""
     deepspeed: bool | None = None
     """The same of DeepSpeed."""
+    vllm: bool | None = None
+    """The same of vLLM."""
     num_nodes: int = 1
     environment: Mapping[str, str] = {}
     """Variables for torch that the user has set, and that a plan would decide otherwise."""
@@ -176,6 +178,9 @@ class Linears:
         return sum(outputs * inputs * times for (outputs, inputs), times in self.shapes.items())
 
 
+SCORE = "score.weight"
+"""What stands for the head of a model that judges, by transformers' name."""
+
 _LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
 
 
@@ -215,6 +220,8 @@ class ModelFacts(Facts):
     has_chat_template: bool
     origin: Origin | None = None
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
+    judges: bool = False
+    """Whether it has a score of a text in the place of its head."""
 
     @property
     def num_sliding_layers(self) -> int:
@@ -268,7 +275,12 @@ class ModelFacts(Facts):
     @cached_property
     def has_tied_head(self) -> bool:
         """Whether the head has no weights of its own and uses those of the embedding."""
-        return not any(is_head(name) for name in self.tensors)
+        return not self.judges and not any(is_head(name) for name in self.tensors)
+
+    def as_judge(self) -> "ModelFacts":
+        """The model with a score of a text in the place of its head, as transformers loads it with one label."""
+        tensors = {name: shape for name, shape in self.tensors.items() if not is_head(name)}
+        return self.model_copy(update={"tensors": tensors | {SCORE: (1, self.hidden_size)}, "judges": True})
 
     @cached_property
     def mixture(self) -> Mixture | None:
@@ -335,7 +347,9 @@ class ModelFacts(Facts):
         return {}
 
     def _is_no_linear(self, name: str) -> bool:
-        return _is_vocabulary(name) or ".experts." in name or (self.num_experts > 0 and _is_router(name))
+        return (
+            _is_vocabulary(name) or name == SCORE or ".experts." in name or (self.num_experts > 0 and _is_router(name))
+        )
 
     def tensors_in(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of the modules whose names end in one of `modules`, letter by letter as PEFT has it."""
@@ -457,6 +471,8 @@ class DataFacts(Facts):
     num_truncated: int | None = None
     num_split: int | None = None
     num_dropped: int | None = None
+    num_good: int | None = None
+    """Rows to train on whose answer is good, where rows say so."""
 
     @property
     def has_lengths(self) -> bool:

@@ -12,6 +12,7 @@ from tunekit.planner.passes import Passes, passes_of
 from tunekit.planner.plan import Reason, gib
 from tunekit.planner.reference import reference_of
 from tunekit.planner.states import Dtype
+from tunekit.planner.vllm import VLLM, vllm_bytes, vllm_of
 from tunekit.recipe.schema import Recipe
 
 MEMORY_SHARE = {"cpu": 0.9, "cuda": 0.92}
@@ -33,6 +34,8 @@ class Setting:
         host_limit_bytes: What may be used of each node's main memory; None where that is not known.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
         why_reserve: Which runs that was learned from, None where it was not.
+        teacher: The model to learn from, for distillation.
+        by_vllm: Whether vLLM generates answers.
     """
 
     recipe: Recipe
@@ -44,6 +47,8 @@ class Setting:
     host_limit_bytes: int | None
     reserve_share: float
     why_reserve: str | None
+    teacher: ModelFacts | None = None
+    by_vllm: bool = False
 
     @property
     def device(self) -> Device:
@@ -62,9 +67,20 @@ class Setting:
         """What the method does in a step."""
         recipe = self.recipe
         batch = recipe.train.global_batch_size
-        passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+        passes = passes_of(
+            recipe.method,
+            recipe.adapter,
+            recipe.data,
+            global_batch_size=batch,
+            teacher=self.teacher,
+            by_vllm=self.by_vllm,
+        )
         reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
         return replace(passes, copies_adapter=reference == "copied adapter")
+
+    def vllm(self, layout: Layout) -> VLLM | None:
+        """How vLLM is used, where it generates answers."""
+        return vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """What each device needs with `size` sequences in a micro-batch."""
@@ -72,6 +88,7 @@ class Setting:
         mask_length = padding_of(self.recipe.data, self.model, self.attention, size, self.passes).mask_length
         # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
         window = self.model.sliding_window
+        vllm = self.vllm(layout)
         slides = needs_mask(self.attention) and window is not None and length >= window
         return estimate(
             self.model,
@@ -88,6 +105,7 @@ class Setting:
             devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
             passes=self.passes,
+            vllm_bytes=0 if vllm is None else vllm_bytes(vllm, self.device),
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
@@ -137,7 +155,7 @@ def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
-    sizes = _sizes(recipe, batch // layout.sp_size)
+    sizes = _sizes(setting, batch // layout.sp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
@@ -173,17 +191,19 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     recipe = setting.recipe
     forced = recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
-    size = _sizes(recipe, batch // layout.sp_size)[-1]
+    size = _sizes(setting, batch // layout.sp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
     kinds = [True, False] if forced == "auto" else [forced]
     found = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
     return min(found, key=lambda memory: memory.total_bytes)
 
 
-def _sizes(recipe: Recipe, batch: int) -> list[int]:
+def _sizes(setting: Setting, batch: int) -> list[int]:
     """Sizes of a micro-batch to try on each device, the largest first."""
-    asked = recipe.train.micro_batch_size
-    return divisors(batch) if asked is None else [asked]
+    asked = setting.recipe.train.micro_batch_size
+    if asked is not None:
+        return [asked]
+    return [size for size in divisors(batch) if size >= setting.passes.least_rows]
 
 
 def _variants(layout: Layout, *, accumulates: bool) -> list[Layout]:

@@ -34,6 +34,7 @@ def flops_per_token(
     num_tokens: float,
     head_share: float,
     gradient_checkpointing: bool,
+    whole_head: bool = False,
 ) -> float:
     """Floating-point operations of one token in a training step.
 
@@ -50,6 +51,7 @@ def flops_per_token(
         num_tokens: Tokens of a micro-batch.
         head_share: Share of the tokens for which logits are computed.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
+        whole_head: Whether logits are computed all at once, and kept.
     """
     linear = _sizes(model.linears)
     attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
@@ -65,11 +67,12 @@ def flops_per_token(
         whole = adapter.modules_to_save or []
         forward = 2 * linear + 2 * added
         backward = 2 * linear + 4 * added + 2 * (_sizes(model.adapter_linears(whole)) if whole else 0)
-        head_is_trained = "lm_head" in whole
+        head_is_trained = model.judges or "lm_head" in whole
         # Where the last product has an adapter, the adapter's own comes after it and is the one left out.
         last = {name: s for name, s in last.items() if name not in adapted}
     forward, backward = forward + experts.forward, backward + experts.backward
-    head = (8 if head_is_trained else 6) * model.vocab_size * model.hidden_size * head_share
+    # Whole logits are not computed again.
+    head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
     return forward + backward + 3 * attention + head + again
 
@@ -84,7 +87,12 @@ def forward_flops_per_token(model: ModelFacts, *, attended_tokens: float, head_s
     """
     attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
     experts = _experts(model, FullAdapter(), 1).forward
-    return 2 * _sizes(model.linears) + experts + attention + 2 * model.vocab_size * model.hidden_size * head_share
+    return 2 * _sizes(model.linears) + experts + attention + 2 * head_params(model) * head_share
+
+
+def head_params(model: ModelFacts) -> int:
+    """Parameters of the product that scores a token: by each word of the vocabulary, or a text by one number."""
+    return (1 if model.judges else model.vocab_size) * model.hidden_size
 
 
 def _is_last(name: str, sizes: tuple[int, int], model: ModelFacts) -> bool:

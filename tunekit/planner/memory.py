@@ -53,11 +53,13 @@ Part = Literal[
     "gathered",
     "reference",
     "kv cache",
+    "vllm",
     "context",
     "reserve",
 ]
 """What memory is for. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
-gradients of layers that are there whole for a moment, and buffers for it; `context`: what the process holds besides
+gradients of layers that are there whole for a moment, and buffers for it; `reference`: a second model, one to compare
+with or to learn from; `vllm`: what vLLM takes for itself; `context`: what the process holds besides
 tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
 
 Confidence = Literal["traced", "closed form", "outside the model"]
@@ -116,6 +118,7 @@ def estimate(
     devices_per_node: int,
     reserve_share: float,
     passes: Passes = SFT,
+    vllm_bytes: int = 0,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -135,6 +138,7 @@ def estimate(
         devices_per_node: How many of them share the main memory and the disk of a node.
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
         passes: What the method does in a step.
+        vllm_bytes: What vLLM takes of each device.
     """
     one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.strategy in ("single", "ddp")
@@ -153,7 +157,9 @@ def estimate(
     )
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)
-    head = head_of(one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share)
+    head = head_of(
+        one, adapter, device, dtype, mine, autocast=autocast, scored_share=passes.max_scored_share, kind=passes.head
+    )
     kept, needs, trained = _engine(
         one,
         adapter,
@@ -178,11 +184,12 @@ def estimate(
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
     kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
+    kept = replace(kept, vllm=vllm_bytes)
     highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
     phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
     return MemoryEstimate(
-        parts=_parts(kept, highest[phase], CONTEXT_BYTES[device], int(reserve_share * phases[phase])),
+        parts=_parts(kept, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))),
         phase=phase,
         phases=phases,
         host_bytes=kept.host_bytes,
@@ -247,6 +254,7 @@ def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int
         "gathered": need.gathered,
         "reference": kept.reference,
         "kv cache": need.kv_cache,
+        "vllm": kept.vllm,
         "context": context,
         "reserve": reserve,
     }
@@ -260,7 +268,7 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
     """
     if not is_traced(model):
         return "outside the model"
-    if isinstance(adapter, QloraAdapter):
+    if isinstance(adapter, QloraAdapter) or passes.teacher is not None:
         return "closed form"
     if isinstance(adapter, LoraAdapter) and adapter.modules_to_save and layout.strategy not in ("single", "ddp"):
         # Tables that are trained beside an adapter are counted on one device only as they are traced.

@@ -2,14 +2,20 @@
 
 Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/trainer/dpo_trainer.py) takes both answers
 of a pair through it in one batch, then both through the reference model without gradients, while everything that the
-backward pass needs is kept. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
-with a cache of keys and values, and then trains on them in micro-batches. Both score tokens with the same head in tiles
-as supervised fine-tuning, so logits are never there whole.
+backward pass needs is kept. KTO (trl/trainer/kto_trainer.py) does so with single answers, and its loss `kto` takes each
+prompt with another's answer through both models besides, without gradients. ORPO and CPO (trl/experimental) have no
+reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO (trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once
+with a cache of keys and values, and then trains on them in micro-batches. The others score tokens with the same head in
+tiles as supervised fine-tuning, so logits are never there whole.
 
 With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
-type, float32. DPO can compute its log-probabilities before training instead.
+type, float32. DPO and KTO can compute its log-probabilities before training instead.
 
-Generation is transformers' own; engines of their own, such as vLLM in the same process, are not counted.
+RLOO (trl/trainer/rloo_trainer.py) does as GRPO, and always scores its answers once before it learns from them.
+Distillation (trl/trainer/distillation_trainer.py) generates one answer to each prompt, and takes each micro-batch
+through a teacher between the forward and the backward pass, as DPO does through its reference.
+
+Where vLLM generates (`tunekit.planner.vllm`) there is no cache of transformers'.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.
@@ -20,15 +26,29 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from tunekit.errors import PlanError
-from tunekit.planner.activations import Head, Layers, cast_weights_bytes
+from tunekit.planner.activations import Head, HeadKind, Layers, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.origin import Origin
 from tunekit.planner.phases import Kept, Need, Phase
 from tunekit.planner.reference import reference_of, reference_words
 from tunekit.planner.states import BYTES, Dtype, weights_bytes
+from tunekit.planner.teacher import teacher_needs
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    Method,
+    OnPolicyMethod,
+    ORPOMethod,
+    RewardedMethod,
+    RewardMethod,
+    RLOOMethod,
+    SFTMethod,
+)
 from tunekit.recipe.schema import DataSection
 
 
@@ -44,13 +64,15 @@ class Generation:
     """Length of the answers, at most."""
     num_steps: int
     """Optimizer steps on the same answers."""
+    by_vllm: bool = False
+    """Whether vLLM generates them, and not transformers."""
 
 
 @dataclass(frozen=True)
 class Passes:
     """What a method does in an optimizer step."""
 
-    method: Literal["sft", "dpo", "grpo"] = "sft"
+    method: Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"] = "sft"
     sequences_per_row: int = 1
     """Sequences that a row of a micro-batch is: both answers of a pair."""
     max_scored_share: float = 1.0
@@ -66,13 +88,23 @@ class Passes:
     num_forwards_before: int = 0
     """The same once, before the training."""
     generation: Generation | None = None
+    head: HeadKind = "tiles"
+    """How tokens are scored."""
+    estimates: bool = False
+    """Whether each sequence is taken through the model and its reference once more, with another's answer."""
+    least_rows: int = 1
+    """Rows of a micro-batch that there are at least."""
+    teacher: ModelFacts | None = None
+    """The model that another one learns from, which goes through each micro-batch too."""
 
     @property
     def num_reference_forwards(self) -> float:
         """Of `num_forwards` those of a reference model that is there besides the trained one."""
         if not self.keeps_reference:
             return 0.0
-        return 1.0 if self.generation is None else 1 / self.generation.num_steps
+        if self.generation is not None:
+            return 1 / self.generation.num_steps
+        return 2.0 if self.estimates else 1.0
 
     @property
     def always_pads(self) -> bool:
@@ -84,7 +116,13 @@ SFT = Passes()
 
 
 def passes_of(
-    method: Method, adapter: FullAdapter | LoraAdapter, data: DataSection, *, global_batch_size: int
+    method: Method,
+    adapter: FullAdapter | LoraAdapter,
+    data: DataSection,
+    *,
+    global_batch_size: int,
+    teacher: ModelFacts | None = None,
+    by_vllm: bool = False,
 ) -> Passes:
     """What a method does in a step.
 
@@ -93,6 +131,8 @@ def passes_of(
         adapter: What is trained.
         data: How long sequences are.
         global_batch_size: Rows, pairs or answers of an optimizer step.
+        teacher: The model to learn from, for distillation.
+        by_vllm: Whether vLLM generates answers.
     """
     full = isinstance(adapter, FullAdapter)
     match method:
@@ -106,74 +146,159 @@ def passes_of(
                 num_forwards=float(refers),
                 num_forwards_before=int(not refers),
             )
-        case GRPOMethod():
-            prompt_tokens = data.max_length - method.max_completion_length
-            # Once for all steps on the same answers: the reference, and the model that gave them where it has changed.
-            once = (method.beta > 0) + (method.num_iterations > 1)
+        case KTOMethod():
+            refers, estimates = not method.precompute_ref_log_probs, method.loss_type == "kto"
             return Passes(
-                "grpo",
-                max_scored_share=method.max_completion_length / data.max_length,
-                keeps_reference=full and method.beta > 0,
-                num_forwards=once / method.num_iterations,
-                generation=Generation(
-                    global_batch_size, prompt_tokens, method.max_completion_length, method.num_iterations
-                ),
+                "kto",
+                keeps_reference=full and refers,
+                refers_in_micro_batch=refers,
+                num_forwards=float(estimates + (1 + estimates) * refers),
+                num_forwards_before=(1 + estimates) * (not refers),
+                estimates=estimates,
+                least_rows=2 if estimates else 1,
             )
+        case ORPOMethod() | CPOMethod():
+            return Passes(method.type, sequences_per_row=2, head="whole")
+        case RewardMethod():
+            return Passes("reward", sequences_per_row=2, head="score")
+        case GRPOMethod() | RLOOMethod() | DistillationMethod():
+            found = _on_policy(method, data, global_batch_size, full=full, by_vllm=by_vllm)
+            return replace(found, teacher=teacher)
         case SFTMethod():
             return SFT
     raise NotImplementedError(method.type)
 
 
+def _on_policy(
+    method: OnPolicyMethod, data: DataSection, global_batch_size: int, *, full: bool, by_vllm: bool
+) -> Passes:
+    """What a method does that generates answers and learns from them."""
+    completion_tokens = method.max_completion_length
+    share = completion_tokens / data.max_length
+    num_steps = 1 if isinstance(method, DistillationMethod) else method.num_iterations
+    generation = Generation(
+        global_batch_size, data.max_length - completion_tokens, completion_tokens, num_steps, by_vllm=by_vllm
+    )
+    if isinstance(method, DistillationMethod):
+        return Passes(method.type, max_scored_share=share, generation=generation)
+    # Once for all steps on the same answers: the reference, and the model that gave them. GRPO takes the first pass of
+    # training for the latter, unless the model has changed since or vLLM drew with probabilities of its own.
+    scores_answers = isinstance(method, RLOOMethod) or num_steps > 1 or by_vllm
+    return Passes(
+        method.type,
+        max_scored_share=share,
+        keeps_reference=full and method.beta > 0,
+        num_forwards=((method.beta > 0) + scores_answers) / num_steps,
+        generation=generation,
+    )
+
+
 def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None) -> tuple[str, str]:
     """A method and what it does in a step, in words: the choice and the reason of a plan."""
     reference = reference_words(reference_of(method, adapter, origin), origin)
-    if isinstance(method, DPOMethod):
-        return f"dpo, beta {method.beta:g}", f"each row is two sequences; {reference}"
-    if not isinstance(method, GRPOMethod):
-        raise NotImplementedError(method.type)
-    choice = f"grpo, {method.num_generations} answers of up to {method.max_completion_length} tokens"
-    used = "" if method.num_iterations == 1 else f", used for {method.num_iterations} steps"
-    reference = f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference"
-    return choice, f"generated by transformers for a whole step at once{used}; {reference}"
+    match method:
+        case DPOMethod():
+            return _dpo_words(method), "; ".join(["each row is two sequences", reference, *_mixed(method)])
+        case KTOMethod():
+            return f"kto, loss {method.loss_type}, beta {method.beta:g}", "; ".join([*_estimated(method), reference])
+        case ORPOMethod():
+            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}; {_MEAN_OVER_TOKENS.format('likelihood')}"
+            return f"orpo, beta {method.beta:g}", why
+        case CPOMethod():
+            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}"
+            if method.likelihood_weight:
+                why += f"; {_MEAN_OVER_TOKENS.format('likelihood')}"
+            choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
+            return f"{choice}, likelihood by {method.likelihood_weight:g}", why
+        case RewardMethod():
+            return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
+    if isinstance(method, RewardedMethod):
+        choice = f"{method.type}, {method.num_generations} answers of up to {method.max_completion_length} tokens"
+        used = "" if method.num_iterations == 1 else f"; they are used for {method.num_iterations} steps"
+        return choice, (f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference") + used
+    if isinstance(method, DistillationMethod):
+        choice = f"distillation, an answer of up to {method.max_completion_length} tokens"
+        return choice, f"{method.teacher.path} says how likely each of its tokens is; the teacher is a second model"
+    raise NotImplementedError(method.type)
+
+
+_PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
+_MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
+
+
+def _dpo_words(method: DPOMethod) -> str:
+    """A mix of losses with their weights, where it is not the one that DPO is known by."""
+    if method.loss_type == ["sigmoid"]:
+        return f"dpo, beta {method.beta:g}"
+    weights = method.loss_weights or [1.0] * len(method.loss_type)
+    mix = " + ".join(
+        loss if weight == 1 else f"{weight:g} {loss}" for weight, loss in zip(weights, method.loss_type, strict=True)
+    )
+    return f"dpo, loss {mix}, beta {method.beta:g}"
+
+
+def _mixed(method: DPOMethod) -> Iterator[str]:
+    """What of its losses depends on which pairs share a micro-batch."""
+    if "sft" in method.loss_type:
+        yield _MEAN_OVER_TOKENS.format("sft loss")
+    if {"aot", "aot_unpaired"} & set(method.loss_type):
+        yield "aot sorts the pairs of a micro-batch: it depends on which share one"
+
+
+def _estimated(method: KTOMethod) -> Iterator[str]:
+    """How KTO's loss is held against the model's way from its reference."""
+    if method.loss_type == "kto":
+        yield "the divergence is estimated from the answers of a micro-batch to each other's prompts"
+        yield "so rows are put into one order before training, and keep it in every epoch"
 
 
 def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:
-    """Optimizer steps in which every row is used once. GRPO leaves out prompts that fill no step (`RepeatSampler`).
+    """Optimizer steps in which every row is used once. Prompts that fill no step are left out (TRL's `RepeatSampler`).
 
     Raises:
         PlanError: There are too few prompts for a single step.
     """
-    if not isinstance(method, GRPOMethod):
+    if not isinstance(method, OnPolicyMethod):
         return -(-num_rows // global_batch_size)
-    prompts = global_batch_size // method.num_generations
+    if isinstance(method, DistillationMethod):
+        num_generations = num_iterations = 1
+    else:
+        num_generations, num_iterations = method.num_generations, method.num_iterations
+    prompts = global_batch_size // num_generations
     if num_rows < prompts:
         raise PlanError(
-            f"train.global_batch_size: {global_batch_size} answers, {method.num_generations} to each prompt, need "
+            f"train.global_batch_size: {global_batch_size} answers, {num_generations} to each prompt, need "
             f"{prompts} prompts, and data.train has {num_rows}",
-            hint=f"set it to {num_rows * method.num_generations} or less",
+            hint=f"set it to {num_rows * num_generations} or less",
         )
-    return num_rows // prompts * method.num_iterations
+    return num_rows // prompts * num_iterations
 
 
 def with_reference(
     kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
 ) -> Kept:
-    """What a run keeps from step to step, and a reference model beside it.
+    """What a run keeps from step to step, and a second model beside it: a reference, or a teacher.
 
-    Its weights are in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides them;
-    DeepSpeed casts them. They lie where the model's do. TRL's `prepare_fsdp` makes one unit of the whole model, so
-    where units are not freed after the forward pass it stays gathered whole. A copy of an adapter lies as the adapter
-    does.
+    A reference has weights in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides
+    them; DeepSpeed casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed
+    after the forward pass it stays gathered whole. A teacher is loaded in the type of the products, and ZeRO-3 alone
+    divides it. What is divided lies where the model's weights do. A copy of an adapter lies as the adapter does.
     """
     if passes.copies_adapter:
         return replace(kept, reference=kept.adapters)
-    if not passes.keeps_reference:
+    by_zero = layout.strategy.startswith("zero")
+    if passes.teacher is not None:
+        whole = BYTES[dtype] * passes.teacher.num_params
+        is_divided, stays = layout.strategy == "zero3", False
+    elif passes.keeps_reference:
+        whole = (BYTES[dtype] if by_zero else 4) * model.num_params
+        is_divided = layout.strategy in ("fsdp2", "zero3")
+        stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    else:
         return kept
-    whole = (BYTES[dtype] if layout.strategy.startswith("zero") else 4) * model.num_params
-    share = -(-whole // (layout.num_shards if layout.strategy in ("fsdp2", "zero3") else 1))
-    stays = layout.strategy == "fsdp2" and not layout.reshard_after_forward
+    share = -(-whole // (layout.num_shards if is_divided else 1))
     gathered = BYTES[dtype] * model.num_params if stays else 0
-    match layout.offload_param_device:
+    match layout.offload_param_device if is_divided else "none":
         case "none":
             return replace(kept, reference=share + gathered)
         case "cpu":
@@ -209,6 +334,9 @@ def method_needs(
         num_tokens: Tokens of a micro-batch on a device, with its padding.
         needs: What the other phases need.
     """
+    if passes.teacher is not None:
+        scored = int(passes.max_scored_share * num_tokens)
+        yield from teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
     if passes.refers_in_micro_batch:
         held = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
         yield (
@@ -220,7 +348,7 @@ def method_needs(
                 gathered=needs["forward"].gathered + held.gathered,
             ),
         )
-    if passes.generation is not None:
+    if passes.generation is not None and not passes.generation.by_vllm:
         held = _generation(model, adapter, passes.generation, dtype, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.
         yield "generation", replace(held, gathered=needs["optimizer"].gathered + held.gathered)

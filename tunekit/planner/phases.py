@@ -58,6 +58,7 @@ class Kept:
     adapters: int = 0
     masters: int = 0
     reference: int = 0
+    vllm: int = 0
     optimizer: int = 0
     host_bytes: int = 0
     nvme_bytes: int = 0
@@ -70,4 +71,4 @@ class Kept:
     @property
     def loaded(self) -> int:
         """On a device before the first step: an optimizer makes its states then."""
-        return self.weights + self.adapters + self.masters + self.reference
+        return self.weights + self.adapters + self.masters + self.reference + self.vllm

@@ -14,6 +14,7 @@ from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
+from tunekit.planner.vllm import VLLM
 from tunekit.planner.zero import ZeroBuckets
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
@@ -32,6 +33,7 @@ COLOURS: Mapping[Part, str] = {
     "logits": "#b07aa1",
     "reference": "#9c755f",
     "kv cache": "#ff9da7",
+    "vllm": "#d37295",
     "context": "#8c8c8c",
     "reserve": "#5f5f5f",
 }
@@ -100,6 +102,8 @@ class Plan(Facts):
     """Variables that every process finds in its environment."""
     timeout_seconds: int = 600
     """How long a process waits for the others in an exchange."""
+    vllm: VLLM | None = None
+    """What generates the answers that the model learns from; None for transformers."""
     zero_buckets: ZeroBuckets | None = None
     """What DeepSpeed exchanges at once; None for other engines."""
     pad_to_multiple_of: int | None = None

@@ -13,8 +13,9 @@ from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import BYTES, Dtype, num_trainable_params
 from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
+from tunekit.planner.vllm import VLLM
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import KTOMethod, OnPolicyMethod, PairMethod, RewardedMethod, RewardMethod, SFTMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
 
 MUCH_TRUNCATED = 0.05
@@ -79,6 +80,10 @@ def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype:
     """
     experts = ", experts' grouped products too" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    if passes.head != "tiles":
+        choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
+        why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
+        return Reason(topic="kernels", choice=choice, why=f"{why}; torch's own for all else{experts}")
     by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
     return Reason(
         topic="kernels",
@@ -92,7 +97,7 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     """How many processes make micro-batches beside those that compute."""
     if recipe.data.streaming:
         return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
-    if isinstance(recipe.method, GRPOMethod):
+    if isinstance(recipe.method, OnPolicyMethod):
         return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
     why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
     if speed is None or speed.fed_tokens_per_second is None:
@@ -195,6 +200,23 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
     yield Reason(topic="reference", choice=choice, why=why)
 
 
+def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed | None) -> Iterator[Reason]:
+    """What generates the answers that the model learns from, and how much of a step that is."""
+    if not isinstance(recipe.method, OnPolicyMethod):
+        return
+    choice = "by transformers, all answers of a step at once"
+    if vllm is not None and vllm.gpu_memory_utilization is None:
+        choice = f"by vLLM on a server, {recipe.method.generation.vllm_server_base_url}"
+    elif vllm is not None:
+        choice = f"by vLLM on the devices that train, with {vllm.gpu_memory_utilization:.0%} of their memory"
+        if not isinstance(recipe.adapter, FullAdapter):
+            why += "; for it TRL adds the adapter to the weights and takes it out again, which rounds them"
+    share = None if speed is None else speed.generation_share
+    if share is not None:
+        why += f"; {share.low:.0%} to {share.high:.0%} of a step"
+    yield Reason(topic="generation", choice=choice, why=why)
+
+
 def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     """When things happen; not known before packing unless the recipe gives `max_steps`."""
     train = recipe.train
@@ -206,12 +228,14 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
+    # A checkpoint holds no answers: it is made where new ones are due.
+    together = recipe.method.num_iterations if isinstance(recipe.method, RewardedMethod) else 1
     return Schedule(
         num_steps=steps,
         steps_per_epoch=per_epoch,
         warmup_steps=int(warmup),
         eval_steps=None if data.num_eval is None else train.eval_steps or often,
-        save_steps=train.save_steps or often,
+        save_steps=train.save_steps or math.ceil(often / together) * together,
     )
 
 
@@ -219,6 +243,28 @@ def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     """What is trained on, and how much of it is whose."""
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
+    if isinstance(recipe.method, KTOMethod) and data.num_good is not None:
+        yield balance_reason(recipe.method, data.num_train, data.num_good)
+
+
+GOOD_TO_BAD = (1.0, 4 / 3)
+"""What the good answers' weight in all may be of the bad answers' (arXiv 2402.01306, equation 8)."""
+
+
+def balance_reason(method: KTOMethod, num_rows: int, num_good: int) -> Reason:
+    """Whether good and bad answers weigh as KTO's paper has it."""
+    num_bad = num_rows - num_good
+    choice = f"{num_good:,} good, {num_bad:,} bad answers"
+    good, bad = method.desirable_weight * num_good, method.undesirable_weight * num_bad
+    weighed = f"{method.desirable_weight:g} x {num_good:,} to {method.undesirable_weight:g} x {num_bad:,}"
+    least, most = GOOD_TO_BAD
+    if least * bad <= good <= most * bad:
+        return Reason(topic="balance", choice=choice, why=f"{weighed} is within 1:1 and 4:3, as its paper advises")
+    weights = [share * method.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
+    others = [method.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
+    field, (low, high) = ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", others)
+    advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
+    return Reason(topic="balance", choice=choice, why=f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed)
 
 
 def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
@@ -230,6 +276,8 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
+    if isinstance(recipe.method, RewardMethod):
+        why = f"{data.num_train_tokens:,} tokens, each answer scored at its end; longest row {data.longest_tokens}"
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
     cut = recipe.data.max_length
@@ -296,11 +344,12 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     else:
         batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1
-        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, GRPOMethod) else ""
+        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, RewardedMethod) else ""
         why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
     missing = -data.num_train % recipe.train.global_batch_size
-    if isinstance(recipe.method, DPOMethod) and missing:
-        why += f"; {missing} pairs of its beginning fill the last step of an epoch"
+    if isinstance(recipe.method, PairMethod | KTOMethod) and missing:
+        what = "answers" if isinstance(recipe.method, KTOMethod) else "pairs"
+        why += f"; {missing} {what} of its beginning fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

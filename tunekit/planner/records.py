@@ -27,6 +27,10 @@ class RunRecord(Facts):
     """Of all devices together."""
     method: str = "sft"
     """Methods compute and wait for different things: GRPO's steps generate answers."""
+    by_vllm: bool = False
+    """Whether vLLM generated them."""
+    generation_share: float | None = None
+    """Share of the steps in which answers were generated; None where there were none, or it was not measured."""
     peak_memory_bytes: int
     planned_memory_bytes: int
     layout: Layout = Layout()
@@ -43,6 +47,11 @@ class RunRecord(Facts):
     def flops_per_second(self) -> float:
         """What each device achieved; padding and data movement are in it as lost time."""
         return self.tokens_per_second * self.flops_per_token / self.layout.num_processes
+
+    @property
+    def computing_flops_per_second(self) -> float:
+        """The same in the part of the steps in which no answers were generated."""
+        return self.flops_per_second / (1 - (self.generation_share or 0))
 
     @property
     def memory_share(self) -> float:

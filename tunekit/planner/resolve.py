@@ -26,6 +26,7 @@ from tunekit.planner.reasons import (
     data_reasons,
     deepspeed_reasons,
     device_reason,
+    generation_reasons,
     kernels_reason,
     method_reasons,
     model_reason,
@@ -44,13 +45,20 @@ from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.reference import reference_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
+from tunekit.planner.vllm import why_no_vllm, why_not_in
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
 
 
 def resolve(
-    recipe: Recipe, hardware: Hardware, model: ModelFacts, data: DataFacts, records: Sequence[RunRecord] = ()
+    recipe: Recipe,
+    hardware: Hardware,
+    model: ModelFacts,
+    data: DataFacts,
+    records: Sequence[RunRecord] = (),
+    teacher: ModelFacts | None = None,
 ) -> Plan:
     """How to run `recipe` on `hardware`.
 
@@ -60,16 +68,18 @@ def resolve(
         model: The model.
         data: The rows.
         records: Finished runs, from which the speed of this one is told.
+        teacher: The model to learn from, for distillation.
 
     Raises:
         PlanError: The recipe asks for what this machine cannot do, or does not fit it.
     """
     hardware = hardware.with_processes(recipe.parallel.num_processes)
+    model = _as_trained(model, recipe)
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
-    check_recipe(recipe, hardware, model, attention.choice)
-    setting = setting_of(recipe, hardware, model, records)
-    chosen = _choose(setting)
+    check_recipe(recipe, hardware, model, attention.choice, teacher)
+    setting = setting_of(recipe, hardware, model, records, teacher=teacher)
+    setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
@@ -86,13 +96,14 @@ def resolve(
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         num_cores=hardware.num_cores,
+        passes=setting.passes,
     )
     num_steps = None if schedule is None else schedule.num_steps
     speed = None
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
-    environment = environment_of(hardware, layout, chosen.candidate.num_nodes)
+    environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
     wait_bytes = longest_wait_bytes(model, num_trained)
     return Plan(
@@ -111,6 +122,7 @@ def resolve(
         gradient_accumulation_steps=found.gradient_accumulation_steps,
         environment=environment,
         timeout_seconds=timeout_of(wait_bytes),
+        vllm=setting.vllm(layout),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
@@ -133,6 +145,7 @@ def resolve(
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
             *method_reasons(recipe, model.origin),
             *reference_reasons(recipe, model.origin, found.memory.parts.get("reference", 0)),
+            *generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
             *router_reasons(recipe, model),
             adapter_reason(recipe, model),
             *found.reasons(),
@@ -158,6 +171,11 @@ def _tokens_of_micro_batch(setting: Setting, found: Fit) -> int:
     return found.micro_batch_size * setting.passes.sequences_per_row * setting.recipe.data.max_length
 
 
+def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
+    """The model as its method loads it."""
+    return model.as_judge() if isinstance(recipe.method, RewardMethod) and not model.judges else model
+
+
 def setting_of(
     recipe: Recipe,
     hardware: Hardware,
@@ -165,6 +183,7 @@ def setting_of(
     records: Sequence[RunRecord] = (),
     *,
     limit_bytes: int | None = None,
+    teacher: ModelFacts | None = None,
 ) -> Setting:
     """What every layout of a recipe has in common.
 
@@ -174,8 +193,9 @@ def setting_of(
         model: The model.
         records: Finished runs, from which the reserve is told.
         limit_bytes: What may be used of each device, where that is known better than from its free memory.
+        teacher: The model to learn from, for distillation.
     """
-    hardware = hardware.with_processes(recipe.parallel.num_processes)
+    hardware, model = hardware.with_processes(recipe.parallel.num_processes), _as_trained(model, recipe)
     device = hardware.device
     dtype, _ = choose_dtype(recipe, device)
     learned = reserve_share(records, device)
@@ -190,6 +210,8 @@ def setting_of(
         host_limit_bytes=None if host is None else int(HOST_SHARE * host),
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
         why_reserve=None if learned is None else learned[1],
+        teacher=teacher,
+        by_vllm=isinstance(recipe.method, OnPolicyMethod) and recipe.method.generation.use_vllm is True,
     )
 
 
@@ -213,6 +235,29 @@ class _Chosen:
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
+
+
+def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chosen, str]:
+    """What generates answers, where the recipe leaves that open, and why: vLLM where it can be had in the same layout.
+
+    Returns:
+        The setting with it, the layout that was chosen, cut anew where vLLM takes its part, and the reason.
+    """
+    recipe, hardware = setting.recipe, setting.hardware
+    method = recipe.method
+    if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm != "auto":
+        return setting, chosen, "as in the recipe"
+    if hardware.vllm is None:
+        return setting, chosen, "whether vLLM is installed there is not known"
+    refused = why_no_vllm(recipe, hardware)
+    why = refused[0] if refused is not None else why_not_in(recipe, chosen.fit.layout)
+    if why is None:
+        other = replace(setting, by_vllm=True)
+        found = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
+        if found is not None:
+            return other, replace(chosen, fit=found), "it is installed, and fits beside the model"
+        why = "vLLM would not fit beside the model"
+    return setting, chosen, why
 
 
 def _without_offload(setting: Setting) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Memory that ran out although the plan had it fit: the plan beside the truth, and what would have fitted."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from tunekit.planner.facts import Facts, Hardware, ModelFacts
 from tunekit.planner.fit import divisors
@@ -68,13 +69,14 @@ class Shortage(Facts):
         yield "in all", gib(self.planned.total_bytes), gib(taken)
 
 
-def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
+def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> str:
     """The smallest change of a plan's recipe with which it fits, in words: what leaves the result as it is comes first.
 
     Args:
         plan: The plan that did not fit.
         model: Its model.
         limit_bytes: What it may come to, which is less than it does.
+        teacher: The model that it learns from, for distillation.
     """
     of_a_node = plan.layout.num_processes // plan.num_nodes
     if plan.device.kind == "cpu":
@@ -83,7 +85,8 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int) -> str:
         flash_attn = plan.attn_implementation.startswith("flash_attention")
         accelerators = (plan.device,) * of_a_node
         hardware = Hardware(accelerators=accelerators, num_nodes=plan.num_nodes, flash_attn=flash_attn)
-    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes)
+    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
+    setting = replace(setting, by_vllm=plan.vllm is not None)
     for checkpointing in sorted({plan.gradient_checkpointing, True}):
         for size in divisors(plan.micro_batch_size):
             memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=checkpointing)

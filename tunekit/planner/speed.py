@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
-from tunekit.planner.flops import flops_per_token, forward_flops_per_token, is_counted
+from tunekit.planner.flops import flops_per_token, forward_flops_per_token, head_params, is_counted
 from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import Passes, generation_bytes, passes_of
@@ -67,6 +67,8 @@ class Speed(Facts):
     """Tokens a second of which a device computes micro-batches at most, were they always there."""
     communication: str | None = None
     """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
+    generation_share: Range | None = None
+    """Share of the steps' time in which answers are generated; None where there are none, or it is not known."""
     goodput: Goodput | None = None
     """What failures cost; None for a run that will hardly see one."""
     basis: str
@@ -111,6 +113,7 @@ def step_of(
     layout: Layout,
     num_nodes: int,
     num_cores: int | None = None,
+    passes: Passes | None = None,
 ) -> Step | None:
     """The work of one optimizer step; None for models whose operations are not counted.
 
@@ -128,14 +131,16 @@ def step_of(
         layout: How the run is spread over devices.
         num_nodes: Machines that its processes are on.
         num_cores: Of each machine; None where that is not known.
+        passes: What the method does in a step; as transformers generates and without a teacher where left out.
     """
     if not is_counted(model):
         return None
     row = document = longest = float(recipe.data.max_length)
     batch = recipe.train.global_batch_size
-    passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+    passes = passes or passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
     # Elsewhere TRL's head computes every position.
     head_share = passes.max_scored_share if device.kind == "cuda" else 1.0
+    tiled = passes.head == "tiles"
     if data.tokenized and data.num_train_tokens and passes.method == "sft":
         row = document = longest = data.num_train_tokens / data.num_train
         if recipe.data.packing and data.num_rows:
@@ -144,7 +149,7 @@ def step_of(
             longest = float(data.longest_tokens)
         if device.kind == "cuda":
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
-    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.method == "dpo":
+    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.generation is None:
         row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
         longest = min(longest, float(data.longest_tokens))
     attended = document if mask_length is None else micro_batch_size * row if padding_free else row
@@ -158,17 +163,21 @@ def step_of(
             num_tokens=micro_batch_size * sequences * row,
             head_share=head_share,
             gradient_checkpointing=again,
+            whole_head=not tiled,
         )
 
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
     generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
-    without_gradients = passes.num_forwards * forward
+    num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
+    if passes.teacher is not None:
+        num_forwards += passes.teacher.num_layers / model.num_layers
+        without_gradients += forward_flops_per_token(passes.teacher, attended_tokens=attended, head_share=head_share)
     generated = 0.0 if generation is None else generation.flops / (batch * row)
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
     # The head's tiles are computed twice.
-    head_again = 2 * model.vocab_size * model.hidden_size * head_share
+    head_again = 2 * head_params(model) * head_share * tiled
     return Step(
         model_type=model.model_type,
         num_params=model.num_params,
@@ -197,11 +206,11 @@ def step_of(
             gradient_checkpointing=gradient_checkpointing,
             passes=passes,
         ),
-        num_forwards=passes.num_forwards,
+        num_forwards=num_forwards,
         generating=generation,
         before=Before(
-            flops=data.num_train * sequences * row * forward,
-            num_micro_batches=data.num_train / (micro_batch_size * layout.num_batches),
+            flops=passes.num_forwards_before * data.num_train * sequences * row * forward,
+            num_micro_batches=passes.num_forwards_before * data.num_train / (micro_batch_size * layout.num_batches),
         )
         if passes.num_forwards_before
         else None,
@@ -221,6 +230,7 @@ def _generating(
         num_tokens=generation.completion_tokens / generation.num_steps,
         read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
         flops=forward_flops / generation.num_steps,
+        is_launched=not generation.by_vllm,
     )
 
 
@@ -281,6 +291,7 @@ def speed_of(
             "num_workers": timed.num_workers,
             "fed_tokens_per_second": timed.fed_tokens_per_second,
             "communication": timed.communication,
+            "generation_share": _generation_share(step, timed),
             "goodput": goodput,
             "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
             + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
@@ -303,6 +314,15 @@ class _Timed:
     communication: str | None
 
 
+def _generation_share(step: Step, timed: _Timed) -> Range | None:
+    """The least of generating in the longest of the rest, and the other way round."""
+    if step.generating is None:
+        return None
+    made, whole = timed.generating, timed.seconds
+    rest = Range(low=whole.low - made.low, high=whole.high - made.high)
+    return Range(low=made.low / (made.low + rest.high), high=made.high / (made.high + rest.low))
+
+
 def _parts_words(step: Step, timed: _Timed) -> str:
     """What of the time is no training, in words."""
     said = ""
@@ -321,9 +341,9 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
     is_shared = device.kind == "cpu" and step.num_devices > 1
     alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
     if as_spread:
-        rate, basis = _rate_of(as_spread), _words_of(as_spread, device)
+        rate, basis = _rate_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
     elif alone:
-        rate, basis = _rate_of(alone), _words_of(alone, device)
+        rate, basis = _rate_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
     else:
         by_peak = rate_of(step, device, figures)
         if by_peak is None:
@@ -331,10 +351,15 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
         rate, basis = by_peak
     generation = generating(step, rate, figures)
     seconds = seconds_of(step, rate, figures)
-    if as_spread and generation is not None:
-        # What devices waited is in it.
+    if as_spread:
+        # What devices waited is in it, and generating.
         work = step.num_tokens * step.flops_per_token / step.num_devices
-        seconds = Range(low=work / rate.high, high=work / rate.low).plus(generation)
+        whole = Range(low=work / rate.high, high=work / rate.low)
+        shares = [record.generation_share for record in as_spread if record.generation_share is not None]
+        if shares and step.generating is not None:
+            seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
+        elif generation is not None:
+            seconds = whole.plus(generation)
     if seconds is None or generation is None:
         link = unknown_link(step, figures)
         what = f"the link {link}" if link else f"the memory of {device.name}"
@@ -353,12 +378,13 @@ def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRe
 def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     kind = (record.device, record.model_type, record.method, record.adapter, record.dtype)
     of_a_size = 1 / SIMILAR_SIZE <= record.num_params / step.num_params <= SIMILAR_SIZE
-    return kind == (device.name, step.model_type, step.method, step.adapter, step.dtype) and of_a_size
+    alike = record.by_vllm == (step.generating is not None and not step.generating.is_launched)
+    asked = (device.name, step.model_type, step.method, step.adapter, step.dtype)
+    return kind == asked and of_a_size and alike
 
 
-def _rate_of(records: Sequence[RunRecord]) -> Range:
+def _rate_of(achieved: Sequence[float]) -> Range:
     """Operations a second of a device, in the slowest and the fastest of similar runs."""
-    achieved = [record.flops_per_second for record in records]
     return Range(low=min(achieved), high=max(achieved))
 
 

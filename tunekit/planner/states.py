@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tunekit.planner.facts import ModelFacts, is_embedding, is_head, is_vision
+from tunekit.planner.facts import SCORE, ModelFacts, is_embedding, is_head, is_vision
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.schema import Optim
 
@@ -66,6 +66,11 @@ _STATES: Mapping[Optim, _Kept] = {
 """Those of torch and bitsandbytes, as transformers makes them: SGD without momentum. Adafactor is a case of its own."""
 
 
+def trained_whole(model: ModelFacts, adapter: LoraAdapter) -> list[str]:
+    """Modules that are trained wholly beside an adapter; the score of a model that judges always is, as PEFT has it."""
+    return [*(adapter.modules_to_save or []), *([SCORE.removesuffix(".weight")] if model.judges else [])]
+
+
 def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> dict[str, Shape]:
     """Shape of every tensor that is trained, by name.
 
@@ -77,7 +82,7 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
     tensors = dict(model.tensors)
     if isinstance(adapter, FullAdapter):
         return tensors
-    whole = adapter.modules_to_save or []
+    whole = trained_whole(model, adapter)
     trained = model.tensors_in(whole) if whole else {}
     for name in model.adapter_linears(adapter.target_modules):
         if whole and not set(whole).isdisjoint(name.split(".")):
@@ -109,7 +114,7 @@ class Tables:
 def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tables:
     """Which tables are trained: all, or those that are trained beside an adapter."""
     if isinstance(adapter, FullAdapter):
-        return Tables(embedding=True, head=True, is_one=model.has_tied_head)
+        return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
     names = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else ()
     return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
 
@@ -118,7 +123,7 @@ def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) 
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):
         return model.num_params
-    if not adapter.modules_to_save:
+    if not trained_whole(model, adapter):
         shapes = model.adapted(adapter.target_modules).shapes.items()
         magnitudes = sum(outputs * times for (outputs, _), times in shapes) if adapter.use_dora else 0
         return magnitudes + sum(adapter.rank * (outputs + inputs) * times for (outputs, inputs), times in shapes)

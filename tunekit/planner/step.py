@@ -81,11 +81,13 @@ class Generating:
         num_tokens: New tokens of an answer, which come one after another.
         read_bytes: Memory that each device reads and writes.
         flops: Operations, on all devices.
+        is_launched: Whether the processor launches each kernel; vLLM replays them, so that this may take no time.
     """
 
     num_tokens: float
     read_bytes: float
     flops: float
+    is_launched: bool = True
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def fed_tokens_per_second(step: Step, rate: Range, figures: Figures) -> float:
 def num_workers(step: Step, rate: Range, figures: Figures) -> int:
     """Processes that make micro-batches beside each that computes: none where that one makes them as fast itself.
 
-    GRPO's loader makes none: prompts alone come from it.
+    The loader of what generates answers makes none: prompts alone come from it.
     """
     if step.generating is not None:
         return 0
@@ -262,6 +264,8 @@ def generating(step: Step, rate: Range, figures: Figures) -> Range | None:
         return None
     reading = BANDWIDTH_SHARE.times(bandwidth)
     launching = FORWARD_SECONDS.times(step.num_layers * work.num_tokens)
+    if not work.is_launched:
+        launching = Range(low=0.0, high=launching.high)
     sending = _sum((one for one in step.transfers if one.hides_behind == "generation"), figures)
     computing = work.flops / step.num_devices
     return Range(

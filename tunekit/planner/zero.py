@@ -110,12 +110,12 @@ def zero_needs(
     buckets = 2 * e * sizes.reduced
     layer = ahead = gathered_table = 0
     if layout.strategy == "zero3":
-        whole = model.num_params + (0 if full else trained) - (1 if model.has_tied_head else 2) * table
+        whole = model.num_params + (0 if full else trained) - (1 if model.has_tied_head or model.judges else 2) * table
         layer, ahead, gathered_table = e * whole // model.num_layers, e * sizes.prefetched, e * table
     layer_gradients = e * (trained - (table if full else 0)) // model.num_layers if layout.strategy != "zero1" else 0
     around = layer + ahead + layer_gradients + buckets
     kept = layers.kept + layers.shared
-    vocabulary = (4 + e) * table if full else 0
+    vocabulary = (4 + e) * table if full and not model.judges else 0
     yield "load", Need(gathered=gathered_table)
     yield (
         "forward",

@@ -70,6 +70,7 @@ def probe_node() -> Hardware:
         flash_attn=find_spec("flash_attn") is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,
+        vllm=find_spec("vllm") is not None,
         figures=figures_of(used),
         note="; ".join(notes) or None,
     )

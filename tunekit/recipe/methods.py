@@ -105,7 +105,8 @@ class DPOMethod(Section):
     """Weights of several losses, in their order. Left out: 1 each."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that may be the wrong way round. For the losses `robust` and `exo_pair` alone."""
+    """Share of the pairs that may be the wrong way round. For the losses `robust`, `aot` and `aot_unpaired`, and for
+    `exo_pair`, which needs it (the paper has 1e-3)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the model is held to what it was before training: the higher, the closer it stays."""
@@ -128,7 +129,7 @@ class KTOMethod(Section):
     """Kahneman-Tversky optimisation, on single answers that are good or bad (arXiv 2402.01306)."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """Loss by TRL's name."""
+    """Loss by TRL's name. `kto` compares an answer with others of its micro-batch, which has two rows at least."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the model is held to what it was before training: the higher, the closer it stays."""
@@ -177,18 +178,25 @@ class CPOMethod(Section):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Scale of the log-probabilities in the loss."""
 
-    cpo_alpha: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the likelihood of the better answer. SimPO has none: 0."""
+    cpo_alpha: Annotated[float | None, Field(ge=0)] = None
+    """Weight of the likelihood of the better answer. Left out: 1, and 0 for simpo and alphapo, which have none."""
 
     simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
-    """Margin that simpo asks for."""
+    """Margin that simpo and alphapo ask for."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs that may be the wrong way round."""
+    """Share of the pairs that may be the wrong way round. Not for `hinge` and `ipo`."""
 
     trainer_args: dict[str, Any] = {}
     """Anything else for TRL's CPOConfig, by its names. Checked against the fields of the installed version; what
     tunekit sets itself is refused."""
+
+    @property
+    def likelihood_weight(self) -> float:
+        """Weight of the likelihood of the better answer."""
+        if self.cpo_alpha is not None:
+            return self.cpo_alpha
+        return 0.0 if self.loss_type in ("simpo", "alphapo") else 1.0
 
 
 class RewardMethod(Section):
@@ -247,7 +255,7 @@ class GRPOMethod(Section):
     """How far a step may go from the model that gave the answers, as a share, before it counts no more."""
 
     epsilon_high: Annotated[float | None, Field(gt=0)] = None
-    """The same upwards. Left out: `epsilon`."""
+    """The same upwards. Left out: `epsilon`. For `cispo` the ratio itself at which tokens count no more, such as 5."""
 
     mask_truncated_completions: bool = False
     """Leave answers that reach `max_completion_length` out of the loss."""

@@ -12,9 +12,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from tunekit.recipe.adapters import Adapter, LoraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, Method, SFTMethod
+from tunekit.recipe.adapters import Adapter, FullAdapter, LoraAdapter
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DPOMethod,
+    KTOMethod,
+    Method,
+    OnPolicyMethod,
+    PairMethod,
+    RewardMethod,
+    SFTMethod,
+)
 from tunekit.recipe.model import ModelSection
+from tunekit.recipe.on_policy import conflicts_of_answers
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
 
@@ -332,8 +342,8 @@ class TrainSection(Section):
     """Optimizer steps, instead of `num_epochs`."""
 
     global_batch_size: Annotated[int, Field(gt=0)] = 16
-    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for dpo, answers for
-    grpo."""
+    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for methods that learn from
+    pairs, answers for kto and for methods that let the model answer."""
 
     micro_batch_size: Annotated[int, Field(gt=0)] | None = None
     """The same per forward pass on one device. Left out, the plan takes the most that fits."""
@@ -454,27 +464,96 @@ def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
 
 def _conflicts_of_adapter(method: Method, adapter: Adapter) -> Iterator[Conflict]:
     """What a method cannot do with an adapter."""
-    if not isinstance(method, DPOMethod) or not isinstance(adapter, LoraAdapter) or not adapter.dropout:
+    if not isinstance(method, PairMethod | KTOMethod) or not isinstance(adapter, LoraAdapter) or not adapter.dropout:
         return
     if method.trainer_args.get("disable_dropout", True):
-        what = "means nothing with method dpo, for which TRL switches dropout off: it would move the model from itself"
+        what = f"means nothing with method {method.type}, for which TRL switches dropout off"
+        if isinstance(method, DPOMethod | KTOMethod):
+            what += ": it would move the model from itself"
         hint = "leave it out, or set method.trainer_args.disable_dropout=false"
         yield Conflict(("adapter", "dropout"), what, hint)
 
 
-def _conflicts_of_numbers(method: Method, data: DataSection, train: TrainSection) -> Iterator[Conflict]:
+def _conflicts_of_numbers(
+    method: Method, data: DataSection, train: TrainSection, adapter: Adapter
+) -> Iterator[Conflict]:
     """What a method asks of other numbers in the recipe."""
-    if isinstance(method, DPOMethod) and method.precompute_ref_log_probs and data.streaming:
+    if isinstance(method, DPOMethod | KTOMethod) and method.precompute_ref_log_probs and data.streaming:
         what = "cannot be true with data.streaming: the rows of a stream are not known before training"
         yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
-    if not isinstance(method, GRPOMethod):
+    if isinstance(method, OnPolicyMethod):
+        yield from conflicts_of_answers(
+            method,
+            max_length=data.max_length,
+            global_batch_size=train.global_batch_size,
+            save_steps=train.save_steps,
+            full=isinstance(adapter, FullAdapter),
+        )
+
+
+def _conflicts_of_losses(method: Method) -> Iterator[Conflict]:
+    """What losses do not read, or cannot do without."""
+    if isinstance(method, DPOMethod):
+        losses = ", ".join(method.loss_type)
+        if method.loss_weights is not None and len(method.loss_weights) != len(method.loss_type):
+            what = f"has {len(method.loss_weights)} weights for {len(method.loss_type)} losses ({losses})"
+            yield Conflict(("method", "loss_weights"), what, "give one for each loss, in their order")
+        if method.label_smoothing and not set(method.loss_type) & SMOOTHED_LOSSES:
+            what = f"means nothing with {losses}"
+            yield Conflict(("method", "label_smoothing"), what, f"leave it out, or use {_any_of(SMOOTHED_LOSSES)}")
+        if "exo_pair" in method.loss_type and not method.label_smoothing:
+            what = "must be more than 0 with the loss exo_pair"
+            yield Conflict(("method", "label_smoothing"), what, "its paper recommends 1e-3")
+    if isinstance(method, KTOMethod) and method.desirable_weight == method.undesirable_weight == 0:
+        what = "is 0, and so is undesirable_weight: nothing would be learned"
+        yield Conflict(("method", "desirable_weight"), what, "give one of them a weight")
+    if isinstance(method, CPOMethod):
+        yield from _conflicts_of_cpo(method)
+
+
+SMOOTHED_LOSSES = frozenset({"aot", "aot_unpaired", "exo_pair", "robust"})
+"""Losses of DPO that read `label_smoothing`."""
+
+
+def _any_of(names: frozenset[str]) -> str:
+    *most, last = sorted(names)
+    return f"{', '.join(most)} or {last}"
+
+
+def _conflicts_of_cpo(method: CPOMethod) -> Iterator[Conflict]:
+    loss, has_margin = method.loss_type, method.loss_type in ("simpo", "alphapo")
+    if method.label_smoothing and loss in ("hinge", "ipo"):
+        yield Conflict(("method", "label_smoothing"), f"means nothing with {loss}", "leave it out")
+    # A recipe that was written out states the defaults too.
+    if method.simpo_gamma != type(method).model_fields["simpo_gamma"].default and not has_margin:
+        what = f"means nothing with {loss}"
+        yield Conflict(("method", "simpo_gamma"), what, "leave it out, or set method.loss_type=simpo")
+    if loss != "alphapo":
         return
-    if method.max_completion_length >= data.max_length:
-        what = f"{method.max_completion_length} leaves no place for a prompt in data.max_length {data.max_length}"
-        yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
-    if train.global_batch_size % method.num_generations:
-        what = f"{method.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
-        yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+    if method.cpo_alpha:
+        what = "must be 0 with alphapo: TRL leaves the likelihood out"
+        yield Conflict(("method", "cpo_alpha"), what, "leave it out, or set method.loss_type=simpo")
+    if not method.trainer_args.get("alpha"):
+        what = "alphapo without an alpha is simpo"
+        yield Conflict(("method", "loss_type"), what, "set method.trainer_args.alpha, or use simpo")
+
+
+def _conflicts_of_batch(method: Method, train: TrainSection) -> Iterator[Conflict]:
+    """What a method asks of the rows that are computed together."""
+    if not isinstance(method, KTOMethod) or method.loss_type != "kto":
+        return
+    for name in ("global_batch_size", "micro_batch_size"):
+        if dict(train)[name] == 1:
+            what = "must be 2 or more with method kto, which holds an answer against others of its micro-batch"
+            hint = "raise it, or use method.loss_type=apo_zero_unpaired, which compares none"
+            yield Conflict(("train", name), what, hint)
+
+
+def _conflicts_of_output(method: Method, output: OutputSection) -> Iterator[Conflict]:
+    """What a method's model cannot be shown to do."""
+    if isinstance(method, RewardMethod) and output.sample_prompts:
+        what = "means nothing with method reward, whose model judges and does not answer"
+        yield Conflict(("output", "sample_prompts"), what, "leave it out")
 
 
 class Recipe(Section):
@@ -505,8 +584,11 @@ class Recipe(Section):
     def _method_and_data_agree(self) -> "Recipe":
         conflicts = [
             *_conflicts_of_rows(self.method, self.data),
-            *_conflicts_of_numbers(self.method, self.data, self.train),
+            *_conflicts_of_numbers(self.method, self.data, self.train, self.adapter),
             *_conflicts_of_adapter(self.method, self.adapter),
+            *_conflicts_of_losses(self.method),
+            *_conflicts_of_batch(self.method, self.train),
+            *_conflicts_of_output(self.method, self.output),
         ]
         if conflicts:
             raise Conflicts(conflicts)

@@ -125,6 +125,15 @@ _REFERENCE = {
     "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
 }
 
+_TOKENISED = {
+    "dataset_num_proc": _ROWS,
+    "generate_during_eval": "use output.sample_prompts",
+    "is_encoder_decoder": _MODEL,
+    "max_completion_length": "use data.max_length",
+    "padding_value": "the tokenizer of the model has it",
+}
+"""Of TRL's experimental trainers of pairs, which get rows as token ids."""
+
 _GENERATED = {
     "ds3_gather_for_generation": _DEVICES,
     "max_completion_length": "use method.max_completion_length",
@@ -159,14 +168,16 @@ OWNED_BY_METHOD: dict[str, dict[str, str]] = {
     "kto": {
         **{name: f"use method.{name}" for name in ("beta", "desirable_weight", "loss_type", "undesirable_weight")},
         **_REFERENCE,
+        "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
     },
-    "orpo": {"beta": "use method.beta", "max_completion_length": "use data.max_length"},
+    "orpo": {"beta": "use method.beta", **_TOKENISED},
     "cpo": {
         **{name: f"use method.{name}" for name in ("beta", "cpo_alpha", "label_smoothing", "loss_type", "simpo_gamma")},
-        "max_completion_length": "use data.max_length",
+        **_TOKENISED,
     },
     "reward": {"center_rewards_coefficient": "use method.center_rewards_coefficient"},
     "grpo": {
+        "log_completions_hub_repo": _HUB,
         **{name: f"use method.{name}" for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")},
         **_REWARDED,
     },

@@ -10,11 +10,14 @@ from transformers import TrainerCallback
 from tunekit.errors import RunError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import RewardedMethod
+from tunekit.run.answers import NUM_SHOWN, Answers
 from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
 from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
+from tunekit.run.trends import Trends
 from tunekit.run.verify import verify
 
 if TYPE_CHECKING:
@@ -54,6 +57,14 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Tokens trained on so far by all processes, padding not counted."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
+        events = record.run.events() if record.place.is_main else []
+        self._trends = Trends(
+            self.plan.recipe.method,
+            [event for event in events if event["event"] == "log"],
+            [event["trend"] for event in events if "trend" in event],
+        )
+        self._answers: Answers | None = None
+        self._shown_step = 0
         self._logged_tokens = 0
         self._logged = self._seconds()
 
@@ -64,10 +75,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _seconds(self) -> dict[str, float]:
         timing = self.timing
+        generation = {"generation_seconds": timing.generation_seconds} if timing.generates else {}
         return {
             "step_seconds": timing.step_seconds,
             "data_seconds": timing.data_seconds,
             "optimizer_seconds": timing.optimizer_seconds,
+            **generation,
         }
 
     def on_epoch_begin(
@@ -89,6 +102,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.write("engine", **verify(self.trainer, self.plan))
         self.held = self._held(model, None)
         self.context_bytes = resident_bytes() - sum(self.held.values())
+        method = self.plan.recipe.method
+        if isinstance(method, RewardedMethod):
+            self._answers = Answers(self.trainer._logs, method.num_generations)
         self.before_training()
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
@@ -145,6 +161,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         if "eval_loss" in logs:
             self.evaluated_step = state.global_step
+            if self._answers is not None:
+                self._answers.look()
             self.record.write(
                 "eval", step=state.global_step, **{k: v for k, v in logs.items() if k.startswith("eval_")}
             )
@@ -163,6 +181,19 @@ class Watch(TrainerCallback):  # type: ignore[misc]
                 f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
                 hint="lower train.learning_rate, or look at the rows of this step",
             )
+        if self.record.place.is_main:
+            self._tell(step, logs)
+
+    def _tell(self, step: int, logs: dict[str, float]) -> None:
+        """Show answers now and then, and warn of what the figures so far tell."""
+        num_steps = self.trainer.state.max_steps
+        due = self._shown_step == 0 or step == num_steps or step >= self._shown_step + num_steps / NUM_SHOWN
+        answers = self._answers.look() if self._answers is not None and due else None
+        if answers is not None:
+            self._shown_step = step
+            self.record.write("completions", step=step, **answers)
+        for name, message in self._trends.add(step, logs):
+            self.record.write("warning", message=f"step {step}: {message}", trend=name)
 
     def on_evaluate(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any

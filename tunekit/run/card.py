@@ -7,13 +7,26 @@ from huggingface_hub import ModelCard, ModelCardData
 from tunekit.data.remote import shown
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.methods import RewardMethod
 from tunekit.run.run import Run
 
 LOSSES = {
     "sft": "Losses are mean negative log-likelihoods in nats per trained token.",
     "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
     "of pairs whose better answer gained more than the worse, margins how much more.",
+    "kto": "Losses are those of KTO: half of the mean weight of an answer where the model is what it was before. The "
+    "rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they became, times "
+    "beta.",
+    "orpo": "Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better answers with "
+    "their prompts, and the odds ratio by its weight.",
+    "cpo": "Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose better answer is "
+    "the likelier one.",
+    "reward": "This model judges: it gives a text a score, and does not answer. Losses are those of Bradley and Terry: "
+    "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
+    "by how much. Scores compare answers to one prompt; their height means nothing by itself.",
     "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
+    "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
+    "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
 }
 """What the losses of each method are."""
 
@@ -31,7 +44,7 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
     data = ModelCardData(
         library_name="transformers" if full else "peft",
         tags=["tunekit", recipe.method.type, recipe.adapter.type],
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation",
         base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
     )
     came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]

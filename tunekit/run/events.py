@@ -8,8 +8,11 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
   `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main
-  process's clock `step_seconds`, `optimizer_seconds` of these, and `data_seconds` between the steps
+  process's clock `step_seconds`, of these `optimizer_seconds` and, where the model learns from its own answers,
+  `generation_seconds`, and `data_seconds` between the steps
 - `eval`: `step`, `eval_loss` and the method's own measures
+- `completions`: `step`, and of the prompt whose answers' rewards were furthest apart when answers were generated last,
+  `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times in a run
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
@@ -18,7 +21,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
   `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.run.communication`). Part of it
   may overlap with computing; `exposed_share` (on CUDA) does not
-- `warning`: `message`; for a process that the others wait for, its `rank` and `node`
+- `warning`: `message`; for a process that the others wait for, its `rank` and `node`; for what is told from the
+  figures of several steps, its name as `trend` (see `tunekit.run.trends`)
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what

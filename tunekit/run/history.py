@@ -6,6 +6,7 @@ import yaml
 
 from tunekit.errors import TunekitError
 from tunekit.planner.records import RunRecord
+from tunekit.run.events import Event
 from tunekit.run.run import RUNS, Run, list_runs
 
 NUM_RUNS = 10
@@ -17,6 +18,12 @@ def recorded_runs(root: Path = RUNS) -> list[RunRecord]:
     finished = [run for run in list_runs(root) if run.status()["phase"] == "finished"][:NUM_RUNS]
     records = (_record(run) for run in finished)
     return [record for record in records if record is not None]
+
+
+def _generation_share(result: Event) -> float | None:
+    """Share of the steps in which answers were generated. Earlier versions did not measure it."""
+    seconds = result.get("generation_seconds")
+    return None if seconds is None else seconds / result["step_seconds"]
 
 
 def _record(run: Run) -> RunRecord | None:
@@ -33,6 +40,8 @@ def _record(run: Run) -> RunRecord | None:
             num_params=plan.num_params,
             flops_per_token=plan.speed.flops_per_token,
             tokens_per_second=result["tokens_per_second"],
+            by_vllm=plan.vllm is not None,
+            generation_share=_generation_share(result),
             peak_memory_bytes=result["peak_memory_bytes"],
             planned_memory_bytes=result["planned_memory_bytes"],
             planned_tensor_bytes=plan.memory.tensor_bytes,

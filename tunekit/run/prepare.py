@@ -14,10 +14,21 @@ from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.remote import is_url, without_user
 from tunekit.data.report import DataReport
 from tunekit.data.rows import Skipped
-from tunekit.methods import dpo, grpo
+from tunekit.errors import DataError
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    ORPOMethod,
+    RewardMethod,
+    RLOOMethod,
+)
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSource, Recipe, Sources
 
 NUM_SAMPLE_PROMPTS = 3
@@ -144,9 +155,14 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         on_progress: Told how far the rows of a source are.
 
     Raises:
-        DataError: No row is left, or the rows do not fit the chat template.
+        DataError: No row is left, the rows do not fit the chat template, or rated answers are all alike.
+        ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
-    splits = measure_data(recipe.data, data, load_tokenizer(recipe.model), _room(recipe), on_progress)
+    tokenizer = load_tokenizer(recipe.model)
+    if isinstance(recipe.method, DistillationMethod):
+        teacher = recipe.method.teacher
+        distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    splits = measure_data(recipe.data, data, tokenizer, _room(recipe), on_progress)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -164,24 +180,51 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_truncated=sum(source.num_truncated for source in train.sources),
         num_split=0,
         num_dropped=sum(source.num_dropped for source in train.sources),
+        num_good=train.num_good if isinstance(recipe.method, KTOMethod) else None,
     )
+    if facts.num_good in (0, facts.num_train):
+        raise _one_sided(train, facts)
     return PreparedRows(splits, facts, (*data.notes, *_left_out(recipe, splits)), data.skipped)
+
+
+def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
+    """Answers that are all good, or all bad."""
+    label, what = ("true", "good") if facts.num_good else ("false", "bad")
+    first = train.sources[0]
+    hint = "to imitate good answers alone use method sft, with data.format=prompt_completion"
+    return DataError(
+        f"{first.rows.place(first.kept[0])}: label is {label}, and so it is in all {counted(facts.num_train, 'row')}: "
+        f"kto learns the difference between good and bad answers, and all are {what}",
+        hint=hint if facts.num_good else "add rows with good answers (label true)",
+    )
 
 
 def _room(recipe: Recipe) -> Room:
     match recipe.method:
         case DPOMethod() as method:
             return dpo.room(method, recipe.data)
+        case KTOMethod() as method:
+            return kto.room(method, recipe.data)
+        case ORPOMethod() as method:
+            return orpo.room(method, recipe.data)
+        case CPOMethod() as method:
+            return cpo.room(method, recipe.data)
+        case RewardMethod() as method:
+            return reward.room(method, recipe.data)
         case GRPOMethod() as method:
             return grpo.room(method, recipe.data)
+        case RLOOMethod() as method:
+            return rloo.room(method, recipe.data)
+        case DistillationMethod() as method:
+            return distillation.room(method, recipe.data)
     raise AssertionError(f"{recipe.method.type} has its rows tokenised by tunekit")
 
 
 def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
-    limit = _room(recipe).max_prompt_length
+    room = _room(recipe)
     for source in (source for split in splits for source in split.sources if source.num_dropped):
         left_out = counted(source.num_dropped, "row")
-        yield f"{source.rows.source}: {left_out} left out: the prompt has more than {limit:,} tokens"
+        yield f"{source.rows.source}: {left_out} left out: {room.too_long}"
 
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
@@ -211,13 +254,21 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
             "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
         }
     )
-    model_path = recipe.model.path if recipe.model.path == "pico" else _absolute(recipe.model.path)
-    model = recipe.model.model_copy(update={"path": model_path, "chat_template": _absolute(recipe.model.chat_template)})
+    model, method = _absolute_model(recipe.model), recipe.method
+    if isinstance(method, DistillationMethod):
+        method = method.model_copy(update={"teacher": _absolute_model(method.teacher)})
     prompts = recipe.output.sample_prompts
-    if prompts is None:
+    if isinstance(recipe.method, RewardMethod):
+        prompts = []
+    elif prompts is None:
         prompts = _prompts((*data.eval, *data.train)[0])
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
-    return recipe.model_copy(update={"model": model, "data": section, "output": output})
+    return recipe.model_copy(update={"model": model, "data": section, "method": method, "output": output})
+
+
+def _absolute_model(section: ModelSection) -> ModelSection:
+    path = section.path if section.path == "pico" else _absolute(section.path)
+    return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
 
 
 def _absolute_sources(given: Sources) -> Sources:
@@ -254,7 +305,7 @@ def _prompts(rows: Rows) -> list[str]:
             prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
         elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
             prompt = row["prompt"]
-        elif rows.format in ("preference", "prompts"):
+        elif rows.format in ("preference", "unpaired_preference", "prompts"):
             prompt = _question(row["prompt"])
         if prompt:
             prompts.setdefault(prompt)

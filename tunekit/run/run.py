@@ -31,6 +31,7 @@ from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.job import read_job, state_of
+from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
     import pandas
@@ -161,7 +162,7 @@ class Run:
         return numbers
 
     def plot(self) -> "Figure":
-        """Training and evaluation loss over the steps, or the reward where answers are rewarded.
+        """Training and evaluation loss over the steps, or what tells more of a method: its reward, or its margins.
 
         Raises:
             DependencyError: matplotlib is not installed.
@@ -175,12 +176,12 @@ class Run:
 
         metrics = self.metrics()
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        learned = judged_by(metrics)
+        learned = judged_by([str(name) for name in metrics])
         for column, label, style in ((learned, "training", "-"), (f"eval_{learned}", "evaluation", "o-")):
             if column in metrics:
                 axes.plot(metrics[column].dropna(), style, label=label)
-        per_token = " (nats per token)" if learned == "loss" and "rewards/margins" not in metrics else ""
-        axes.set(title=self.name, xlabel="step", ylabel=f"{learned}{per_token}")
+        per_token = " (nats per token)" if learned == "loss" else ""
+        axes.set(title=self.name, xlabel="step", ylabel=f"{words_of(learned)}{per_token}")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
@@ -198,11 +199,13 @@ class Run:
     def _repr_html_(self) -> str:
         result = self.result()
         rows = [("state", self.state), ("folder", str(self.path))]
+        measures = result.get("measures", {})
         rows += [
             (label, f"{result[key]:.4f}")
             for key, label in (("first_loss", "first loss"), ("last_loss", "last loss"), ("eval_loss", "eval loss"))
-            if result.get(key) is not None
+            if result.get(key) is not None and "reward" not in measures
         ]
+        rows += rows_of(measures)
         cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
         samples = "".join(
             f"<tr><td>{html.escape(sample['prompt'])}</td><td>{html.escape(sample.get('before', ''))}</td>"
@@ -211,11 +214,6 @@ class Run:
         )
         table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
         return f"<table>{cells}</table>{table}"
-
-
-def judged_by(metrics: "pandas.DataFrame") -> str:
-    """What tells whether a run learns: the loss, but the reward where there is one, as the loss is near zero then."""
-    return "reward" if "reward" in metrics else "loss"
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:

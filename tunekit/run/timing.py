@@ -15,7 +15,7 @@ waits for the device once in each micro-batch.
 
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from torch.nn import Module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import OnPolicyMethod
 from tunekit.run.communication import Communication, Trace
 from tunekit.run.memory import Peaks, peaks
 
@@ -69,6 +70,10 @@ class Timing:
         """Waiting for micro-batches between the steps, this process's and those of others."""
         self.optimizer_seconds = 0.0
         """Of the steps, updating weights. What ZeRO gathers afterwards is not in it."""
+        self.generates = isinstance(plan.recipe.method, OnPolicyMethod)
+        """Whether the model learns from answers that it gives."""
+        self.generation_seconds = 0.0
+        """Of the steps, generating answers. Where weights are divided, waiting for other processes is in it."""
         self.forward_seconds = 0.0
         """Of the steps, in the forward passes of the layers, where no other process is waited for."""
         self.evaluation_seconds = 0.0
@@ -88,6 +93,8 @@ class Timing:
         """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
         take = trainer.get_batch_samples
         trainer.get_batch_samples = lambda rows, *args: take(self._timed(rows), *args)
+        if self.generates:
+            trainer._generate_single_turn = self._generation(trainer._generate_single_turn)
         inner = _torch_optimizer(optimizer)
         inner.register_step_pre_hook(self._on_update)
         inner.register_step_post_hook(self._on_updated)
@@ -134,6 +141,16 @@ class Timing:
                 return
             self._row_seconds += time.perf_counter() - began
             yield batch
+
+    def _generation(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            answers = generate(*args, **kwargs)
+            if self.is_in_step:
+                self.generation_seconds += time.perf_counter() - began
+            return answers
+
+        return timed
 
     def _now(self) -> Any:
         if self.plan.device.kind == "cpu":

@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.methods import dpo, grpo
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
+from tunekit.model.adapters import Task
+from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods import (
+    CPOMethod,
+    DistillationMethod,
+    DPOMethod,
+    GRPOMethod,
+    KTOMethod,
+    ORPOMethod,
+    RewardMethod,
+    RLOOMethod,
+    SFTMethod,
+)
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.run.place import Place
 from tunekit.run.prepare import FILES, STREAM_SKIPPED
@@ -20,9 +33,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-
-MEASURES: dict[str, tuple[str, ...]] = {"dpo": dpo.MEASURES, "grpo": grpo.MEASURES}
-"""What tells whether a method works besides its loss, by TRL's names."""
 
 
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
@@ -37,12 +47,42 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
+        head_seed=recipe.train.seed if isinstance(recipe.method, RewardMethod) else None,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     origin = plan.origin
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
         return model
     return merge_adapter(model, origin.adapter, Path(origin.folder))
+
+
+def continued_folder(plan: Plan, device: str | None) -> Path | None:
+    """Folder of the adapter that is trained further; None in processes that are given their weights by another one."""
+    continued = continued_adapter(plan.origin, plan.recipe.adapter)
+    return None if continued is None or device == "meta" else Path(continued.folder)
+
+
+def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel | Module":
+    """The model with the adapter that is trained, as it is before the first step."""
+    from tunekit.model.adapters import attach_adapter
+
+    model = load_policy(recipe, plan, device=device)
+    trained = continued_folder(plan, device)
+    task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
+    return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
+
+
+def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
+    """The model that another one learns from, whole on each device."""
+    from tunekit.model.load import load_model
+
+    return load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
+
+
+def loads_bare_reference(plan: Plan) -> bool:
+    """Whether TRL loads the second model itself, and knows nothing of the adapter that is merged into the first."""
+    merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
+    return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
 
 
 class _Shared(TypedDict):
@@ -53,6 +93,15 @@ class _Shared(TypedDict):
     checkpoints: Path
     callbacks: "list[TrainerCallback]"
     engine: dict[str, Any]
+
+
+class _Referring(TypedDict):
+    """What methods with a reference build theirs from besides."""
+
+    base: ModelSection
+    reference: "PreTrainedModel | None"
+    train_dataset: "Dataset"
+    eval_dataset: "Dataset | None"
 
 
 def build_trainer(
@@ -86,17 +135,26 @@ def build_trainer(
         case SFTMethod():
             trained = _train_dataset(folder, recipe, tokenizer, place)
             return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
-        case DPOMethod():
+        case DPOMethod() | KTOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            return dpo.build(
-                method,
-                *numbers,
-                base=plan.base,
-                reference=load_policy(recipe, plan, device=plan.device.kind) if twice else None,
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
+            referring: _Referring = {
+                "base": plan.base,
+                "reference": load_policy(recipe, plan, device=plan.device.kind) if twice else None,
+                "train_dataset": read(folder / FILES["train"]),
+                "eval_dataset": evaluated,
+            }
+            if isinstance(method, KTOMethod):
+                return kto.build(method, *numbers, **referring, **shared)
+            return dpo.build(method, *numbers, **referring, **shared)
+        case ORPOMethod():
+            trained = read(folder / FILES["train"])
+            return orpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case CPOMethod():
+            trained = read(folder / FILES["train"])
+            return cpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+        case RewardMethod():
+            trained = read(folder / FILES["train"])
+            return reward.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
         case GRPOMethod():
             return grpo.build(
                 method,
@@ -107,6 +165,27 @@ def build_trainer(
                 eval_dataset=evaluated,
                 **shared,
             )
+        case RLOOMethod():
+            return rloo.build(
+                method,
+                *numbers,
+                base=plan.base,
+                rewards=load_rewards(method.rewards),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+        case DistillationMethod():
+            return distillation.build(
+                method,
+                *numbers,
+                base=plan.base,
+                teacher=load_teacher(method.teacher, plan),
+                train_dataset=read(folder / FILES["train"]),
+                eval_dataset=evaluated,
+                **shared,
+            )
+    raise NotImplementedError(method.type)
 
 
 def _train_dataset(

@@ -8,30 +8,31 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
 from tunekit.errors import ExchangeError, RunError, TunekitError
-from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Optim, Recipe
 from tunekit.run.card import write_card
+from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
 from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
+from tunekit.run.measures import first_and_last
 from tunekit.run.place import Place, place_of
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
-from tunekit.run.trainer import MEASURES, build_trainer, load_policy
+from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -136,6 +137,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
         if newest.path is None:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
@@ -171,7 +173,9 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
 
     found = shortage(plan, watch.held, watch.context_bytes, error)
     words = found.words()
-    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes)
+    method = plan.recipe.method
+    teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
+    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
     return RunError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
@@ -192,18 +196,15 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     forget_overrides(recipe.train.optim)
-    from tunekit.methods.reference import settle_reference
-    from tunekit.model.adapters import attach_adapter, keep_trained_in_float32, num_trained
+    from tunekit.methods.reference import give_weights, settle_reference
+    from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
     tokenizer = load_tokenizer(recipe.model)
     with loading(plan):
         device = weights_device(plan, record.place)
-        model = load_policy(recipe, plan, device=device)
-        continued = continued_adapter(plan.origin, recipe.adapter)
-        trained = None if continued is None or device == "meta" else Path(continued.folder)
-        model = attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained)
+        model = load_adapted(recipe, plan, device=device)
     trainer = build_trainer(
         run,
         recipe,
@@ -214,8 +215,10 @@ def _build(
         callbacks=[watch],
         place=record.place,
     )
-    settle_reference(trainer.model, plan.reference, trained)
+    if loads_bare_reference(plan):
+        give_weights(trainer.ref_model, load_policy(recipe, plan, device="cpu"))
     keep_trained_in_float32(trainer.model)
+    settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
@@ -229,7 +232,7 @@ def _build(
 
 def _is_chat(run: Run, plan: Plan) -> bool:
     """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
-    if plan.data.format in ("preference", "prompts"):
+    if plan.data.format in ("preference", "unpaired_preference", "prompts"):
         return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
     return plan.data.format == "messages"
 
@@ -301,32 +304,18 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "step_seconds": step_seconds,
         "optimizer_seconds": timing.optimizer_seconds,
         "data_seconds": timing.data_seconds,
+        "generation_seconds": timing.generation_seconds if timing.generates else None,
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
-        "measures": _measures(plan, events),
+        "measures": first_and_last(events),
         "held_bytes": watch.held,
         "planned_memory_bytes": plan.memory.total_bytes,
         "model": str(run.model_path),
         "comes_from": None if plan.origin is None else plan.origin.chain,
     }
-
-
-def _measures(plan: Plan, events: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """What tells whether the method works, by its name in the log: its first and its last value, held out if it can be.
-
-    A method is judged by its own measures: the loss of GRPO says nothing, as it is near zero whatever is learned.
-    """
-    kind, prefix = ("eval", "eval_") if plan.data.num_eval else ("log", "")
-    logged = [event for event in events if event["event"] == kind]
-    found: dict[str, list[float]] = {}
-    for name in MEASURES.get(plan.recipe.method.type, ()):
-        values = [event[prefix + name] for event in logged if event.get(prefix + name) is not None]
-        if values:
-            found[name] = [values[0], values[-1]]
-    return found
 
 
 def main() -> None:

@@ -27,17 +27,31 @@ class Answers:
         return [text_of(completion) for completion in self.completions]
 
 
+class UnjudgedError(Exception):
+    """An answer that cannot be judged."""
+
+    def __init__(self, index: int, what: str) -> None:
+        self.index = index
+        """Which one."""
+
+        self.what = what
+        super().__init__(what)
+
+
 class Judge(NamedTuple):
     """A reward that comes with tunekit."""
 
     score: Callable[[Answers], list[float]]
-    """A finite number for each answer."""
+    """A finite number for each answer. It raises an UnjudgedError."""
 
     column: str | None = None
     """Column of the rows that it reads."""
 
     read: Callable[[Any], Any] = lambda value: value
     """What a value of that column means. It raises a ValueError that says what is wrong with one."""
+
+    load: Callable[[], None] = lambda: None
+    """Loads what is too large to be loaded only to check a recipe."""
 
 
 def each(score: Callable[[str, Any], float]) -> Callable[[Answers], list[float]]:

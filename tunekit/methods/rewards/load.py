@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.methods.rewards.answers import Answers, Judge
+from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.rewards import (
     CodeReward,
@@ -47,7 +47,9 @@ def load_rewards(rewards: Sequence[Reward]) -> list[RewardFunction]:
         if isinstance(reward, FunctionReward):
             loaded.append(_checked(reward.path, find_function(reward.path), name))
         else:
-            loaded.append(_checked(name, _called_by_trl(judge_of(reward), name), name))
+            judge = judge_of(reward)
+            judge.load()
+            loaded.append(_checked(name, _called_by_trl(judge, name), name))
     return loaded
 
 
@@ -69,7 +71,7 @@ def judge_of(reward: Reward) -> Judge:
     Raises:
         DependencyError: A package that it needs is not installed.
     """
-    from tunekit.methods.rewards import numbers, text
+    from tunekit.methods.rewards import code, judge, maths, model, numbers, structure, text
 
     match reward:
         case ExactMatchReward():
@@ -82,25 +84,40 @@ def judge_of(reward: Reward) -> Judge:
             return text.length(reward)
         case RepetitionReward():
             return text.repetition(reward)
-    raise NotImplementedError(reward.type)
+        case JsonSchemaReward():
+            return structure.json_schema(reward)
+        case MathReward():
+            return maths.math(reward)
+        case CodeReward():
+            return code.code(reward)
+        case ModelReward():
+            return model.reward_model(reward)
+        case JudgeReward():
+            return judge.judge(reward)
+    raise AssertionError(f"{reward.type} is the user's own")
 
 
 def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
     def reward(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
-        given = columns.get(judge.column) if judge.column is not None else None
-        values = [None] * len(completions) if given is None else given
-        if judge.column is None:
-            return judge.score(Answers(prompts, completions, values, completion_ids))
-        expected = []
-        for index, value in enumerate(values):
+        def fault(index: int, what: str) -> RunError:
+            shown = _shown({"prompts": prompts, "completions": completions}, index)
+            return RunError(f"method.rewards: {name}: {what}, for {shown}")
+
+        given = [None] * len(completions) if judge.column is None else columns.get(judge.column)
+        if given is None:
+            raise fault(0, f"the rows have no column {judge.column!r}")
+        expected = list(given)
+        for index, value in enumerate(given if judge.column is not None else ()):
             try:
-                expected.append(judge.read(value))
+                expected[index] = judge.read(value)
             except ValueError as error:
-                shown = _shown({"prompts": prompts, "completions": completions}, index)
-                raise RunError(f"method.rewards: {name}: the column {judge.column!r} {error} for {shown}") from None
-        return judge.score(Answers(prompts, completions, expected, completion_ids))
+                raise fault(index, f"the column {judge.column!r} {error}") from None
+        try:
+            return judge.score(Answers(prompts, completions, expected, completion_ids))
+        except UnjudgedError as error:
+            raise fault(error.index, error.what) from None
 
     return reward
 

@@ -82,7 +82,7 @@ def _boxed(text: str) -> str | None:
 
 def regex(section: RegexReward) -> Judge:
     """1 where an answer, without the space around it, has the form of a pattern; 0 where that takes too long to say."""
-    import regex as backtracking  # type: ignore[import-untyped]  # unlike `re` it can be told to stop
+    import regex as backtracking  # unlike `re` it can be told to stop
 
     pattern = backtracking.compile(section.pattern, backtracking.DOTALL)
 

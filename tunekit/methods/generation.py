@@ -1,0 +1,128 @@
+"""How answers are generated that a model learns from: what TRL's on-policy trainers are told, and where one ends.
+
+TRL takes an answer for finished where its last token is an end token, and for cut off otherwise. One that ends with a
+text of `method.generation.stop` does so without such a token. transformers pads it behind that text, so that padding
+would be learned as a part of the answer, or as an end token that the model never gave where the two are the same; and
+the longest of a batch would count as cut off (trl 1.16, `_generate_single_turn` and `_generate`). `end_at_stop_texts`
+mends both on a trainer.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.alignment import Room
+from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import OnPolicyMethod
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.schema import DataSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Trainer
+
+
+def prompt_room(method: OnPolicyMethod, data: DataSection) -> Room:
+    """How long prompts may be: TRL cuts none, so that they leave room for the longest answer."""
+    return Room(max_length=data.max_length, max_prompt_length=data.max_length - method.max_completion_length)
+
+
+def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan, base: ModelSection) -> dict[str, Any]:
+    """Arguments of a TRL config: lengths, sampling, and what generates. They go before `method.trainer_args`.
+
+    Args:
+        method: Longest answer and sampling.
+        data: Longest sequence, and whether prompts are shuffled.
+        plan: What generates.
+        base: The model, which vLLM loads by itself.
+    """
+    generation, vllm = method.generation, plan.vllm
+    given: dict[str, Any] = {
+        "shuffle_dataset": data.shuffle,
+        "max_completion_length": method.max_completion_length,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "min_p": generation.min_p,
+        "repetition_penalty": generation.repetition_penalty,
+        "use_vllm": vllm is not None,
+    }
+    if generation.stop:
+        name = "stop_strings" if vllm is None else "stop"
+        given["generation_kwargs"] = {**(method.trainer_args.get("generation_kwargs") or {}), name: generation.stop}
+    if vllm is None:
+        return given
+    given |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
+    if vllm.mode == "server":
+        return {**given, "vllm_server_base_url": generation.vllm_server_base_url}
+    return {
+        **given,
+        "vllm_gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "trust_remote_code": base.trust_remote_code,
+    }
+
+
+def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:
+    """Answers that each process evaluates at once: micro-batches until all processes together have whole groups."""
+    size = micro_batch_size
+    while size * num_batches % num_generations:
+        size += micro_batch_size
+    return size
+
+
+class Stopped(list[int]):
+    """Tokens of an answer that a stop text has ended. Its last one is an end token to whoever asks for it by its place.
+
+    TRL asks for nothing else where it tells finished answers from those that were cut off.
+    """
+
+    def __init__(self, tokens: Sequence[int], end_token: int) -> None:
+        super().__init__(tokens)
+        self.end_token = end_token
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.end_token if place == -1 else super().__getitem__(place)
+
+
+def end_at_stop_texts(trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
+    """Let a trainer's answers end with their stop texts, and count as finished; without such texts do nothing."""
+    if not stop:
+        return
+    # transformers looks for texts in tokens by their letters, and TRL gives it no tokenizer.
+    trainer.model.generate = partial(trainer.model.generate, tokenizer=tokenizer)
+    generate, end_token = trainer._generate_single_turn, trainer.eos_token_ids[0]
+
+    def generate_to_the_stop(prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        generated = generate(prompts, *args, **kwargs)
+        # GRPO's answers come with the log-probabilities that vLLM drew them with.
+        answers, *others = generated if isinstance(generated, tuple) else (generated,)
+        ends = [_end(tokenizer, prompt, answer, stop) for prompt, answer in zip(prompts, answers, strict=True)]
+        cut = [
+            answer if end is None else Stopped(answer[:end], end_token)
+            for answer, end in zip(answers, ends, strict=True)
+        ]
+        if not others:
+            return cut
+        (given,) = others
+        return cut, None if given is None else [one[: len(answer)] for one, answer in zip(given, cut, strict=True)]
+
+    trainer._generate_single_turn = generate_to_the_stop
+
+
+def _end(
+    tokenizer: "PreTrainedTokenizerBase", prompt: Sequence[int], answer: Sequence[int], stop: Sequence[str]
+) -> int | None:
+    """Tokens of an answer up to the one with which the first stop text is complete; None where there is none.
+
+    A text may begin in the prompt, as transformers sees it.
+    """
+    before = list(prompt[-max(len(text.encode()) for text in stop) :])
+    asked = tokenizer.decode(before, clean_up_tokenization_spaces=False)
+
+    def is_complete(num_tokens: int) -> bool:
+        text = tokenizer.decode([*before, *answer[:num_tokens]], clean_up_tokenization_spaces=False)
+        return any(text.find(one, max(0, len(asked) - len(one) + 1)) >= 0 for one in stop)
+
+    if not is_complete(len(answer)):
+        return None
+    return bisect_left(range(len(answer) + 1), True, key=is_complete)

@@ -1,0 +1,36 @@
+"""The process that compares mathematical expressions for `maths`. It is started by its path.
+
+It reads lines of JSON, an answer and what was expected, and writes a line for each: 1, 0, or ? where the expected
+expression cannot be read.
+"""
+
+import json
+import logging
+import resource
+import sys
+
+_MEMORY_BYTES = 2**32
+_DELIMITERS = ("$", r"\boxed", r"\[", r"\(")
+
+
+def main() -> None:
+    """Compare until there is nothing more to read."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    from math_verify import parse, verify
+
+    logging.disable()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        answer, expected = json.loads(line)
+        delimited = expected if any(sign in expected for sign in _DELIMITERS) else f"${expected}$"
+        # The process that reads this ends it when it takes too long, which an alarm could not.
+        wanted = parse(delimited, parsing_timeout=None)
+        if not wanted:
+            print("?", flush=True)
+            continue
+        equal = verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None)
+        print(int(equal), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The reward model: a sequence classifier with one output, which reads the prompt with the answer."""
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import ModelError
+from tunekit.methods.rewards.answers import Answers, Judge
+from tunekit.model.load import load_tokenizer
+from tunekit.probe.model import model_folder
+from tunekit.recipe.model import ModelSection
+from tunekit.recipe.rewards import ModelReward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BATCH = 8
+"""Answers that are judged at once."""
+
+
+def reward_model(section: ModelReward) -> Judge:
+    """The output of a model for each prompt with its answer, in the model's own chat template."""
+    tokenizer = load_tokenizer(section.model)
+
+    @cache
+    def model() -> "PreTrainedModel":
+        return _load(section.model, pad_token_id=tokenizer.pad_token_id)
+
+    def tokens(prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            text = prompt + completion
+            # TRL's RewardTrainer ends texts so.
+            return list(
+                tokenizer(text.removesuffix(tokenizer.eos_token or "") + (tokenizer.eos_token or ""))["input_ids"]
+            )
+        made = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
+        return list(made["input_ids"])
+
+    def score(answers: Answers) -> list[float]:
+        import torch
+
+        rows = [tokens(*pair) for pair in zip(answers.prompts, answers.completions, strict=True)]
+        scores: list[float] = []
+        for start in range(0, len(rows), _BATCH):
+            batch = tokenizer.pad(
+                {"input_ids": rows[start : start + _BATCH]}, padding_side="right", return_tensors="pt"
+            ).to(model().device)
+            with torch.no_grad():
+                scores += model()(**batch).logits[:, 0].float().tolist()
+        return scores
+
+    def load() -> None:
+        model()
+
+    return Judge(score, load=load)
+
+
+def _load(section: ModelSection, *, pad_token_id: int | None) -> "PreTrainedModel":
+    """The model on the device of this process, in evaluation mode."""
+    from accelerate import PartialState
+    from transformers import AutoModelForSequenceClassification
+
+    folder = model_folder(section)
+    how: dict[str, Any] = {
+        "num_labels": 1,
+        "dtype": section.dtype,
+        "use_safetensors": True,
+        "trust_remote_code": section.trust_remote_code,
+    }
+    if section.attn_implementation != "auto":
+        how["attn_implementation"] = section.attn_implementation
+    try:
+        if (Path(folder) / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForSequenceClassification
+
+            model = AutoPeftModelForSequenceClassification.from_pretrained(folder, revision=section.revision, **how)
+        else:
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                folder, revision=section.revision, output_loading_info=True, **how
+            )
+            _refuse_untrained(section, found["missing_keys"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}",
+            hint="name a sequence classifier with one output, stored as safetensors",
+        ) from error
+    model.config.pad_token_id = pad_token_id
+    model.requires_grad_(requires_grad=False)
+    made: PreTrainedModel = model.eval().to(PartialState().device)
+    return made
+
+
+def _refuse_untrained(section: ModelSection, missing: Any) -> None:
+    """Refuse a language model, whose output as a judge would be random.
+
+    Raises:
+        ModelError: It lacks weights.
+    """
+    if missing:
+        raise ModelError(
+            f"method.rewards: reward_model: {section.path!r} is no reward model: it has no {sorted(missing)[0]}",
+            hint="train one with method reward, or name a sequence classifier with one output",
+        )

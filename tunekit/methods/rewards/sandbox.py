@@ -1,0 +1,245 @@
+"""A sandbox for programs that a model has written: they compute, and can do nothing else.
+
+Each program runs in a fresh interpreter without environment or open files, its tests in another (see `sandboxed`). The
+kernel keeps both in, root or not and in a container without privileges too: Landlock lets them read the folders of the
+interpreter and of the system's libraries and nothing else, and a seccomp filter lists the system calls that they may
+use. Among those are none that write or create files, reach the network, start a process or a thread, send a signal,
+look into another process or lift a limit. Memory, time and messages are limited; both are killed at the end of the
+time. They have no folder of their own, so nothing can be left in one.
+
+What remains possible: a program can learn which files exist anywhere, though not what is in them. It sees the arguments
+of its calls, can answer those that it knows, and can change lists that it is given, so that `f(x) == sorted(x)` says
+little. Where a test compares two objects of the program's own with each other, the program's `==` decides.
+
+What programs and tests have to do without: programs have Python's standard library, but no threads, processes, files
+and sockets. A test cannot give a program a function or another object of its own, nor catch an exception that the
+program defines, nor call a function of the program's that has the name of one of Python's own.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from base64 import b64encode
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from tunekit.errors import DependencyError
+
+_SCRIPT = Path(__file__).with_name("sandboxed.py")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
+_OPEN_FILES = 16
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+_ALLOWED = (
+    "access",
+    "brk",
+    "clock_getres",
+    "clock_gettime",
+    "clock_nanosleep",
+    "close",
+    "dup",
+    "dup2",
+    "exit",
+    "exit_group",
+    "faccessat",
+    "faccessat2",
+    "fstat",
+    "fstatfs",
+    "futex",
+    "getcwd",
+    "getdents64",
+    "getegid",
+    "geteuid",
+    "getgid",
+    "getpid",
+    "getppid",
+    "getrandom",
+    "getresgid",
+    "getresuid",
+    "getrusage",
+    "gettid",
+    "gettimeofday",
+    "getuid",
+    "lseek",
+    "lstat",
+    "mmap",
+    "mprotect",
+    "mremap",
+    "munmap",
+    "nanosleep",
+    "newfstatat",
+    "pipe2",
+    "poll",
+    "ppoll",
+    "pread64",
+    "pselect6",
+    "read",
+    "readlink",
+    "readlinkat",
+    "readv",
+    "restart_syscall",
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "rt_sigreturn",
+    "sched_getaffinity",
+    "sched_yield",
+    "select",
+    "set_robust_list",
+    "setitimer",
+    "sigaltstack",
+    "stat",
+    "statfs",
+    "statx",
+    "sysinfo",
+    "time",
+    "times",
+    "uname",
+    "write",
+    "writev",
+)
+"""System calls without which an interpreter does not compute. All others are refused, but for these with some
+arguments: opening files, so as to read them; `fcntl`, so as not to have signals sent; limits, so as to read them;
+`madvise`, without what takes memory away from the machine."""
+
+_DESCRIPTOR_CALLS = ("F_DUPFD", "F_DUPFD_CLOEXEC", "F_GETFD", "F_SETFD", "F_GETFL")
+_MADV_HWPOISON = 100
+
+_HINT = "`code` needs Linux with Landlock and seccomp (kernel 5.13 or later); judge with another reward here"
+
+
+def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[bool]:
+    """Whether a program passes each of its tests; none where it raises, ends or takes too long before them.
+
+    Args:
+        program: Python source.
+        tests: Statements, in their order. They see what the program defines, and what the tests before them did.
+        timeout_seconds: For the program with all of its tests.
+        memory_bytes: Address space that it may have.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    limits = {"AS": memory_bytes, "CPU": int(timeout_seconds) + 1, "FSIZE": 0, "CORE": 0, "NOFILE": _OPEN_FILES}
+    shared = {"limits": limits, "readable": _readable(), "filter": b64encode(_filter()).decode()}
+    requests, replies = os.pipe(), os.pipe()
+    programmed = {**shared, "program": program, "requests": requests[0], "replies": replies[1]}
+    tested = {**shared, "tests": tests, "requests": requests[1], "replies": replies[0]}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        try:
+            processes += (_started(task) for task in (programmed, tested))
+        finally:
+            for descriptor in (*requests, *replies):
+                os.close(descriptor)
+        for process, task in zip(processes, (programmed, tested), strict=True):
+            _write(process, json.dumps(task).encode())
+        verdicts = _read(processes[1], len(tests), deadline)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+    return [position < len(verdicts) and verdicts[position : position + 1] == b"1" for position in range(len(tests))]
+
+
+def check_sandbox() -> None:
+    """Try whether the sandbox works here: a program that computes passes, and none that reaches out does.
+
+    Raises:
+        DependencyError: It does not, or what it needs is not installed.
+    """
+    _filter()
+    inside = "def double(number): return 2 * number"
+    outside = f"open({str(_SCRIPT.parents[2] / 'errors.py')!r})"
+    network = "import socket; socket.socket()"
+    for program, expected in ((inside, True), (outside, False), (network, False)):
+        tests = ["assert double(2) == 4"] if program == inside else ["pass"]
+        if passed_tests(program, tests, timeout_seconds=20, memory_bytes=2**29) != [expected]:
+            what = "programs do not run" if expected else "programs are not kept in"
+            raise DependencyError(f"method.rewards: code: {what} in the sandbox on this machine", hint=_HINT)
+
+
+def _started(task: dict[str, object]) -> subprocess.Popen[bytes]:
+    descriptors = [task["requests"], task["replies"]]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", str(_SCRIPT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[one for one in descriptors if isinstance(one, int)],
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _write(process: subprocess.Popen[bytes], task: bytes) -> None:
+    assert process.stdin is not None, "it is a pipe"
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(task)
+    process.stdin = None
+
+
+def _read(process: subprocess.Popen[bytes], num_tests: int, deadline: float) -> bytes:
+    """The verdicts that are there at the deadline, or once all are."""
+    assert process.stdout is not None, "it is a pipe"
+    verdicts = b""
+    while len(verdicts) < num_tests:
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        part = os.read(process.stdout.fileno(), num_tests) if ready else b""
+        if not part:
+            break
+        verdicts += part
+    return verdicts
+
+
+@cache
+def _readable() -> list[str]:
+    """Folders with the standard library and with what it links."""
+    paths = sysconfig.get_paths()
+    folders = [paths["stdlib"], paths["platstdlib"], *_LIBRARIES]
+    libraries = Path(sys.base_prefix) / "lib"
+    folders += [str(libraries)] if sys.base_prefix != "/usr" else []
+    return [folder for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
+
+
+@cache
+def _filter() -> bytes:
+    """The filter of system calls, as the kernel takes it.
+
+    Raises:
+        DependencyError: libseccomp is not installed.
+    """
+    if sys.platform != "linux":
+        raise DependencyError(f"method.rewards: code: there is no sandbox for {sys.platform}", hint=_HINT)
+    try:
+        import pyseccomp
+    except ImportError as error:
+        raise DependencyError("method.rewards: code needs pyseccomp", hint="pip install 'tunekit[rewards]'") from error
+    except RuntimeError as error:
+        raise DependencyError(
+            "method.rewards: code needs libseccomp", hint="apt install libseccomp2, or dnf install libseccomp"
+        ) from error
+    import errno
+    import fcntl
+
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+    for name in _ALLOWED:
+        with suppress(OSError):  # this machine has no such call
+            rules.add_rule(pyseccomp.ALLOW, name)
+    for name, flags in (("open", 1), ("openat", 2)):
+        with suppress(OSError):
+            rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(flags, pyseccomp.MASKED_EQ, _WRITES, 0))
+    for call in _DESCRIPTOR_CALLS:
+        rules.add_rule(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, pyseccomp.EQ, vars(fcntl)[call]))
+    rules.add_rule(pyseccomp.ALLOW, "prlimit64", pyseccomp.Arg(2, pyseccomp.EQ, 0))
+    rules.add_rule(pyseccomp.ALLOW, "madvise", pyseccomp.Arg(2, pyseccomp.LT, _MADV_HWPOISON))
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,108 @@
+"""Answers that were generated in training, and what their rewards said: the best and the worst to one prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+MAX_LETTERS = 1000
+"""Of a prompt and of an answer that are written down. Of a prompt its end is kept, of an answer both ends."""
+
+NUM_SHOWN = 50
+"""How often in a run answers are written down, at most and about."""
+
+
+class Shown(TypedDict):
+    """An answer, what each reward gave it by name, and by how much it is better than the others of its group."""
+
+    answer: str
+    rewards: dict[str, float | None]
+    advantage: float
+
+
+class Contrast(TypedDict):
+    """A prompt with the best and the worst of its answers."""
+
+    prompt: str
+    best: Shown
+    worst: Shown
+
+
+class Answers:
+    """What a trainer keeps of the answers that it generated last, looked at now and then.
+
+    Args:
+        kept: Columns `prompt`, `completion`, `advantages`, and `rewards` by name, as TRL's trainer keeps them for its
+            own table: those of all processes in the main one.
+        num_generations: Answers of a group, which stand one behind the other.
+    """
+
+    def __init__(self, kept: Mapping[str, Any], num_generations: int) -> None:
+        self._kept = kept
+        self._num_generations = num_generations
+        self._seen: list[Any] = []
+
+    def look(self) -> Contrast | None:
+        """The answers that differ most in what they got; None where no new ones were generated since the last look."""
+        answers = list(self._kept["completion"])
+        if answers == self._seen:
+            return None
+        self._seen = answers
+        return contrast(
+            list(self._kept["prompt"]),
+            answers,
+            {name: list(values) for name, values in self._kept["rewards"].items()},
+            list(self._kept["advantages"]),
+            self._num_generations,
+        )
+
+
+def contrast(
+    prompts: Sequence[Any],
+    answers: Sequence[Any],
+    rewards: Mapping[str, Sequence[float]],
+    advantages: Sequence[float],
+    num_generations: int,
+) -> Contrast | None:
+    """The best and the worst answer of the group in which they are furthest apart; None without a whole group.
+
+    Args:
+        prompts: Of each answer, a text or messages.
+        answers: Texts or messages.
+        rewards: Of each reward by name a value for each answer, NaN where it said nothing.
+        advantages: How much better each is than the others of its group.
+        num_generations: Answers of a group.
+    """
+    # Behind answers of an evaluation a group may begin in the middle.
+    start = len(answers) % num_generations
+    groups = [range(first, first + num_generations) for first in range(start, len(answers), num_generations)]
+    if not groups:
+        return None
+
+    def apart(group: range) -> float:
+        return max(advantages[place] for place in group) - min(advantages[place] for place in group)
+
+    group = max(groups, key=apart)
+
+    def shown(place: int) -> Shown:
+        given = {name: values[place] for name, values in rewards.items()}
+        return {
+            "answer": _cut(_text(answers[place])),
+            "rewards": {name: None if value != value else value for name, value in given.items()},
+            "advantage": advantages[place],
+        }
+
+    return {
+        "prompt": _text(prompts[group[0]])[-MAX_LETTERS:],
+        "best": shown(max(group, key=lambda place: advantages[place])),
+        "worst": shown(min(group, key=lambda place: advantages[place])),
+    }
+
+
+def _text(value: Any) -> str:
+    """A text, or what the last of several messages says."""
+    return str(value[-1]["content"]) if isinstance(value, list) else str(value)
+
+
+def _cut(text: str) -> str:
+    """A text, or its beginning and its end."""
+    half = MAX_LETTERS // 2
+    return text if len(text) <= MAX_LETTERS else f"{text[:half]} [...] {text[-half:]}"

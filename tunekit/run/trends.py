@@ -1,0 +1,281 @@
+"""What a practitioner would warn of who watches the figures of a run: in words, with the number and what to do.
+
+Each function looks at what was logged so far and says something or nothing. Thresholds are choices, made so that a run
+that learns well stays without a warning, with the reason beside each; none is a law.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from tunekit.recipe.methods import (
+    DistillationMethod,
+    DPOMethod,
+    KTOMethod,
+    Method,
+    RewardedMethod,
+)
+
+Logs = Sequence[Mapping[str, Any]]
+"""What was logged so far, by TRL's names; the same step once."""
+
+WINDOW = 10
+"""Logged values that are looked at together, at the beginning and at the end: a single batch is nobody's trend."""
+
+MAX_KEPT = 1000
+"""Logged steps that are kept; of more, every second one between the first and the last. Looking at them takes some
+milliseconds."""
+
+RISEN_LOSS, UNLEARNED = 1.5, 0.5
+"""How many times its lowest a loss is that has risen, when half of what was learned is gone: means over ten batches
+differ by less."""
+
+GROWN_GRADIENT = 10
+"""How many times the largest tenth of earlier gradients is too large. Gradients of different batches differ by factors,
+not by ten times the largest; clipping hides in the steps that the direction is no longer one."""
+
+FALLEN_SHARE, FALLEN_NATS = 0.2, 5.0
+"""Share of their log-probability, and nats, by which better answers have become less likely. Some fall is usual in DPO,
+whose loss sees differences alone. A fifth is much: of an answer at 50 nats it makes one that is 20,000 times less
+likely; 5 nats are a factor of 150, for answers of few tokens."""
+
+SATURATED_MARGIN = 10.0
+"""Margin at which a pair's weight in the gradient of the sigmoid loss, 1 / (1 + e^margin), is below 0.005 %."""
+
+NO_SIGNAL = 0.8
+"""Share of groups in which all answers have the same reward: four fifths of what is generated then teaches nothing."""
+
+CUT_SHARE = 0.5
+"""Share of cut answers from which on rewards see more halves than answers."""
+
+GROWN_LENGTH, NEAR_LIMIT = 2.0, 0.7
+"""How many times longer answers are than at the beginning, and which share of the longest they have on average: longer
+answers alone may be better ones, but here the limit is next."""
+
+FAR_KL = 3.0
+"""Nats per token: what is generated was 20 times less likely before the training, token for token. A model that has
+learned to be sure of what it held for one of ten possibilities is at 2.3."""
+
+GROWN_KL, SOME_KL = 10, 0.5
+"""How many times the middle half of its earlier values a divergence is that explodes, and from which value on: below,
+it grows from nothing as it should."""
+
+COLLAPSED_ENTROPY = 0.1
+"""Share of its first entropy at which a model hardly samples any more."""
+
+
+class Trends:
+    """Tells each warning once.
+
+    Args:
+        method: The method, whose settings thresholds are measured by.
+        earlier: What was logged before, where a run goes on.
+        told: What was warned of before.
+    """
+
+    def __init__(self, method: Method, earlier: Logs = (), told: Sequence[str] = ()) -> None:
+        self._method = method
+        self._logs = list(earlier)
+        self._told = set(told)
+
+    def add(self, step: int, log: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Take what was logged of a step, and give what there is to warn of now: its name and the words."""
+        # What an earlier attempt logged behind the checkpoint is done again.
+        while self._logs and self._logs[-1]["step"] >= step:
+            self._logs.pop()
+        self._logs.append({"step": step, **log})
+        if len(self._logs) > MAX_KEPT:
+            self._logs[WINDOW:-WINDOW] = self._logs[WINDOW:-WINDOW:2]
+        for find in FINDERS:
+            name = find.__name__
+            words = None if name in self._told else find(self._logs, self._method)
+            if words:
+                self._told.add(name)
+                yield name, words
+
+
+def loss_rises(logs: Logs, method: Method) -> str | None:
+    """Of methods whose loss tells whether they learn."""
+    losses = _values(logs, "loss")
+    if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) < 2 * WINDOW:
+        return None
+    half = WINDOW // 2
+    earlier = [fmean(losses[start : start + half]) for start in range(0, len(losses) - WINDOW, half)]
+    first, lowest, last = earlier[0], min(earlier), fmean(losses[-WINDOW:])
+    if lowest <= 0 or last < RISEN_LOSS * lowest or last - lowest < UNLEARNED * (first - lowest):
+        return None
+    return (
+        f"the loss was {lowest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; lower "
+        "train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def gradient_grows(logs: Logs, method: Method) -> str | None:
+    """A gradient out of all proportion."""
+    norms = _values(logs, "grad_norm")
+    if len(norms) < 2 * WINDOW:
+        return None
+    usual, last = quantiles(norms[:-3], n=10)[-1], fmean(norms[-3:])
+    if usual <= 0 or last < GROWN_GRADIENT * usual:
+        return None
+    return (
+        f"the gradient norm is {last:.3g} in the last 3 logged steps, and was below {usual:.3g} in nine of ten before: "
+        "training is about to diverge; lower train.learning_rate"
+    )
+
+
+def chosen_falls(logs: Logs, method: Method) -> str | None:
+    """Better answers become less likely while a loss of differences falls."""
+    gains, now = _values(logs, "rewards/chosen")[-WINDOW:], _values(logs, "logps/chosen")[-WINDOW:]
+    if not isinstance(method, DPOMethod | KTOMethod) or min(len(gains), len(now)) < WINDOW:
+        return None
+    fall = -fmean(gains) / method.beta
+    # Of the same answers, before the training.
+    before = fmean(now) + fall
+    still = fmean(gains[WINDOW // 2 :]) < fmean(gains[: WINDOW // 2])
+    if not still or fall < max(FALLEN_NATS, FALLEN_SHARE * -before):
+        return None
+    mix = ", or mix in their likelihood: method.loss_type: [sigmoid, sft]" if isinstance(method, DPOMethod) else ""
+    return (
+        f"the log-probability of the better answers has fallen by {fall:.0f} nats, from {before:.0f} to "
+        f"{before - fall:.0f}, and still falls: the model learns to avoid the worse ones, not to give the better; "
+        f"lower train.learning_rate, raise method.beta{mix}"
+    )
+
+
+def margins_saturate(logs: Logs, method: Method) -> str | None:
+    """All pairs are told apart, and the margin grows on."""
+    accuracies, margins = (_values(logs, name)[-WINDOW:] for name in ("rewards/accuracies", "rewards/margins"))
+    if len(accuracies) < WINDOW or min(accuracies) < 1 or fmean(margins) < SATURATED_MARGIN:
+        return None
+    if fmean(margins[WINDOW // 2 :]) <= fmean(margins[: WINDOW // 2]):
+        return None
+    return (
+        f"all pairs of the last {WINDOW} logged steps are told apart, with a margin of {fmean(margins):.1f} that still "
+        "grows: they teach nothing more, and the model only moves away from what it was; train for fewer steps "
+        "(train.max_steps), or lower train.learning_rate"
+    )
+
+
+def reward_is_constant(logs: Logs, method: Method) -> str | None:
+    """A reward that gives each answer the same, from the beginning."""
+    constant = _constant_rewards(logs, method)
+    if not constant:
+        return None
+    said = ", ".join(f"{name} {value:g}" for name, value in constant.items())
+    return (
+        f"every answer so far got the same from method.rewards: {said}; what is the same for all teaches nothing. Try "
+        "it on real rows: `tunekit rewards RECIPE`"
+    )
+
+
+def no_signal(logs: Logs, method: Method) -> str | None:
+    """Answers of a group get the same reward, and the reward does not rise."""
+    shares = _values(logs, "frac_reward_zero_std")[-WINDOW:]
+    if not isinstance(method, RewardedMethod) or len(shares) < WINDOW or fmean(shares) < NO_SIGNAL:
+        return None
+    if _reward_has_risen(logs) or len(_constant_rewards(logs, method)) == len(_reward_names(logs)):
+        return None
+    reward = fmean(_values(logs, "reward")[-WINDOW:])
+    return (
+        f"in {fmean(shares):.0%} of the groups of the last {WINDOW} logged steps all answers have the same reward "
+        f"({reward:.3g} on average, no higher than at the beginning): these teach nothing. Where all fail, give easier "
+        "prompts, rewards for a part of the way, or raise method.num_generations; where all succeed, harder prompts"
+    )
+
+
+def answers_run_away(logs: Logs, method: Method) -> str | None:
+    """Answers reach the longest that is allowed."""
+    lengths, cuts = (_values(logs, f"completions/{name}") for name in ("mean_length", "clipped_ratio"))
+    if isinstance(method, RewardedMethod | DistillationMethod) and min(len(lengths), len(cuts)) >= WINDOW:
+        first, last = fmean(lengths[: WINDOW // 2]), fmean(lengths[-WINDOW // 2 :])
+        cut_first, cut = fmean(cuts[: WINDOW // 2]), fmean(cuts[-WINDOW // 2 :])
+        longest = method.max_completion_length
+        grows = last >= GROWN_LENGTH * first and last >= NEAR_LIMIT * longest
+        if cut >= CUT_SHARE or grows:
+            return (
+                f"{cut:.0%} of the answers are cut off at {longest} tokens ({cut_first:.0%} at the beginning), and "
+                f"they have {last:.0f} on average ({first:.0f} at the beginning): rewards see answers without an end; "
+                "raise method.max_completion_length, leave cut ones out (method.mask_truncated_completions: true), or "
+                "reward shortness: {type: length, ...} in method.rewards"
+            )
+    return None
+
+
+def kl_explodes(logs: Logs, method: Method) -> str | None:
+    """The model leaves its reference."""
+    values = _values(logs, "kl")
+    if not isinstance(method, RewardedMethod) or len(values) < WINDOW:
+        return None
+    last, earlier = fmean(values[-WINDOW // 2 :]), values[len(values) // 4 : 3 * len(values) // 4]
+    explodes = len(values) >= 2 * WINDOW and last >= max(SOME_KL, GROWN_KL * median(earlier))
+    if last < FAR_KL and not explodes:
+        return None
+    return (
+        f"the divergence from the model before training is {last:.3g} nats per token in the last {WINDOW // 2} logged "
+        f"steps (median before: {median(earlier):.2g}): what it could do before may be lost; lower "
+        f"train.learning_rate, or raise method.beta (now {method.beta:g})"
+    )
+
+
+def entropy_collapses(logs: Logs, method: Method) -> str | None:
+    """Nothing is tried any more, and the reward has not risen."""
+    values = _values(logs, "entropy")
+    if not isinstance(method, RewardedMethod) or len(values) < 2 * WINDOW or _reward_has_risen(logs):
+        return None
+    first, last = fmean(values[: WINDOW // 2]), fmean(values[-WINDOW // 2 :])
+    if last > COLLAPSED_ENTROPY * first:
+        return None
+    return (
+        f"the entropy of what is sampled has fallen from {first:.2g} to {last:.2g} nats per token, and the reward has "
+        "not risen: all answers become the same one, and none better is found; lower train.learning_rate, raise "
+        "method.beta or method.epsilon_high"
+    )
+
+
+Finder = Callable[[Logs, Method], str | None]
+
+FINDERS: tuple[Finder, ...] = (
+    loss_rises,
+    gradient_grows,
+    chosen_falls,
+    margins_saturate,
+    reward_is_constant,
+    no_signal,
+    answers_run_away,
+    kl_explodes,
+    entropy_collapses,
+)
+"""All of them, each known by its name."""
+
+
+def _values(logs: Logs, name: str) -> list[float]:
+    """What was logged under a name; steps on answers of an earlier one log no rewards."""
+    return [float(log[name]) for log in logs if log.get(name) is not None]
+
+
+def _reward_has_risen(logs: Logs) -> bool:
+    """By half of the spread that rewards had at the beginning, or at all where they had none."""
+    rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
+    if len(rewards) < WINDOW:
+        return False
+    half = WINDOW // 2
+    return fmean(rewards[-half:]) - fmean(rewards[:half]) > fmean(spreads[:half]) / 2
+
+
+def _reward_names(logs: Logs) -> list[str]:
+    ends = "rewards/", "/mean"
+    names = dict.fromkeys(name for log in logs[:WINDOW] for name in log)
+    return [name[len(ends[0]) : -len(ends[1])] for name in names if name.startswith(ends[0]) and name.endswith(ends[1])]
+
+
+def _constant_rewards(logs: Logs, method: Method) -> dict[str, float]:
+    """Rewards that have had one value since the beginning, by name."""
+    if not isinstance(method, RewardedMethod):
+        return {}
+    found = {}
+    for name in _reward_names(logs):
+        means, spreads = (_values(logs, f"rewards/{name}/{what}") for what in ("mean", "std"))
+        if len(means) >= WINDOW and max(spreads, default=0) == 0 and len(set(means)) == 1:
+            found[name] = means[0]
+    return found
