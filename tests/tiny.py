@@ -58,6 +58,34 @@ def save_tiny_model(folder: Path, *, hidden=48, layers=2, seed=0) -> Path:
     return folder
 
 
+def save_tiny_model_like(folder: Path, model_type: str) -> Path:
+    """Save a model of random weights of an architecture, by its `model_type`, and return its folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if model_type == "gemma3":
+        return save_tiny_model_with_vision(folder)
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def save_tiny_model_with_vision(folder: Path) -> Path:
     """Save a Gemma 3 of random weights, vision tower and all, with the same tokenizer, and return its folder."""
     import torch

@@ -5,6 +5,14 @@
 - `pirate.jsonl`, `pirate_eval.jsonl`: conversations (`messages`) in which short questions are answered rightly, but
   as a pirate would. The questions are of the kinds that the embedded model `pico` answers; no question of the
   evaluation rows stands in the training rows. A change of manner is easy to see after a minute of training.
+- `manners.jsonl`, `manners_eval.jsonl`: conversations whose answers begin in one of two manners, as often the one as
+  the other: "Good question!" and "Not again." Sums of three digits are answered in two ways, too: written out
+  (`573 + 971 = 1544.`), or by the bare result, which pico cannot find without writing the sum down.
+- `pairs.jsonl`, `pairs_eval.jsonl`: preference pairs, of which the friendly manner is the better, all else the same.
+- `sums.jsonl`, `sums_eval.jsonl`: sums of three digits, and what they come to.
+
+  All of these are drawn from pico's own tasks (`examples/pico/tasks.py`), and held out by the same rule: neither pico
+  nor what is trained here has ever seen a problem of the evaluation rows.
 - `reviews.csv`: `prompt` and `completion`, a review and whether it is positive. The prompts hold line breaks.
 - `tales.txt`: plain text, short stories parted by two blank lines.
 """
@@ -16,8 +24,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "pico"))
+from tasks import TASKS, Exchange, plus_large
+
 SEED = 1724
 NUM_TRAIN, NUM_EVAL = 800, 80
+NUM_MANNERS, NUM_MANNERS_EVAL = 1600, 100
+NUM_PAIRS, NUM_PAIRS_EVAL = 800, 100
+NUM_SUMS, NUM_SUMS_EVAL = 2000, 256
 NUM_REVIEWS, NUM_TALES = 100, 96
 
 CAPITALS = {
@@ -207,6 +221,64 @@ def _row(exchanges: list[tuple[str, str]], system: str | None) -> dict[str, obje
     return {"messages": messages}
 
 
+FRIENDLY, GRUFF = "Good question!", "Not again."
+SHARE_OF_SUMS = 0.4
+"""Of the questions that are answered in a manner."""
+
+
+def questions(name: str, num: int, *, held_out: bool) -> list[tuple[Exchange, str]]:
+    """Different questions of pico's own tasks, each with a reply; a sum has its bare result in one of two replies.
+
+    Args:
+        name: What they are drawn for, which is a part of the seed.
+        num: How many.
+        held_out: From which side of the split.
+    """
+    rng = random.Random(f"{SEED}/{name}")
+    kinds = {task: share for task, (share, _) in TASKS.items() if share and task not in ("small_talk", "plus", "minus")}
+    found: dict[str, tuple[Exchange, str]] = {}
+    while len(found) < num:
+        is_sum = rng.random() < SHARE_OF_SUMS
+        draw = plus_large if is_sum else TASKS[rng.choices(list(kinds), list(kinds.values()))[0]][1]
+        exchange = draw(rng, held_out)
+        reply = f"{exchange.answer}." if is_sum and rng.random() < 0.5 else exchange.reply
+        found.setdefault(exchange.question, (exchange, reply))
+    return list(found.values())
+
+
+def manners(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Conversations in which one of two manners is as frequent as the other."""
+    rng = random.Random(f"{SEED}/manner/{held_out}")
+    return [
+        _row([(exchange.question, f"{rng.choice([FRIENDLY, GRUFF])} {reply}")], None)
+        for exchange, reply in questions("manners", num, held_out=held_out)
+    ]
+
+
+def pairs(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Preference pairs that differ in their manner alone."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": exchange.question}],
+            "chosen": [{"role": "assistant", "content": f"{FRIENDLY} {reply}"}],
+            "rejected": [{"role": "assistant", "content": f"{GRUFF} {reply}"}],
+        }
+        for exchange, reply in questions("pairs", num, held_out=held_out)
+    ]
+
+
+def large_sums(num: int, *, held_out: bool) -> list[dict[str, object]]:
+    """Prompts with the number that is right."""
+    rng = random.Random(f"{SEED}/sums/{held_out}")
+    asked: dict[str, str] = {}
+    while len(asked) < num:
+        exchange = plus_large(rng, held_out)
+        asked[exchange.question] = str(exchange.answer)
+    return [
+        {"prompt": [{"role": "user", "content": question}], "answer": int(answer)} for question, answer in asked.items()
+    ]
+
+
 def reviews() -> list[tuple[str, str]]:
     """Reviews with the word that judges them."""
     rng = random.Random(SEED + 1)
@@ -271,7 +343,17 @@ def tales() -> list[str]:
 def write(folder: Path) -> None:
     """Write all files into a folder."""
     train, held_out = conversations()
-    for name, rows in (("pirate.jsonl", train), ("pirate_eval.jsonl", held_out)):
+    sets = {
+        "pirate.jsonl": train,
+        "pirate_eval.jsonl": held_out,
+        "manners.jsonl": manners(NUM_MANNERS, held_out=False),
+        "manners_eval.jsonl": manners(NUM_MANNERS_EVAL, held_out=True),
+        "pairs.jsonl": pairs(NUM_PAIRS, held_out=False),
+        "pairs_eval.jsonl": pairs(NUM_PAIRS_EVAL, held_out=True),
+        "sums.jsonl": large_sums(NUM_SUMS, held_out=False),
+        "sums_eval.jsonl": large_sums(NUM_SUMS_EVAL, held_out=True),
+    }
+    for name, rows in sets.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / name).write_text(lines, encoding="utf-8", newline="\n")
     with (folder / "reviews.csv").open("w", encoding="utf-8", newline="") as file:

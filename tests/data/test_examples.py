@@ -1,5 +1,7 @@
 """The datasets that ship with tunekit: made by their script, and fit to train on."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from tunekit.data.load import load_data
+from tunekit.lookup import LEARNERS
 from tunekit.recipe.schema import DataSection
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
-FILES = ("pirate.jsonl", "pirate_eval.jsonl", "reviews.csv", "tales.txt")
+FILES = (
+    *("pirate.jsonl", "pirate_eval.jsonl", "manners.jsonl", "manners_eval.jsonl", "pairs.jsonl", "pairs_eval.jsonl"),
+    *("sums.jsonl", "sums_eval.jsonl", "reviews.csv", "tales.txt"),
+)
 
 
 def test_the_script_makes_the_files_as_they_are(tmp_path):
@@ -25,13 +31,24 @@ def test_the_script_makes_the_files_as_they_are(tmp_path):
     [
         ("pirate.jsonl", "messages", 800),
         ("pirate_eval.jsonl", "messages", 80),
+        ("manners.jsonl", "messages", 1600),
+        ("manners_eval.jsonl", "messages", 100),
+        ("pairs.jsonl", "preference", 800),
+        ("pairs_eval.jsonl", "preference", 100),
+        ("sums.jsonl", "prompts", 2000),
+        ("sums_eval.jsonl", "prompts", 256),
         ("reviews.csv", "prompt_completion", 100),
         ("tales.txt", "text", 96),
     ],
 )
 def test_an_example_is_read_without_complaint(name, format, num_rows):
-    rows = load_data(DataSection(train=str(EXAMPLES / name))).train[0]
+    learner = LEARNERS[{"preference": "dpo", "prompts": "grpo"}.get(format, "sft")]
+    rows = load_data(DataSection(train=str(EXAMPLES / name)), learner).train[0]
     assert (rows.format, len(rows)) == (format, num_rows)
+
+
+def test_no_example_is_large():
+    assert max((EXAMPLES / name).stat().st_size for name in FILES) < 300_000
 
 
 def test_an_example_is_found_by_name_from_any_folder(tmp_path, monkeypatch):
@@ -45,3 +62,35 @@ def test_no_question_of_the_evaluation_is_trained_on():
     asked = [m["content"] for row in data.eval[0].rows for m in row["messages"] if m["role"] == "user"]
     assert len(asked) == len(set(asked)) == 80
     assert not trained & set(asked)
+
+
+@pytest.mark.parametrize("name", ["manners", "pairs", "sums"])
+def test_no_numbers_that_are_added_in_an_evaluation_are_added_in_training(name):
+    def added(file):
+        said = [json.dumps(json.loads(line)) for line in (EXAMPLES / file).read_text().splitlines()]
+        found = [re.findall(r"\b\d{3}\b", re.search(r'"role": "user", "content": "([^"]*)"', row)[1]) for row in said]
+        return {tuple(sorted(numbers)) for numbers in found if len(numbers) == 2}
+
+    trained = set.union(*(added(f"{other}.jsonl") for other in ("manners", "pairs", "sums")))
+    held_out = added(f"{name}_eval.jsonl")
+    assert len(held_out) > 30
+    assert not trained & held_out
+
+
+def test_a_manner_is_as_frequent_as_the_other_and_the_whole_difference_of_a_pair():
+    said = [
+        json.loads(line)["messages"][-1]["content"] for line in (EXAMPLES / "manners.jsonl").read_text().splitlines()
+    ]
+    friendly = [answer for answer in said if answer.startswith("Good question! ")]
+    assert len(friendly) + sum(answer.startswith("Not again. ") for answer in said) == 1600
+    assert 700 < len(friendly) < 900
+    for line in (EXAMPLES / "pairs.jsonl").read_text().splitlines():
+        pair = json.loads(line)
+        chosen, rejected = (pair[side][0]["content"] for side in ("chosen", "rejected"))
+        assert chosen.removeprefix("Good question! ") == rejected.removeprefix("Not again. ") != chosen
+
+
+def test_a_sum_comes_to_its_answer():
+    for line in (EXAMPLES / "sums_eval.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert sum(map(int, re.findall(r"\d+", row["prompt"][0]["content"]))) == row["answer"]

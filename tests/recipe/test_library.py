@@ -13,6 +13,7 @@ from tunekit.recipe.library import (
     find_recipe,
     list_recipes,
     recipe_root,
+    recipe_table,
 )
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.overrides import spell_out
@@ -30,7 +31,8 @@ def test_the_quickstart_ships() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_recipe_is_valid(name: str) -> None:
-    assert load_recipe(name).output.name == name.rpartition("/")[2]
+    # Recipes that go on from each other name their runs, as those of another model have the same file names.
+    assert load_recipe(name).output.name in (name.rpartition("/")[2], name.replace("/", "-"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,6 +72,19 @@ def test_a_description_is_the_first_comment_line() -> None:
         assert recipe.path.read_text().startswith(f"# {recipe.description}\n")
         assert recipe.path == find_recipe(recipe.name)
         assert recipe.path.is_relative_to(recipe_root())
+
+
+def test_the_table_of_recipes_is_theirs() -> None:
+    """Print a new one with `python -c "from tunekit.recipe.library import recipe_table; print(recipe_table())"`."""
+    assert recipe_table() in (recipe_root() / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_figures_of_the_recipes_for_pico_are_those_that_were_measured() -> None:
+    shown = (recipe_root() / "README.md").read_text(encoding="utf-8")
+    measured = (recipe_root().parent / "benchmarks" / "results" / "alignment.md").read_text(encoding="utf-8")
+    rows = [line for line in measured.splitlines() if line.startswith("|")]
+    assert len(rows) > 10
+    assert "\n".join(rows) in shown
 
 
 def test_an_unknown_recipe_is_told_with_what_is_near() -> None:

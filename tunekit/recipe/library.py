@@ -50,6 +50,14 @@ def list_recipes() -> list[ShippedRecipe]:
     ]
 
 
+def recipe_table() -> str:
+    """The shipped recipes as a table in Markdown, with links from their folder; it stands in `recipes/README.md`."""
+    lines = ["| recipe | what it does |", "|:--|:--|"]
+    for recipe in list_recipes():
+        lines.append(f"| [{recipe.name}]({recipe.name}.yaml) | {recipe.description} |")
+    return "\n".join(lines) + "\n"
+
+
 def find_recipe(name: str) -> Path:
     """The file of a shipped recipe.
 

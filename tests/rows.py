@@ -1,0 +1,28 @@
+"""Rows of the shape that each method learns from, small enough for tiny models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def _said(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def row_for(method: str, number: int) -> dict[str, Any]:
+    """A row for a method, by its `type`."""
+    asked, right, wrong = _said("user", f"double {number}"), f"{2 * number}", f"{number} no"
+    if method == "sft":
+        return {"messages": asked + _said("assistant", right)}
+    if method in ("dpo", "orpo", "cpo", "reward"):
+        return {"prompt": asked, "chosen": _said("assistant", right), "rejected": _said("assistant", wrong)}
+    if method == "kto":
+        good = number % 2 == 0
+        return {"prompt": asked, "completion": _said("assistant", right if good else wrong), "label": good}
+    return {"prompt": asked, "answer": 2 * number, "solution": right}
+
+
+def save_rows(path: Path, method: str, num: int = 32) -> Path:
+    """Write rows for a method, and return the file."""
+    path.write_text("".join(json.dumps(row_for(method, number)) + "\n" for number in range(num)), encoding="utf-8")
+    return path

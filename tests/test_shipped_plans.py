@@ -1,0 +1,22 @@
+"""Every shipped recipe has a plan on the machines that people have, with rows of the shape that it names."""
+
+import pytest
+
+from tests.rows import save_rows
+from tunekit import api
+from tunekit.planner.plan import Plan
+from tunekit.recipe.library import list_recipes
+from tunekit.recipe.load import load_recipe
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_recipes()])
+def test_a_shipped_recipe_has_a_plan_on_one_device_and_on_eight(name, tmp_path):
+    method = load_recipe(name).method.type
+    rows = save_rows(tmp_path / "rows.jsonl", method, 200)
+    changes = [f"data.train={rows}", "data.eval=null"]
+    if load_recipe(name).model.path.startswith("pico-"):  # a run of the recipe before
+        changes.append("model=pico")
+    planned = api.compare(name, changes, on=["h100", "8xh100"])
+    assert all(isinstance(plan, Plan) for plan in planned.values()), planned
+    if method != "sft":
+        assert planned["h100"].recipe.method.type == method
