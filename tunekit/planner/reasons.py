@@ -219,6 +219,7 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
     choice = "by transformers, all answers of a step at once"
     if vllm is not None and vllm.gpu_memory_utilization is None:
         choice = f"by vLLM on a server, {recipe.method.generation.vllm_server_base_url}"
+        why += "; how fast it is, is not known: its time is reckoned as on these devices"
     elif vllm is not None:
         choice = f"by vLLM on the devices that train, with {vllm.gpu_memory_utilization:.0%} of their memory"
         if not isinstance(recipe.adapter, FullAdapter):
