@@ -139,7 +139,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         TunekitError: There is a fault.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe = continued(read_recipe(source, overrides)[0])
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     lookup.plan(recipe)
@@ -334,7 +334,7 @@ def try_rewards(
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
     """
-    recipe, _ = read_recipe(source, overrides)
+    recipe = continued(read_recipe(source, overrides)[0])
     if not isinstance(recipe.method, RewardedMethod):
         raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
     _refuse_untrainable(recipe)

@@ -69,9 +69,10 @@ def build(
         engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
-    from trl import KTOConfig, KTOTrainer
+    from trl import KTOConfig
 
     from tunekit.methods.order import even_size, fill_last_step
+    from tunekit.methods.precomputed import RememberingKTOTrainer
 
     shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
     if eval_dataset is not None:
@@ -82,7 +83,7 @@ def build(
     is_ordered = method.loss_type == "kto"
     if is_ordered:
         train_dataset = _in_fixed_order(train_dataset, train, shuffle=data.shuffle)
-    trainer = KTOTrainer(
+    trainer = RememberingKTOTrainer(
         model=model,
         ref_model=reference,
         args=KTOConfig(

@@ -76,7 +76,6 @@ def build(
         reward_funcs=rewards,
         args=RLOOConfig(
             **shared,
-            reward_weights=[reward.weight for reward in method.rewards],
             num_generations=method.num_generations,
             # All answers of a step at once, and so many steps on them.
             steps_per_generation=plan.gradient_accumulation_steps,

@@ -13,9 +13,10 @@ from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.planner.origin import contradictions, taken_over
 from tunekit.probe.origin import is_result, origin_of
 from tunekit.recipe.load import load_recipe_with_notes
-from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.methods import DistillationMethod, Method, RewardedMethod, RewardMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.phrases import show
+from tunekit.recipe.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Conflict
 from tunekit.run.events import FINAL_PHASES
@@ -66,6 +67,7 @@ def continued(recipe: Recipe) -> Recipe:
         PlanError: It contradicts the run.
         TunekitError: The run cannot be started from.
     """
+    recipe = recipe.model_copy(update={"method": _with_settled(recipe.method)})
     section = settled(recipe.model)
     origin = origin_of(section)
     if origin is None:
@@ -77,6 +79,19 @@ def continued(recipe: Recipe) -> Recipe:
     adapter = taken_over(origin, recipe.adapter, is_type_asked=is_type_asked)
     section = section.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
     return recipe.model_copy(update={"model": section, "adapter": adapter})
+
+
+def _with_settled(method: Method) -> Method:
+    """A method whose teacher and reward models are found, where runs are named."""
+    if isinstance(method, DistillationMethod):
+        return method.model_copy(update={"teacher": settled(method.teacher)})
+    if not isinstance(method, RewardedMethod):
+        return method
+    rewards = [
+        reward.model_copy(update={"model": settled(reward.model)}) if isinstance(reward, ModelReward) else reward
+        for reward in method.rewards
+    ]
+    return method.model_copy(update={"rewards": rewards})
 
 
 def settled(section: ModelSection) -> ModelSection:
