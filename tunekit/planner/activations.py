@@ -468,7 +468,8 @@ def head_of(
 
     On CUDA the tile's buffer has all its columns also where the vocabulary is smaller; on a CPU what is not touched is
     not resident, but the statistics are torch operations on float32 copies of the tile. Only there the head also goes
-    through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all.
+    through tokens that do not count: on CUDA those that do are a copy, `scored_share` of all. Of another `kind` it is
+    the model's own; then `widens` says whether Accelerate makes float32 of what it returns.
     """
     h, e = model.hidden_size, BYTES[dtype]
     if kind == "score":
@@ -525,9 +526,9 @@ def _whole_head_of(
 ) -> Head:
     """The model's own head, all logits at once, as TRL's experimental trainers of pairs read them.
 
-    Accelerate makes float32 of them (`widens`), and DeepSpeed does not. The likelihood takes a copy of those of the better answers, and
-    their softmax. In the backward pass there are they, that softmax, and its gradient in two shapes; without Triton
-    also those of the words' own logits and of their sums.
+    Accelerate makes float32 of them (`widens`), and DeepSpeed does not. The likelihood takes a copy of those of the
+    better answers, and their softmax. In the backward pass there are they, that softmax, and its gradient in two
+    shapes; without Triton also those of the words' own logits and of their sums.
     """
     h, e = model.hidden_size, BYTES[dtype]
     tables, casted = trained_tables(model, adapter), autocast and e == 2
