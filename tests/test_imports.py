@@ -11,7 +11,7 @@ from types import UnionType
 
 import pytest
 
-import tunekit.recipe.schema as schema
+from tunekit.recipe import rewards, schema
 from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe
 from tunekit.recipe.section import Section
 
@@ -162,9 +162,16 @@ class Reads(ast.NodeVisitor):
             self.note_items(part.target, part.iter)
         self.generic_visit(node)
 
+    def visit_ListComp(self, node: ast.ListComp) -> None:
+        for part in node.generators:
+            self.note_items(part.target, part.iter)
+        self.generic_visit(node)
+
     def note_items(self, target: ast.expr, iterable: ast.expr) -> None:
         if isinstance(target, ast.Name) and isinstance(iterable, ast.Name):
             self.annotated[-1][target.id] = self.annotated[-1].get(iterable.id, set())
+        elif isinstance(target, ast.Name) and isinstance(iterable, ast.Attribute):
+            self.annotated[-1][target.id] = {iterable.attr}
 
     def visit_Assign(self, node: ast.Assign) -> None:
         target = node.targets[0]
@@ -206,7 +213,8 @@ def reads() -> Reads:
 def aliases(section: type[Section]) -> set[str]:
     """Names that stand for the section in annotations: its own, its bases', its children's and unions with it."""
     family = {kind.__name__ for kind in (*section.__mro__, *section.__subclasses__())}
-    unions = {name for name, value in vars(schema).items() if is_union(value) and section in members(value)}
+    named = {**vars(schema), **vars(rewards)}
+    unions = {name for name, value in named.items() if is_union(value) and section in members(value)}
     return (family | unions) - {"Section", "BaseModel", "object"}
 
 

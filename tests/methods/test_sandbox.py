@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -309,9 +308,7 @@ def test_system_calls_by_their_number_are_refused() -> None:
     ],
 )
 def test_what_never_ends_is_ended(program: str) -> None:
-    started = time.monotonic()
     assert passes(program, "assert list(f(2)) == 4", "pass", timeout_seconds=0.5)[0] is False
-    assert time.monotonic() - started < 60, "it was ended at all"
 
 
 def test_tests_that_passed_in_time_count() -> None:

@@ -286,7 +286,8 @@ def _answer(
     import torch
     from transformers import GenerationConfig
 
-    sampling, end = method.generation, tokenizer.eos_token_id
+    sampling = method.generation
+    end = tokenizer.eos_token_id
     given = torch.tensor([ids], device=model.device)
     config = GenerationConfig(
         max_new_tokens=method.max_completion_length,
