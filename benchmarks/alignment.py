@@ -44,6 +44,9 @@ from tunekit.recipe.library import find_example
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "alignment.json"
+README = ROOT / "recipes" / "README.md"
+BEGIN, END = "<!-- benchmarks/alignment.py writes from here -->\n", "<!-- to here -->\n"
+"""Lines of the README between which the figures stand."""
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 RECIPES = ("pico/sft", "pico/dpo", "pico/grpo")
 FRIENDLY, GRUFF = "Good question!", "Not again."
@@ -173,28 +176,25 @@ def as_table(found: dict[str, Any]) -> str:
         measures = _measures(runs)
         for name in RECIPES:
             run = runs[name]
-            for place, (what, before, after) in enumerate(measures[name]):
-                seconds = (
-                    (f"{run['steps_seconds']:.0f} s", f"{run['processor_seconds']:.0f} s") if not place else ("", "")
-                )
-                cells = (
-                    (seed, name, what, before, after, *seconds) if not place else ("", "", what, before, after, "", "")
-                )
-                lines.append(f"| {' | '.join(cells)} |")
+            first = [seed, name]
+            last = [f"{run[key]:.0f} s" for key in ("steps_seconds", "processor_seconds")]
+            for measure in measures[name]:
+                lines.append(f"| {' | '.join([*first, *measure, *last])} |")
+                first, last = ["", ""], ["", ""]
     machine = found["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    where = f"{machine['device']}, {machine['num_cores']} cores, {found['num_threads']} threads"
-    return "\n".join(
-        [
-            "# What pico learns from pico/sft, pico/dpo and pico/grpo",
-            "",
-            f"`python -m benchmarks.alignment --save`, commit {found['commit']}, {found['date']}, {where}; {versions}. "
-            "What is measured stands at the top of `benchmarks/alignment.py`.",
-            "",
-            *lines,
-            "",
-        ]
-    )
+    where = f"{machine['device']}, {machine['num_cores']} cores, of which the training used {found['num_threads']}"
+    how = f"`python -m benchmarks.alignment --save`, commit {found['commit']}, {found['date']}, {where}; {versions}."
+    return "\n".join([*lines, "", how, ""])
+
+
+def save(found: dict[str, Any]) -> None:
+    """Keep the figures, and put them into the README of the recipes."""
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    table = as_table(found)
+    RESULTS.with_suffix(".md").write_text(f"# What pico learns from its recipes\n\n{table}", encoding="utf-8")
+    before, _, behind = README.read_text(encoding="utf-8").partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{behind.partition(END)[2]}", encoding="utf-8")
 
 
 def _measures(runs: dict[str, Any]) -> dict[str, list[tuple[str, str, str]]]:
@@ -232,7 +232,9 @@ def main() -> None:
     """Train the chain for each seed, print the table, and with `--save` keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds (1 2 3)")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)} and its table")
+    parser.add_argument(
+        "--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}, its table, and the README"
+    )
     args = parser.parse_args()
 
     found: dict[str, Any] = {**circumstances(), "seeds": {}}
@@ -251,8 +253,7 @@ def main() -> None:
     found["seeds"] = dict(sorted(found["seeds"].items()))
     print(as_table(found))
     if args.save:
-        RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        RESULTS.with_suffix(".md").write_text(as_table(found), encoding="utf-8")
+        save(found)
 
 
 if __name__ == "__main__":

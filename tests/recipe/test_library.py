@@ -82,9 +82,7 @@ def test_the_table_of_recipes_is_theirs() -> None:
 def test_the_figures_of_the_recipes_for_pico_are_those_that_were_measured() -> None:
     shown = (recipe_root() / "README.md").read_text(encoding="utf-8")
     measured = (recipe_root().parent / "benchmarks" / "results" / "alignment.md").read_text(encoding="utf-8")
-    rows = [line for line in measured.splitlines() if line.startswith("|")]
-    assert len(rows) > 10
-    assert "\n".join(rows) in shown
+    assert measured.partition("\n\n")[2] in shown
 
 
 def test_an_unknown_recipe_is_told_with_what_is_near() -> None:
