@@ -273,7 +273,7 @@ def test_mistakes_are_one_clear_line_without_a_traceback(arguments, message, wor
 
 def test_runs_lists_state_step_and_last_loss(trained, workspace):
     answer = tunekit(workspace, "runs")
-    assert re.search(r"^double-\d{8}-\d{6}\S* +finished +6/6 +\d\.\d{4}", answer.stdout, re.MULTILINE)
+    assert re.search(r"^double-\d{8}-\d{6}\S* +finished +6/6 +loss \d\.\d{4}", answer.stdout, re.MULTILINE)
 
 
 def test_runs_show_draws_the_loss_in_text_and_as_a_picture(trained, workspace):

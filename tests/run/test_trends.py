@@ -183,6 +183,9 @@ def test_what_is_warned_of_is_known_by_numbers():
     some = {"reward": 0.1, "reward_std": 0.3, "rewards/one/mean": 0.1, "rewards/one/std": 0.3}
     assert told(grpo, {**some, "frac_reward_zero_std": 0.85}) == {"no_signal": 10}
     assert told(grpo, {**some, "frac_reward_zero_std": 0.75}) == {}
+    falls = {**some, "reward": lambda step: 0.2 if step <= 10 else 0.04}
+    assert told(grpo, falls) == {"reward_falls": 20}
+    assert told(grpo, {**falls, "reward_std": 0.33}) == {}
     # What has been learned needs no signal.
     learned = {**some, "reward": lambda step: min(1.0, step / 10), "frac_reward_zero_std": 0.85}
     assert told(grpo, learned) == {}

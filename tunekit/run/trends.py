@@ -99,9 +99,8 @@ def loss_rises(logs: Logs, method: Method) -> str | None:
     losses = _values(logs, "loss")
     if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) < 2 * WINDOW:
         return None
-    half = WINDOW // 2
-    earlier = [fmean(losses[start : start + half]) for start in range(0, len(losses) - WINDOW, half)]
-    first, lowest, last = earlier[0], min(earlier), fmean(losses[-WINDOW:])
+    earlier, last = _earlier(losses), fmean(losses[-WINDOW:])
+    first, lowest = earlier[0], min(earlier)
     if lowest <= 0 or last < RISEN_LOSS * lowest or last - lowest < UNLEARNED * (first - lowest):
         return None
     return (
@@ -166,6 +165,20 @@ def reward_is_constant(logs: Logs, method: Method) -> str | None:
     return (
         f"every answer so far got the same from method.rewards: {said}; what is the same for all teaches nothing. Try "
         "it on real rows: `tunekit rewards RECIPE`"
+    )
+
+
+def reward_falls(logs: Logs, method: Method) -> str | None:
+    """What was rewarded before is no longer done."""
+    rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
+    if not isinstance(method, RewardedMethod) or len(rewards) < 3 * WINDOW // 2 or not spreads:
+        return None
+    highest, last = max(_earlier(rewards)), fmean(rewards[-WINDOW:])
+    if highest - last <= max(spreads[:WINDOW]) / 2:
+        return None
+    return (
+        f"the reward was {highest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; "
+        "lower train.learning_rate, or hold it to what it was with method.beta"
     )
 
 
@@ -241,6 +254,7 @@ FINDERS: tuple[Finder, ...] = (
     chosen_falls,
     margins_saturate,
     reward_is_constant,
+    reward_falls,
     no_signal,
     answers_run_away,
     kl_explodes,
@@ -252,6 +266,12 @@ FINDERS: tuple[Finder, ...] = (
 def _values(logs: Logs, name: str) -> list[float]:
     """What was logged under a name; steps on answers of an earlier one log no rewards."""
     return [float(log[name]) for log in logs if log.get(name) is not None]
+
+
+def _earlier(values: Sequence[float]) -> list[float]:
+    """Means of what was logged before the last window."""
+    half = WINDOW // 2
+    return [fmean(values[start : start + half]) for start in range(0, len(values) - WINDOW, half)]
 
 
 def _reward_has_risen(logs: Logs) -> bool:
