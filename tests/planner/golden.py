@@ -2,25 +2,52 @@
 
     python -m tests.planner.golden
 
-writes them anew; read the difference before you keep it.
+writes them anew; read the difference before you keep it. What is decided for each shipped recipe on each machine is a
+line of `shipped.jsonl`; some plans are kept whole.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.known_models import known_models
 from tunekit.planner.machines import find_machine
+from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
+from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS = DataFacts(num_train=1000, num_eval=100)
+DECIDED: Any = {
+    **dict.fromkeys(
+        (
+            "layout",
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+            "gradient_checkpointing",
+            "dtype",
+            "attn_implementation",
+            "padding_free",
+            "reference",
+            "vllm",
+        ),
+        True,
+    ),
+    "speed": {"tokens_per_second": True},
+}
+"""What a line has of a plan."""
+METHODS = "qwen3-8b/"
+"""The folder of recipes whose plans show each method, kept whole on one machine."""
+SHIPPED = GOLDEN / "shipped.jsonl"
 MACHINES = ("t4", "rtx4090", "h100", "8xl40s", "8xh100", "2x8xrtx5090", "4x8xh200")
 
 
@@ -48,23 +75,54 @@ def known_facts(name: str) -> ModelFacts:
     return _from_config(known.config, name, known.has_chat_template).model_copy(update={"known_from": "table"})
 
 
+def facts(asked: Recipe) -> ModelFacts:
+    """Facts of a shipped recipe's model: of pico where it starts from a run of pico's."""
+    if asked.model.path.startswith("pico"):
+        return probe_model(ModelSection(path="pico"))
+    return known_facts(asked.model.path)
+
+
+def plan_of(asked: Recipe, hardware: Hardware, model: ModelFacts) -> Plan | PlanError:
+    """A plan, or why there is none."""
+    teacher = known_facts(asked.method.teacher.path) if isinstance(asked.method, DistillationMethod) else None
+    try:
+        return resolve(asked, hardware, model, ROWS, teacher=teacher)
+    except PlanError as error:
+        return error
+
+
 def plans() -> Iterator[tuple[str, str]]:
-    """Every golden plan as text, by name; a refusal is one line."""
+    """Every plan that is kept whole as text, by name; a refusal is one line."""
     for name, (asked, hardware, model) in CASES.items():
         yield name, _text(asked, hardware, model)
     for shipped in list_recipes():
+        if shipped.name.startswith(("sft/", METHODS)):
+            asked = load_recipe(shipped.name)
+            for machine in ("h100",) if shipped.name.startswith(METHODS) else MACHINES:
+                name = f"{shipped.name.replace('/', '-')}-on-{machine}"
+                yield name, _text(asked, find_machine(machine).hardware(), facts(asked))
+
+
+def decisions() -> Iterator[str]:
+    """What is decided for each shipped recipe on each machine, a line of JSON each."""
+    for shipped in list_recipes():
         asked = load_recipe(shipped.name)
-        model = probe_model(asked.model) if asked.model.path == "pico" else known_facts(asked.model.path)
         for machine in MACHINES:
-            name = f"{shipped.name.replace('/', '-')}-on-{machine}"
-            yield name, _text(asked, find_machine(machine).hardware(), model)
+            plan = plan_of(asked, find_machine(machine).hardware(), facts(asked))
+            yield json.dumps({"recipe": shipped.name, "machine": machine, **_decided(plan)})
+
+
+def _decided(plan: Plan | PlanError) -> dict[str, object]:
+    if isinstance(plan, PlanError):
+        return {"refused": str(plan)}
+    return {**plan.model_dump(mode="json", include=DECIDED), "memory_bytes": plan.memory.total_bytes}
 
 
 def _text(asked: Recipe, hardware: Hardware, model: ModelFacts) -> str:
-    try:
-        return resolve(asked, hardware, model, ROWS).to_yaml().replace(model.path, Path(model.path).name)
-    except PlanError as error:
-        return f"refused: {error}\n"
+    plan = plan_of(asked, hardware, model)
+    if isinstance(plan, PlanError):
+        return f"refused: {plan}\n"
+    return plan.to_yaml().replace(model.path, Path(model.path).name)
 
 
 def main() -> None:
@@ -72,6 +130,7 @@ def main() -> None:
         old.unlink()
     for name, text in plans():
         (GOLDEN / f"{name}.yaml").write_text(text, encoding="utf-8")
+    SHIPPED.write_text("".join(f"{line}\n" for line in decisions()), encoding="utf-8")
 
 
 if __name__ == "__main__":

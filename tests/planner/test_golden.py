@@ -1,8 +1,10 @@
 """Every golden plan is what the planner decides today."""
 
+import json
+
 import pytest
 
-from tests.planner.golden import GOLDEN, MACHINES, plans
+from tests.planner.golden import GOLDEN, MACHINES, SHIPPED, decisions, plans
 from tunekit.recipe.library import list_recipes
 
 PLANS = dict(plans())
@@ -13,9 +15,13 @@ def test_the_plan_is_the_golden_one(name):
     assert PLANS[name] == (GOLDEN / f"{name}.yaml").read_text(encoding="utf-8")
 
 
+def test_what_is_decided_for_shipped_recipes_is_what_was():
+    assert list(decisions()) == SHIPPED.read_text(encoding="utf-8").splitlines()
+
+
 def test_every_shipped_recipe_has_a_golden_plan_on_six_machines_or_more():
     assert len(MACHINES) >= 6
-    kept = {file.stem for file in GOLDEN.glob("*.yaml")}
-    assert kept == set(PLANS)
-    for shipped in list_recipes():
-        assert {f"{shipped.name.replace('/', '-')}-on-{machine}" for machine in MACHINES} <= kept
+    assert {file.stem for file in GOLDEN.glob("*.yaml")} == set(PLANS)
+    kept = [json.loads(line) for line in SHIPPED.read_text(encoding="utf-8").splitlines()]
+    wanted = [(shipped.name, machine) for shipped in list_recipes() for machine in MACHINES]
+    assert [(one["recipe"], one["machine"]) for one in kept] == wanted
