@@ -43,7 +43,7 @@ MEASURES = (
     Measure("rewards/*/mean", "reward {}", ".3f", spread="rewards/*/std"),
     Measure("completions/mean_length", "tokens of an answer", ".1f", "tokens"),
     Measure("completions/clipped_ratio", "answers cut off", ".0%", "cut off"),
-    Measure("frac_reward_zero_std", "groups without signal", ".0%", "no signal"),
+    Measure("frac_reward_zero_std", "groups without signal", ".0%", "no signal", held_out=False),
     Measure("kl", "KL from the reference", ".3g", "KL"),
     Measure("clip_ratio/region_mean", "tokens clipped in training", ".1%", held_out=False),
     Measure("entropy", "entropy", ".3g"),
@@ -98,7 +98,7 @@ def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
     return [
         f"{measure.brief} {_said(measure, measure.name, own, spread=False)}"
         for measure in MEASURES
-        if measure.brief is not None and own.get(measure.name) is not None
+        if measure.brief is not None and own.get(measure.name) is not None and (measure.held_out or not prefix)
     ]
 
 
