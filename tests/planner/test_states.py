@@ -11,6 +11,7 @@ from tests.planner.shapes import LAPTOP, LLAMA_8B
 from tests.planner.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
 from tunekit.methods import sft
+from tunekit.methods.arguments import Parts
 from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
 from tunekit.model.load import load_model
 from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
@@ -153,12 +154,11 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
     held = Held()
     forget_overrides(optim)
     row = {"input_ids": list(range(8, 24)), "labels": list(range(8, 24))}
-    trainer = sft.build(
-        recipe.method,
-        recipe.train.model_copy(update={"optim": optim}),
-        recipe.data,
-        plan,
-        plan.schedule,
+    parts = Parts(
+        train=recipe.train.model_copy(update={"optim": optim}),
+        data=recipe.data,
+        plan=plan,
+        schedule=plan.schedule,
         model=loaded(section, adapter),
         tokenizer=make_tokenizer(),
         train_dataset=Dataset.from_list([row, row]),
@@ -167,6 +167,7 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
         callbacks=[held],
         engine={},
     )
+    trainer = sft.build(recipe.method, parts)
     keep_trained_in_float32(trainer.model)
     trainer.train()
     return held

@@ -8,6 +8,7 @@ from tests.planner.test_speed import DEVICE, FIGURES, STEP
 from tests.planner.test_step import RATE
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit.methods import sft
+from tunekit.methods.arguments import Parts
 from tunekit.model.load import load_model
 from tunekit.planner.facts import DataFacts, Hardware
 from tunekit.planner.machines import find_machine
@@ -91,12 +92,11 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
     plan = plan.model_copy(update={"dataloader_num_workers": 2})
     model = load_model(plan.recipe.model, dtype="float32", attn_implementation="sdpa", device="cpu", quantization=None)
     row = {"input_ids": list(range(8, 24)), "labels": list(range(8, 24))}
-    trainer = sft.build(
-        plan.recipe.method,
-        plan.recipe.train,
-        plan.recipe.data,
-        plan,
-        plan.schedule,
+    parts = Parts(
+        train=plan.recipe.train,
+        data=plan.recipe.data,
+        plan=plan,
+        schedule=plan.schedule,
         model=model,
         tokenizer=make_tokenizer(),
         train_dataset=Dataset.from_list([row] * 128),
@@ -105,6 +105,7 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
         callbacks=[],
         engine={},
     )
+    trainer = sft.build(plan.recipe.method, parts)
     loader = trainer.get_train_dataloader()
     assert (trainer.args.dataloader_num_workers, loader.num_workers) == (2, 2)
     assert len(next(iter(loader))["input_ids"]) == 64

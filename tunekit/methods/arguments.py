@@ -1,52 +1,105 @@
-"""Arguments that every method gives its TRL config: those of transformers' trainer, from the recipe and the plan."""
+"""What every method builds its trainer from, and what it tells the trainer and its TRL config from that."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import TrainSection
+from tunekit.recipe.schema import DataSection, TrainSection
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from torch.nn import Module
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 
-def trainer_arguments(
-    train: TrainSection, plan: Plan, schedule: Schedule, checkpoints: Path, *, evaluate: bool
-) -> dict[str, Any]:
-    """Steps, optimizer, precision, logging and saving.
+@dataclass(frozen=True)
+class Parts:
+    """What every method builds its trainer from.
 
-    Args:
+    Attributes:
         train: The optimisation.
+        data: The longest sequence, and whether rows are shuffled.
         plan: Precision, micro-batch and memory choices.
         schedule: Steps.
+        model: The model with its adapter.
+        tokenizer: For the rows, and saved with each checkpoint.
+        train_dataset: Rows, with the columns that the method wants.
+        eval_dataset: The same for evaluation.
         checkpoints: Folder of the checkpoints.
-        evaluate: Whether there are rows to evaluate on.
+        callbacks: What watches the training.
+        engine: Arguments of TRL's config that choose how the run is spread.
     """
-    return {
-        "output_dir": str(checkpoints),
-        "per_device_train_batch_size": plan.micro_batch_size,
-        "per_device_eval_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "max_steps": schedule.num_steps,
-        "learning_rate": plan.learning_rate,
-        "lr_scheduler_type": train.lr_scheduler_type,
-        "warmup_steps": schedule.warmup_steps,
-        "optim": train.optim,
-        "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
-        "seed": train.seed,
-        "use_cpu": plan.device.kind == "cpu",
-        "bf16": plan.autocast and plan.dtype == "bfloat16",
-        "fp16": plan.autocast and plan.dtype == "float16",
-        "gradient_checkpointing": plan.gradient_checkpointing,
-        "dataloader_num_workers": plan.dataloader_num_workers,
-        "dataloader_pin_memory": plan.device.kind != "cpu",
-        "logging_steps": train.logging_steps,
-        # A NaN must be seen, not shown as 0.
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "steps" if evaluate else "no",
-        "eval_steps": schedule.eval_steps,
-        "eval_on_start": evaluate,
-        "save_strategy": "steps",
-        "save_steps": schedule.save_steps,
-        "save_total_limit": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+
+    train: TrainSection
+    data: DataSection
+    plan: Plan
+    schedule: Schedule
+    model: "Module"
+    tokenizer: "PreTrainedTokenizerBase"
+    train_dataset: "Dataset | IterableDataset"
+    eval_dataset: "Dataset | None"
+    checkpoints: Path
+    callbacks: "list[TrainerCallback]"
+    engine: dict[str, Any]
+
+    def given(self) -> dict[str, Any]:
+        """Arguments of every trainer of TRL's."""
+        return {
+            "model": self.model,
+            "train_dataset": self.train_dataset,
+            "eval_dataset": self.eval_dataset,
+            "processing_class": self.tokenizer,
+            "callbacks": self.callbacks,
+        }
+
+    def arguments(self, *, mean_over_rows: bool = False) -> dict[str, Any]:
+        """Arguments of every config of TRL's: steps, optimizer, precision, logging, saving and how it is spread.
+
+        Args:
+            mean_over_rows: Whether the loss is one, so that each process has to evaluate as many rows at once.
+        """
+        eval_size = self.plan.micro_batch_size
+        if mean_over_rows and self.eval_dataset is not None:
+            eval_size = even_size(eval_size, len(self.eval_dataset), num_batches=self.plan.layout.num_batches)
+        return {
+            "output_dir": str(self.checkpoints),
+            "per_device_train_batch_size": self.plan.micro_batch_size,
+            "per_device_eval_batch_size": eval_size,
+            "gradient_accumulation_steps": self.plan.gradient_accumulation_steps,
+            "max_steps": self.schedule.num_steps,
+            "learning_rate": self.plan.learning_rate,
+            "lr_scheduler_type": self.train.lr_scheduler_type,
+            "warmup_steps": self.schedule.warmup_steps,
+            "optim": self.train.optim,
+            "weight_decay": self.train.weight_decay,
+            "max_grad_norm": self.train.max_grad_norm,
+            "seed": self.train.seed,
+            "use_cpu": self.plan.device.kind == "cpu",
+            "bf16": self.plan.autocast and self.plan.dtype == "bfloat16",
+            "fp16": self.plan.autocast and self.plan.dtype == "float16",
+            "gradient_checkpointing": self.plan.gradient_checkpointing,
+            "dataloader_num_workers": self.plan.dataloader_num_workers,
+            "dataloader_pin_memory": self.plan.device.kind != "cpu",
+            "logging_steps": self.train.logging_steps,
+            # A NaN must be seen, not shown as 0.
+            "logging_nan_inf_filter": False,
+            "eval_strategy": "no" if self.eval_dataset is None else "steps",
+            "eval_steps": self.schedule.eval_steps,
+            "eval_on_start": self.eval_dataset is not None,
+            "save_strategy": "steps",
+            "save_steps": self.schedule.save_steps,
+            "save_total_limit": 2,
+            "report_to": "none",
+            "disable_tqdm": True,
+            **self.engine,
+        }
+
+
+def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:
+    """Rows that each process evaluates at once, so that none has fewer: the mean over them is one over rows.
+
+    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
+    """
+    sizes = range(micro_batch_size, 0, -1)
+    return next((size for size in sizes if num_rows % (size * num_batches) == 0), 1)

@@ -1,24 +1,18 @@
 """On-policy distillation through TRL's DistillationTrainer: a teacher says how likely each token of an answer is."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
 from tunekit.errors import ModelError
-from tunekit.methods.arguments import trainer_arguments
+from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import end_at_stop_texts, generation_arguments, prompt_room
-from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import DistillationMethod
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.schema import DataSection, TrainSection
 
 LEARNER = Learner("distillation", ("prompts",))
 """What it learns from."""
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-    from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import DistillationTrainer
 
 
@@ -63,61 +57,34 @@ def compute_under_autocast(trainer: "DistillationTrainer") -> None:
 
 def build(
     method: DistillationMethod,
-    train: TrainSection,
-    data: DataSection,
-    plan: Plan,
-    schedule: Schedule,
+    parts: Parts,
     *,
-    model: "Module",
-    base: ModelSection,
     teacher: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    train_dataset: "Dataset",
-    eval_dataset: "Dataset | None",
-    checkpoints: Path,
-    callbacks: "list[TrainerCallback]",
-    engine: dict[str, Any],
 ) -> "DistillationTrainer":
     """A trainer over prompts.
 
     Args:
         method: The divergence, and what else goes to DistillationConfig.
-        train: The optimisation.
-        data: The longest sequence, and whether prompts are shuffled.
-        plan: Precision, micro-batch and memory choices.
-        schedule: Steps.
-        model: The model with its adapter.
-        base: Where it comes from.
+        parts: All else. Rows have a column `prompt` of texts or messages.
         teacher: The model to learn from.
-        tokenizer: For the prompts, and saved with each checkpoint.
-        train_dataset: A column `prompt` of texts or messages.
-        eval_dataset: The same for evaluation.
-        checkpoints: Folder of the checkpoints.
-        callbacks: What watches the training.
-        engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
 
     from tunekit.methods.order import GroupOrder
 
-    shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
+    shared = parts.arguments()
     trainer = DistillationTrainer(
-        model=model,
         teacher_model=teacher,
         args=DistillationConfig(
             **shared,
             beta=method.beta,
-            **engine,
-            **{**method.trainer_args, **generation_arguments(method, data, plan, base)},
+            **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
         ),
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-        callbacks=callbacks,
+        **parts.given(),
     )
     compute_under_autocast(trainer)
-    GroupOrder(trainer, train.seed)
-    end_at_stop_texts(trainer, tokenizer, method.generation.stop)
+    GroupOrder(trainer, parts.train.seed)
+    end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
     trainer.remove_callback(PrinterCallback)
     return trainer

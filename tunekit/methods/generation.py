@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import Room
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import OnPolicyMethod
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSection
 
 if TYPE_CHECKING:
@@ -27,14 +26,13 @@ def prompt_room(method: OnPolicyMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length - method.max_completion_length)
 
 
-def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan, base: ModelSection) -> dict[str, Any]:
+def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) -> dict[str, Any]:
     """Arguments of a TRL config: lengths, sampling, and what generates. They go before `method.trainer_args`.
 
     Args:
         method: Longest answer and sampling.
         data: Longest sequence, and whether prompts are shuffled.
         plan: What generates.
-        base: The model, which vLLM loads by itself.
     """
     generation, vllm = method.generation, plan.vllm
     given: dict[str, Any] = {
@@ -58,7 +56,7 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan, 
     return {
         **given,
         "vllm_gpu_memory_utilization": vllm.gpu_memory_utilization,
-        "trust_remote_code": base.trust_remote_code,
+        "trust_remote_code": plan.base.trust_remote_code,
     }
 
 

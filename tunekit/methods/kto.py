@@ -5,16 +5,14 @@ takes these from the same micro-batch: each prompt gets the answer before it. So
 before training, and every epoch has the same order.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
-from tunekit.methods.arguments import trainer_arguments
+from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
-from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.methods import KTOMethod
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSection, TrainSection
 
 LEARNER = Learner("kto", ("unpaired_preference",))
@@ -22,8 +20,7 @@ LEARNER = Learner("kto", ("unpaired_preference",))
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch.nn import Module
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel
     from trl import KTOTrainer
 
 
@@ -34,81 +31,50 @@ def room(method: KTOMethod, data: DataSection) -> Room:
 
 def build(
     method: KTOMethod,
-    train: TrainSection,
-    data: DataSection,
-    plan: Plan,
-    schedule: Schedule,
+    parts: Parts,
     *,
-    model: "Module",
-    base: ModelSection,
     reference: "PreTrainedModel | None",
-    tokenizer: "PreTrainedTokenizerBase",
-    train_dataset: "Dataset",
-    eval_dataset: "Dataset | None",
-    checkpoints: Path,
-    callbacks: "list[TrainerCallback]",
-    engine: dict[str, Any],
 ) -> "KTOTrainer":
     """A trainer over single answers.
 
     Args:
         method: The weights of good and bad answers, and what else goes to KTOConfig.
-        train: The optimisation.
-        data: The longest sequence, and whether rows are shuffled.
-        plan: Precision, micro-batch and memory choices.
-        schedule: Steps.
-        model: The model with its adapter.
-        base: Where TRL finds the model before training, if FSDP2 computes its log-probabilities beforehand.
+        parts: All else. Rows have columns `prompt` and `completion`, both texts or both messages, and `label`.
         reference: The model before training, where it is a second one. Without, it is the model without its adapter,
             or its log-probabilities are computed beforehand.
-        tokenizer: For the rows, and saved with each checkpoint.
-        train_dataset: Columns `prompt` and `completion`, both texts or both messages, and `label`.
-        eval_dataset: The same for evaluation.
-        checkpoints: Folder of the checkpoints.
-        callbacks: What watches the training.
-        engine: Arguments of TRL's config that choose how the run is spread.
     """
     from transformers import PrinterCallback
     from trl import KTOConfig
 
-    from tunekit.methods.order import even_size, fill_last_step
+    from tunekit.methods.order import fill_last_step
     from tunekit.methods.precomputed import RememberingKTOTrainer
 
-    shared = trainer_arguments(train, plan, schedule, checkpoints, evaluate=eval_dataset is not None)
-    if eval_dataset is not None:
-        shared["per_device_eval_batch_size"] = even_size(
-            plan.micro_batch_size, len(eval_dataset), num_batches=plan.layout.num_batches
-        )
-    train_dataset = _with_labels(train_dataset)
+    train_dataset = _with_labels(parts.train_dataset)
     is_ordered = method.loss_type == "kto"
     if is_ordered:
-        train_dataset = _in_fixed_order(train_dataset, train, shuffle=data.shuffle)
+        train_dataset = _in_fixed_order(train_dataset, parts.train, shuffle=parts.data.shuffle)
+    eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
     trainer = RememberingKTOTrainer(
-        model=model,
         ref_model=reference,
         args=KTOConfig(
-            **shared,
+            **parts.arguments(mean_over_rows=True),
             train_sampling_strategy="sequential",
-            max_length=data.max_length,
+            max_length=parts.data.max_length,
             loss_type=method.loss_type,
             beta=method.beta,
             desirable_weight=method.desirable_weight,
             undesirable_weight=method.undesirable_weight,
             precompute_ref_log_probs=method.precompute_ref_log_probs,
-            model_init_kwargs=loading_arguments(base) if method.precompute_ref_log_probs else None,
-            **engine,
+            model_init_kwargs=loading_arguments(parts.plan.base) if method.precompute_ref_log_probs else None,
             **method.trainer_args,
         ),
-        train_dataset=train_dataset,
-        eval_dataset=None if eval_dataset is None else _with_labels(eval_dataset),
-        processing_class=tokenizer,
-        callbacks=callbacks,
+        **replace(parts, train_dataset=train_dataset, eval_dataset=eval_dataset).given(),
     )
     if is_ordered:
         # Were a row left out by TRL, all behind it would have other neighbours.
         assert len(trainer.train_dataset) == len(train_dataset)
     else:
-        fill_last_step(trainer, train.global_batch_size, shuffle=data.shuffle, seed=train.seed)
+        fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

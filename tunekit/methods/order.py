@@ -71,15 +71,6 @@ def fill_last_step(trainer: "Trainer", global_batch_size: int, *, shuffle: bool,
     keep_order(trainer, order)
 
 
-def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:
-    """Rows that each process evaluates at once, so that none has fewer: the mean over them is one over rows.
-
-    One by one where they cannot be divided: then Accelerate leaves out again what it repeated.
-    """
-    sizes = range(micro_batch_size, 0, -1)
-    return next((size for size in sizes if num_rows % (size * num_batches) == 0), 1)
-
-
 class GroupOrder(TrainerCallback):  # type: ignore[misc]
     """The order of the prompts that answers are generated for, in each epoch from the seed and its number alone.
 

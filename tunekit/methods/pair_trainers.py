@@ -6,10 +6,15 @@ end with one: behind ChatML's `<|im_end|>` and line break a second one (trl 1.16
 pair is the tokens that DPO trains on.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
+
+from tunekit.data.alignment import tokenised_pairs
+from tunekit.methods.arguments import Parts
 
 
 class _Tokenised:
@@ -39,3 +44,10 @@ class TokenisedORPOTrainer(_Tokenised, ORPOTrainer):  # type: ignore[misc]
 
 class TokenisedCPOTrainer(_Tokenised, CPOTrainer):  # type: ignore[misc]
     """CPOTrainer on token ids."""
+
+
+def with_tokens(parts: Parts) -> Parts:
+    """Parts whose pairs are tokenised."""
+    tokens = partial(tokenised_pairs, tokenizer=parts.tokenizer, max_length=parts.data.max_length)
+    evaluated = None if parts.eval_dataset is None else tokens(parts.eval_dataset)
+    return replace(parts, train_dataset=tokens(parts.train_dataset), eval_dataset=evaluated)

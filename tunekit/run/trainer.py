@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 from tunekit.data.alignment import read_rows
 from tunekit.data.prepare import read_dataset
 from tunekit.data.stream import stream
-from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
+from tunekit.methods.arguments import Parts
 from tunekit.model.adapters import Task
 from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
@@ -30,7 +31,7 @@ from tunekit.run.prepare import FILES, STREAM_SKIPPED
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
@@ -85,25 +86,6 @@ def loads_bare_reference(plan: Plan) -> bool:
     return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
 
 
-class _Shared(TypedDict):
-    """What every method builds its trainer from."""
-
-    model: "Module"
-    tokenizer: "PreTrainedTokenizerBase"
-    checkpoints: Path
-    callbacks: "list[TrainerCallback]"
-    engine: dict[str, Any]
-
-
-class _Referring(TypedDict):
-    """What methods with a reference build theirs from besides."""
-
-    base: ModelSection
-    reference: "PreTrainedModel | None"
-    train_dataset: "Dataset"
-    eval_dataset: "Dataset | None"
-
-
 def build_trainer(
     run: Run,
     recipe: Recipe,
@@ -116,84 +98,48 @@ def build_trainer(
     place: Place,
 ) -> "Trainer":
     """The trainer of the recipe's method, around a model with its adapter."""
-    from tunekit.methods import sft
     from tunekit.methods.rewards.load import load_rewards
     from tunekit.run.engine import trainer_args
 
     folder, method = run.path / "data", recipe.method
-    numbers = (recipe.train, recipe.data, plan, schedule)
-    shared: _Shared = {
-        "model": model,
-        "tokenizer": tokenizer,
-        "checkpoints": run.path / "checkpoints",
-        "callbacks": callbacks,
-        "engine": trainer_args(plan),
-    }
     read = read_dataset if isinstance(method, SFTMethod) else read_rows
-    evaluated = read(folder / FILES["eval"]) if plan.data.num_eval else None
+    streams = recipe.data.streaming
+    parts = Parts(
+        train=recipe.train,
+        data=recipe.data,
+        plan=plan,
+        schedule=schedule,
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=_stream(folder, recipe, tokenizer, place) if streams else read(folder / FILES["train"]),
+        eval_dataset=read(folder / FILES["eval"]) if plan.data.num_eval else None,
+        checkpoints=run.path / "checkpoints",
+        callbacks=callbacks,
+        engine=trainer_args(plan),
+    )
     match method:
         case SFTMethod():
-            trained = _train_dataset(folder, recipe, tokenizer, place)
-            return sft.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+            return sft.build(method, parts)
         case DPOMethod() | KTOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            referring: _Referring = {
-                "base": plan.base,
-                "reference": load_policy(recipe, plan, device=plan.device.kind) if twice else None,
-                "train_dataset": read(folder / FILES["train"]),
-                "eval_dataset": evaluated,
-            }
+            reference = load_policy(recipe, plan, device=plan.device.kind) if twice else None
             if isinstance(method, KTOMethod):
-                return kto.build(method, *numbers, **referring, **shared)
-            return dpo.build(method, *numbers, **referring, **shared)
+                return kto.build(method, parts, reference=reference)
+            return dpo.build(method, parts, reference=reference)
         case ORPOMethod():
-            trained = read(folder / FILES["train"])
-            return orpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+            return orpo.build(method, parts)
         case CPOMethod():
-            trained = read(folder / FILES["train"])
-            return cpo.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+            return cpo.build(method, parts)
         case RewardMethod():
-            trained = read(folder / FILES["train"])
-            return reward.build(method, *numbers, train_dataset=trained, eval_dataset=evaluated, **shared)
+            return reward.build(method, parts)
         case GRPOMethod():
-            return grpo.build(
-                method,
-                *numbers,
-                base=plan.base,
-                rewards=load_rewards(method.rewards, device=plan.device.kind),
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
+            return grpo.build(method, parts, rewards=load_rewards(method.rewards, device=plan.device.kind))
         case RLOOMethod():
-            return rloo.build(
-                method,
-                *numbers,
-                base=plan.base,
-                rewards=load_rewards(method.rewards, device=plan.device.kind),
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
+            return rloo.build(method, parts, rewards=load_rewards(method.rewards, device=plan.device.kind))
         case DistillationMethod():
-            return distillation.build(
-                method,
-                *numbers,
-                base=plan.base,
-                teacher=load_teacher(method.teacher, plan),
-                train_dataset=read(folder / FILES["train"]),
-                eval_dataset=evaluated,
-                **shared,
-            )
-    raise NotImplementedError(method.type)
+            return distillation.build(method, parts, teacher=load_teacher(method.teacher, plan))
 
 
-def _train_dataset(
-    folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place
-) -> "Dataset | IterableDataset":
-    if not recipe.data.streaming:
-        return read_dataset(folder / FILES["train"])
-    from tunekit.methods import sft
-
+def _stream(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place) -> "IterableDataset":
     skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
     return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
