@@ -21,10 +21,7 @@ def room(method: CPOMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
-def build(
-    method: CPOMethod,
-    parts: Parts,
-) -> "CPOTrainer":
+def build(method: CPOMethod, parts: Parts) -> "CPOTrainer":
     """A trainer over preference pairs.
 
     Args:

@@ -55,12 +55,7 @@ def compute_under_autocast(trainer: "DistillationTrainer") -> None:
     trainer._compute_loss = computed
 
 
-def build(
-    method: DistillationMethod,
-    parts: Parts,
-    *,
-    teacher: "PreTrainedModel",
-) -> "DistillationTrainer":
+def build(method: DistillationMethod, parts: Parts, *, teacher: "PreTrainedModel") -> "DistillationTrainer":
     """A trainer over prompts.
 
     Args:

@@ -22,12 +22,7 @@ def room(method: DPOMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
-def build(
-    method: DPOMethod,
-    parts: Parts,
-    *,
-    reference: "PreTrainedModel | None",
-) -> "DPOTrainer":
+def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "DPOTrainer":
     """A trainer over preference pairs.
 
     Args:

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 room = prompt_room
 
 
-def build(
-    method: GRPOMethod,
-    parts: Parts,
-    *,
-    rewards: list[Callable[..., Any]],
-) -> "GRPOTrainer":
+def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]) -> "GRPOTrainer":
     """A trainer over prompts.
 
     Args:

@@ -29,12 +29,7 @@ def room(method: KTOMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
-def build(
-    method: KTOMethod,
-    parts: Parts,
-    *,
-    reference: "PreTrainedModel | None",
-) -> "KTOTrainer":
+def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "KTOTrainer":
     """A trainer over single answers.
 
     Args:

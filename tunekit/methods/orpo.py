@@ -20,10 +20,7 @@ def room(method: ORPOMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
-def build(
-    method: ORPOMethod,
-    parts: Parts,
-) -> "ORPOTrainer":
+def build(method: ORPOMethod, parts: Parts) -> "ORPOTrainer":
     """A trainer over preference pairs.
 
     Args:

@@ -23,10 +23,7 @@ def room(method: RewardMethod, data: DataSection) -> Room:
     return Room(max_length=data.max_length, max_prompt_length=data.max_length, cuts=False)
 
 
-def build(
-    method: RewardMethod,
-    parts: Parts,
-) -> "RewardTrainer":
+def build(method: RewardMethod, parts: Parts) -> "RewardTrainer":
     """A trainer over preference pairs.
 
     Args:

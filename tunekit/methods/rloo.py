@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 room = prompt_room
 
 
-def build(
-    method: RLOOMethod,
-    parts: Parts,
-    *,
-    rewards: list[Callable[..., Any]],
-) -> "RLOOTrainer":
+def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]) -> "RLOOTrainer":
     """A trainer over prompts.
 
     Args:

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from trl import SFTTrainer
 
 
-def build(
-    method: SFTMethod,
-    parts: Parts,
-) -> "SFTTrainer":
+def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
     """A trainer over token ids and labels.
 
     Args:
