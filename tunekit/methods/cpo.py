@@ -2,23 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.planner.passes import likelihood_weight
 from tunekit.recipe.methods import CPOMethod
-from tunekit.recipe.schema import DataSection
 
 LEARNER = Learner("cpo", ("preference",))
 """What it learns from."""
 
 if TYPE_CHECKING:
     from trl.experimental.cpo import CPOTrainer
-
-
-def room(method: CPOMethod, data: DataSection) -> Room:
-    """How long pairs may be: a prompt leaves room for one token of an answer at least; of none there is no mean."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
 def build(method: CPOMethod, parts: Parts) -> "CPOTrainer":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.learner import Learner
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import end_at_stop_texts, generation_arguments, prompt_room
+from tunekit.methods.generation import end_at_stop_texts, generation_arguments
 from tunekit.recipe.methods import DistillationMethod
 
 LEARNER = Learner("distillation", ("prompts",))
@@ -14,9 +14,6 @@ LEARNER = Learner("distillation", ("prompts",))
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import DistillationTrainer
-
-
-room = prompt_room
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase", path: str) -> None:

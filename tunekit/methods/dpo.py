@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import DPOMethod
-from tunekit.recipe.schema import DataSection
 
 LEARNER = Learner("dpo", ("preference",))
 """What it learns from."""
@@ -15,11 +13,6 @@ LEARNER = Learner("dpo", ("preference",))
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import DPOTrainer
-
-
-def room(method: DPOMethod, data: DataSection) -> Room:
-    """How long pairs may be: a prompt leaves room for one token of an answer at least, else TRL leaves the pair out."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
 def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "DPOTrainer":

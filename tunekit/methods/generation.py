@@ -12,18 +12,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.alignment import Room
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import OnPolicyMethod
 from tunekit.recipe.schema import DataSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
-
-
-def prompt_room(method: OnPolicyMethod, data: DataSection) -> Room:
-    """How long prompts may be: TRL cuts none, so that they leave room for the longest answer."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - method.max_completion_length)
 
 
 def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import end_at_stop_texts, generation_arguments, prompt_room, whole_groups
+from tunekit.methods.generation import end_at_stop_texts, generation_arguments, whole_groups
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import GRPOMethod
 
@@ -14,9 +14,6 @@ LEARNER = Learner("grpo", ("prompts",))
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-
-room = prompt_room
 
 
 def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]) -> "GRPOTrainer":

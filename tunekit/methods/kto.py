@@ -8,12 +8,11 @@ before training, and every epoch has the same order.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import KTOMethod
-from tunekit.recipe.schema import DataSection, TrainSection
+from tunekit.recipe.schema import TrainSection
 
 LEARNER = Learner("kto", ("unpaired_preference",))
 """What it learns from."""
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel
     from trl import KTOTrainer
-
-
-def room(method: KTOMethod, data: DataSection) -> Room:
-    """How long rows may be: a prompt leaves room for one token of an answer at least, else TRL leaves the row out."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
 def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "KTOTrainer":

@@ -2,22 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import ORPOMethod
-from tunekit.recipe.schema import DataSection
 
 LEARNER = Learner("orpo", ("preference",))
 """What it learns from."""
 
 if TYPE_CHECKING:
     from trl.experimental.orpo import ORPOTrainer
-
-
-def room(method: ORPOMethod, data: DataSection) -> Room:
-    """How long pairs may be: a prompt leaves room for one token of an answer at least; of none there is no mean."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length - 1)
 
 
 def build(method: ORPOMethod, parts: Parts) -> "ORPOTrainer":

@@ -5,22 +5,15 @@ The score is read at the last token that is no padding (transformers' models for
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.alignment import Room
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import RewardMethod
-from tunekit.recipe.schema import DataSection
 
 LEARNER = Learner("reward", ("preference",))
 """What it learns from."""
 
 if TYPE_CHECKING:
     from trl import RewardTrainer
-
-
-def room(method: RewardMethod, data: DataSection) -> Room:
-    """How long pairs may be: half an answer is not judged, so a pair with a longer one is left out, as TRL does."""
-    return Room(max_length=data.max_length, max_prompt_length=data.max_length, cuts=False)
 
 
 def build(method: RewardMethod, parts: Parts) -> "RewardTrainer":

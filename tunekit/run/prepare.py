@@ -15,21 +15,10 @@ from tunekit.data.remote import is_url, without_user
 from tunekit.data.report import DataReport
 from tunekit.data.rows import Skipped
 from tunekit.errors import DataError
-from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo
+from tunekit.methods import distillation
 from tunekit.model.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.methods import (
-    CPOMethod,
-    DistillationMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    Method,
-    ORPOMethod,
-    RewardedMethod,
-    RewardMethod,
-    RLOOMethod,
-)
+from tunekit.recipe.methods import DistillationMethod, KTOMethod, Method, OnPolicyMethod, RewardedMethod, RewardMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.rewards import JsonSchemaReward, ModelReward, Reward
 from tunekit.recipe.schema import DataSource, Recipe, Sources
@@ -203,24 +192,16 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
 
 
 def _room(recipe: Recipe) -> Room:
-    match recipe.method:
-        case DPOMethod() as method:
-            return dpo.room(method, recipe.data)
-        case KTOMethod() as method:
-            return kto.room(method, recipe.data)
-        case ORPOMethod() as method:
-            return orpo.room(method, recipe.data)
-        case CPOMethod() as method:
-            return cpo.room(method, recipe.data)
-        case RewardMethod() as method:
-            return reward.room(method, recipe.data)
-        case GRPOMethod() as method:
-            return grpo.room(method, recipe.data)
-        case RLOOMethod() as method:
-            return rloo.room(method, recipe.data)
-        case DistillationMethod() as method:
-            return distillation.room(method, recipe.data)
-    raise AssertionError(f"{recipe.method.type} has its rows tokenised by tunekit")
+    """How long rows may be."""
+    method, max_length = recipe.method, recipe.data.max_length
+    if isinstance(method, RewardMethod):
+        # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
+        return Room(max_length, max_length, cuts=False)
+    if isinstance(method, OnPolicyMethod):
+        # TRL cuts no prompt, so that each has to leave room for the longest answer.
+        return Room(max_length, max_length - method.max_completion_length)
+    # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
+    return Room(max_length, max_length - 1)
 
 
 def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
