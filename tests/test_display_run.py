@@ -25,13 +25,13 @@ DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "entropy": 1.5}
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    ("method", "row", "values", "begins"),
+    ("method", "row", "values", "begins", "of_training"),
     [
-        ("grpo", {"prompt": "a"}, GRPO, "reward 0.500  tokens 1234.5  cut off 25%  no signal 12%"),
-        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, DPO, "loss 0.0000  accuracy 75%  margin 0.500"),
+        ("grpo", {"prompt": "a"}, GRPO, "reward 0.500  tokens 1234.5  cut off 25%", "  no signal 12%"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, DPO, "loss 0.0000  accuracy 75%  margin 0.500", ""),
     ],
 )
-def test_a_step_is_told_in_a_line_that_fits(tmp_path, method, row, values, begins, width):
+def test_a_step_is_told_in_a_line_that_fits(tmp_path, method, row, values, begins, of_training, width):
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
     recipe = {"model": "pico", "data": {"train": str(tmp_path / "rows.jsonl")}, "method": method}
     plan = api.plan({**recipe, "train": {"max_steps": 3}, "output": {"dir": str(tmp_path / "run")}})
@@ -44,7 +44,7 @@ def test_a_step_is_told_in_a_line_that_fits(tmp_path, method, row, values, begin
         {"event": "eval", "step": 1, "eval_loss": -1e-9, **{f"eval_{name}": value for name, value in values.items()}}
     )
     log, held_out = written.getvalue().strip("\x00\n").splitlines()
-    assert log.startswith(f"step 1/3  {begins}")
-    assert held_out.startswith(f"step 1/3  eval {begins}")
+    assert log.startswith(f"step 1/3  {begins}{of_training}")
+    assert held_out.startswith(f"step 1/3  eval {begins}") and "no signal" not in held_out
     assert max(len(log), len(held_out)) <= width
     assert width == 80 or "tokens/s" in log

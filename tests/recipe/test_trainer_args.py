@@ -134,9 +134,7 @@ def test_families_of_arguments_are_refused_whole(name: str) -> None:
 def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     """Else the argument would be given twice, and the run would end in a traceback."""
     shared = ast.parse((METHODS / "arguments.py").read_text())
-    (arguments,) = (
-        node for node in ast.walk(shared) if isinstance(node, ast.FunctionDef) and node.name == "arguments"
-    )
+    (arguments,) = (node for node in ast.walk(shared) if isinstance(node, ast.FunctionDef) and node.name == "arguments")
     (returned,) = (node.value for node in ast.walk(arguments) if isinstance(node, ast.Return))
     assert isinstance(returned, ast.Dict)
     to_all = {key.value for key in returned.keys if isinstance(key, ast.Constant)}

@@ -139,7 +139,7 @@ def test_trls_config_takes_what_the_recipe_and_the_plan_say_of_generation(here, 
         sampling |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://there:8000"}
     asked = load_recipe(recipe(kind, generation={**sampling, "stop": ["END"]}, **others))
     plan = api.plan(recipe(kind)).model_copy(update={"vllm": vllm})
-    told = generation_arguments(asked.method, asked.data, plan, asked.model)
+    told = generation_arguments(asked.method, asked.data, plan)
     made = config(output_dir="unused", use_cpu=True, bf16=False, **told)
     assert (made.temperature, made.top_p, made.top_k, made.min_p, made.repetition_penalty) == (0.6, 0.9, 40, 0.05, 1.1)
     assert made.max_completion_length == 12 and made.use_vllm == (vllm is not None)

@@ -263,7 +263,7 @@ def test_doctor_names_the_rank_that_does_not_answer(tmp_path):
     until(ranks)
     (rank,) = ranks()
     # Once it has said that it is there.
-    until(lambda: rank.num_threads() > 1)
+    until(lambda: rank.num_threads() > 1 and rank.io_counters().write_count > 0)
     rank.suspend()
     _, words = doctor.communicate(timeout=PATIENCE_SECONDS)
     assert doctor.returncode == 2

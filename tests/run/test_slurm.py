@@ -15,6 +15,7 @@ from tests.processes import free_port, in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
 from tunekit.errors import PlanError, RunError
+from tunekit.recipe.load import load_recipe
 from tunekit.run.cluster import nodes_of, with_all_nodes
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
@@ -108,7 +109,7 @@ def recipe(tmp_path_factory):
 
 def _run(recipe, folder, *, num_nodes=1):
     nodes = nodes_of(None, num_nodes)
-    loaded = with_all_nodes(api.load_recipe(recipe, [f"output.dir={folder}"]), nodes)
+    loaded = with_all_nodes(load_recipe(recipe, [f"output.dir={folder}"]), nodes)
     return api.make_run(loaded, hardware=nodes), nodes
 
 
