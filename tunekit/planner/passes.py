@@ -167,7 +167,6 @@ def passes_of(
             return replace(found, teacher=teacher)
         case SFTMethod():
             return SFT
-    raise NotImplementedError(method.type)
 
 
 def _on_policy(
@@ -220,7 +219,7 @@ def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Ori
     if isinstance(method, DistillationMethod):
         choice = f"distillation, an answer of up to {method.max_completion_length} tokens"
         return choice, f"{method.teacher.path} says how likely each of its tokens is; the teacher is a second model"
-    raise NotImplementedError(method.type)
+    raise AssertionError(f"{method.type} needs no words: a row goes through the model once")
 
 
 _PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
