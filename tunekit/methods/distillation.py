@@ -65,11 +65,10 @@ def build(method: DistillationMethod, parts: Parts, *, teacher: "PreTrainedModel
 
     from tunekit.methods.order import GroupOrder
 
-    shared = parts.arguments()
     trainer = DistillationTrainer(
         teacher_model=teacher,
         args=DistillationConfig(
-            **shared,
+            **parts.arguments(),
             beta=method.beta,
             **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
         ),

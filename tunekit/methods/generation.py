@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tunekit.methods.arguments import Parts
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import OnPolicyMethod
+from tunekit.recipe.methods import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.schema import DataSection
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
         "vllm_gpu_memory_utilization": vllm.gpu_memory_utilization,
         "trust_remote_code": plan.base.trust_remote_code,
     }
+
+
+def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
+    """Arguments of every config of TRL's, for evaluations of whole groups."""
+    num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
+    plan = parts.plan
+    size = whole_groups(plan.micro_batch_size, num_generations, num_batches=plan.layout.num_batches)
+    return {**parts.arguments(), "per_device_eval_batch_size": size}
 
 
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.methods.generation import end_at_stop_texts, generation_arguments, whole_groups
+from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import RLOOMethod
 
@@ -29,15 +29,10 @@ def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
 
     from tunekit.methods.order import GroupOrder
 
-    shared = parts.arguments()
-    num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
-    shared["per_device_eval_batch_size"] = whole_groups(
-        parts.plan.micro_batch_size, num_generations, num_batches=parts.plan.layout.num_batches
-    )
     trainer = RLOOTrainer(
         reward_funcs=rewards,
         args=RLOOConfig(
-            **shared,
+            **arguments_in_groups(method, parts),
             num_generations=method.num_generations,
             # All answers of a step at once, and so many steps on them.
             steps_per_generation=parts.plan.gradient_accumulation_steps,
