@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from tunekit import api
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.run.callback import Watch
+from tunekit.run.heart import Heart
 from tunekit.run.place import Place
 from tunekit.run.record import Record
 from tunekit.run.worker import _build
@@ -73,7 +74,7 @@ def build(recipe: dict[str, Any]) -> Trainer:
     run = api.make_run(recipe)
     asked, plan, record = run.recipe, run.plan, Record(run, Place())
     assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    watch = Watch(record, Event(), full=isinstance(asked.adapter, FullAdapter))
+    watch = Watch(record, Heart(run, Place()), Event(), full=isinstance(asked.adapter, FullAdapter))
     watch.before_training = lambda: None
     trainer, _ = _build(run, record, watch, asked, plan, plan.schedule)
     return trainer

@@ -14,7 +14,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
 from tunekit.planner.machines import find_machine
 from tunekit.planner.resolve import resolve, setting_of
-from tunekit.recipe.schema import Optim
+from tunekit.recipe.train import Optim
 
 
 def names(machine, model=LLAMA_8B, **sections) -> list[str]:

@@ -29,7 +29,8 @@ from tunekit.planner.states import (
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.model import ModelSection
-from tunekit.recipe.schema import Optim, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import Optim
 from tunekit.run.worker import forget_overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,8 @@ from tunekit.recipe.methods import SFTMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.parse import plain_scalar, read_yaml
 from tunekit.recipe.places import MAPPING
-from tunekit.recipe.schema import DataSection, DataSource, OutputSection, Recipe, TrainSection
+from tunekit.recipe.schema import DataSection, DataSource, OutputSection, Recipe
+from tunekit.recipe.train import TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"
 ROOT = Path(__file__).parents[2]

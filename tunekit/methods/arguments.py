@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection, TrainSection
+from tunekit.recipe.schema import DataSection
+from tunekit.recipe.train import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -12,7 +12,7 @@ from tunekit.data.learner import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import KTOMethod
-from tunekit.recipe.schema import TrainSection
+from tunekit.recipe.train import TrainSection
 
 LEARNER = Learner("kto", ("unpaired_preference",))
 """What it learns from."""

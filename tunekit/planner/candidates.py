@@ -20,7 +20,9 @@ from tunekit.planner.reference import reference_of
 from tunekit.planner.vllm import why_not_in
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, RLOOMethod, SFTMethod
-from tunekit.recipe.schema import Optim, ParallelSection, Recipe
+from tunekit.recipe.parallel import ParallelSection
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import Optim
 
 SHARDED_OPTIMS: frozenset[Optim] = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that take a step on tensors divided by FSDP2 (DTensor), as they do on whole ones. Those of bitsandbytes

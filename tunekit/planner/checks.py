@@ -13,7 +13,8 @@ from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import OnPolicyMethod
-from tunekit.recipe.schema import LrSchedulerType, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import LrSchedulerType
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from tunekit.planner.facts import Facts
 from tunekit.planner.states import Dtype
-from tunekit.recipe.schema import OffloadDevice, Strategy
+from tunekit.recipe.parallel import OffloadDevice, Strategy
 
 
 class Layout(Facts):

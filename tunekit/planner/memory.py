@@ -32,7 +32,7 @@ from tunekit.planner.states import (
 )
 from tunekit.planner.zero import zero_kept, zero_needs
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.schema import Optim
+from tunekit.recipe.train import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
 """What a process holds besides these parts. On a CPU: the libraries, the tokenised rows and what the allocator keeps,

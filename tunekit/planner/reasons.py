@@ -25,7 +25,8 @@ from tunekit.recipe.methods import (
     RewardMethod,
     SFTMethod,
 )
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Optim, Recipe
+from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Recipe
+from tunekit.recipe.train import Optim
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""

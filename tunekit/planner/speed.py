@@ -29,7 +29,8 @@ from tunekit.planner.step import (
     seconds_of,
     unknown_link,
 )
-from tunekit.recipe.schema import Optim, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import Optim
 
 SIMILAR_SIZE = 2
 """How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tunekit.planner.facts import SCORE, ModelFacts, is_embedding, is_head, is_vision
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.schema import Optim
+from tunekit.recipe.train import Optim
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

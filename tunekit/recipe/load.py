@@ -24,8 +24,9 @@ from tunekit.recipe.overrides import Overrides, spell_out
 from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
-from tunekit.recipe.schema import NAME_PATTERN, ONE_LENGTH, Recipe
+from tunekit.recipe.schema import NAME_PATTERN, Recipe
 from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
+from tunekit.recipe.train import ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.recipe.wording import to_problems
 from tunekit.recipe.write import to_yaml

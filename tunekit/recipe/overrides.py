@@ -23,9 +23,10 @@ from tunekit.recipe.fields import (
 )
 from tunekit.recipe.parse import YAMLProblem, read_yaml
 from tunekit.recipe.places import COMMAND_LINE, Key, Places, Problem, dotted, undotted
-from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, ONE_LENGTH, DataSection, Recipe
+from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, DataSection, Recipe
 from tunekit.recipe.section import TAG, Section, from_word
 from tunekit.recipe.suggest import unknown_key
+from tunekit.recipe.train import ONE_LENGTH
 from tunekit.recipe.write import to_inline_yaml
 
 _POSITION = re.compile("[0-9]{1,9}")

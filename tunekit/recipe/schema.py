@@ -25,56 +25,13 @@ from tunekit.recipe.methods import (
 )
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.on_policy import conflicts_of_answers
+from tunekit.recipe.parallel import ParallelSection
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
+from tunekit.recipe.train import TrainSection
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""
-
-Optim = Literal[
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adafactor",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "ademamix",
-    "ademamix_8bit",
-    "adamw_8bit",
-    "adamw_bnb_8bit",
-    "lion_32bit",
-    "lion_8bit",
-    "paged_adamw_32bit",
-    "paged_adamw_8bit",
-    "paged_ademamix_32bit",
-    "paged_ademamix_8bit",
-    "paged_lion_32bit",
-    "paged_lion_8bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_32bit",
-    "rmsprop_bnb_8bit",
-]
-
-LrSchedulerType = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "warmup_stable_decay",
-]
-
-
-Strategy = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-"""How devices work together: one alone, torch's DistributedDataParallel, its `fully_shard`, DeepSpeed's ZeRO by
-its stage."""
-
-OffloadDevice = Literal["none", "cpu", "nvme"]
-"""Where something lies while the device does not need it: it stays, in main memory, or on a disk."""
 
 SourceFormat = Literal[
     "messages",
@@ -326,109 +283,6 @@ def _each(name: str, given: Sources) -> Iterator[tuple[Key, DataSource]]:
 
 DEFAULT_LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Peak learning rate by `adapter.type` where the recipe gives none."""
-
-
-ONE_LENGTH = ("num_epochs", "max_steps")
-"""The two ways to say how long to train: a recipe gives at most one of them."""
-
-
-class TrainSection(Section):
-    """The optimisation: how long, how fast, in which steps."""
-
-    num_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training rows; 1 if neither this nor `max_steps` is given."""
-
-    max_steps: Annotated[int, Field(gt=0)] | None = None
-    """Optimizer steps, instead of `num_epochs`."""
-
-    global_batch_size: Annotated[int, Field(gt=0)] = 16
-    """Sequences per optimizer step, over all devices and micro-batches: rows for sft, pairs for methods that learn from
-    pairs, answers for kto and for methods that let the model answer."""
-
-    micro_batch_size: Annotated[int, Field(gt=0)] | None = None
-    """The same per forward pass on one device. Left out, the plan takes the most that fits."""
-
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate. Left out: 2e-5 for full fine-tuning, 2e-4 for lora and qlora."""
-
-    lr_scheduler_type: LrSchedulerType = "cosine"
-    """Learning-rate schedule by its transformers name."""
-
-    warmup_steps: Annotated[float, Field(ge=0)] = 0.03
-    """Steps of linear warm-up; below 1, a share of all steps."""
-
-    optim: Optim = "adamw_torch_fused"
-    """Optimizer by its transformers name."""
-
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
-
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
-
-    gradient_checkpointing: Literal["auto"] | bool = "auto"
-    """Recompute activations in the backward pass to save memory. `auto`: only where they would not fit."""
-
-    seed: Annotated[int, Field(ge=0)] = 42
-    """Seed of adapter initialisation, row order and dropout."""
-
-    logging_steps: Annotated[int, Field(gt=0)] = 1
-    """Steps between two logged losses."""
-
-    eval_steps: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two evaluations. Left out: four evaluations a run. With rows to evaluate on, the run always
-    evaluates before the first and after the last step."""
-
-    save_steps: Annotated[int, Field(gt=0)] | None = None
-    """Steps between two checkpoints. Left out: four checkpoints a run. The last two are kept."""
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "TrainSection":
-        if self.num_epochs is not None and self.max_steps is not None:
-            raise ValueError("num_epochs and max_steps are both given; keep one of them")
-        return self
-
-
-class ParallelSection(Section):
-    """How the run is spread over devices, where the plan is not to choose by itself. Sizes have Accelerate's names."""
-
-    strategy: Literal["auto"] | Strategy = "auto"
-    """`single` (one device), `ddp`, `fsdp2`, or DeepSpeed's `zero1`, `zero2`, `zero3`. `auto`: the first that fits, in
-    the order of their cost; the plan says what ruled the others out."""
-
-    num_processes: Annotated[int, Field(gt=0)] | None = None
-    """Processes in all, one for each device. On a machine without accelerators they share the processor. Left out: as
-    many as there are accelerators for, and one without any."""
-
-    dp_shard_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide weights, gradients and optimizer states among them; groups of them hold a copy each (hybrid
-    shard). Left out: the plan chooses."""
-
-    tp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide the products of each layer (tensor parallel). Left out: the plan chooses."""
-
-    cp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide each sequence, in a ring (context parallel). Left out: the plan chooses."""
-
-    sp_size: Annotated[int, Field(gt=0)] | None = None
-    """Devices that divide each sequence, by heads (DeepSpeed's Ulysses). Left out: the plan chooses."""
-
-    reshard_after_forward: Literal["auto"] | bool = "auto"
-    """fsdp2: free a layer's weights after its forward pass, and gather them again for the backward pass. `auto`: where
-    they would not fit otherwise."""
-
-    offload_param_device: Literal["auto"] | OffloadDevice = "auto"
-    """Where the weights lie while they are not needed: `none` (on the device), `cpu` (in main memory) or `nvme` (zero3:
-    on a disk). `auto`: on the device, or else where they fit."""
-
-    offload_optimizer_device: Literal["auto"] | OffloadDevice = "auto"
-    """The same for gradients and optimizer states, which the processor then updates."""
-
-    nvme_path: Annotated[str | None, Field(min_length=1, json_schema_extra=EXPANDS_ENV)] = None
-    """Folder on a fast local disk, for what is offloaded to `nvme`. Without it nothing is."""
-
-    max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the processes are started again after one of them failed, each time from the last checkpoint."""
 
 
 class OutputSection(Section):

@@ -14,6 +14,7 @@ from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.answers import NUM_SHOWN, Answers
 from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
+from tunekit.run.heart import Heart
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
 from tunekit.run.timing import WINDOW_STEPS, Ranks, Timing
@@ -31,6 +32,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: Where events go, and the status that follows the steps.
+        heart: Where the process says at what it is.
         asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
@@ -40,8 +42,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     before_training: Callable[[], None]
     """What else is to be done with the model before the first step, when it is where it is trained."""
 
-    def __init__(self, record: Record, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
         self.record = record
+        self.heart = heart
         self.plan = record.run.plan
         self.asked_to_stop = asked_to_stop
         self.full = full
@@ -132,6 +135,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
+        self.heart.mark("step", state.global_step + 1)
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
@@ -141,6 +145,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
+        self.heart.mark("data")
         is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:

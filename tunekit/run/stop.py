@@ -3,15 +3,56 @@
 Schedulers send SIGUSR1 some time before they end a job, to any of its processes or to all.
 """
 
+import json
 import signal
 import threading
+import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from tunekit.run.run import Run
+
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+REQUEST = "stop.json"
+"""File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked.
+
+    Attributes:
+        now: Whether it is to end at once, rather than with a checkpoint after the step.
+        time: When, in seconds since the epoch.
+    """
+
+    now: bool
+    time: float
+
+
+def request(run: Run, *, now: bool) -> None:
+    """Ask a run to end."""
+    draft = run.path / f".{REQUEST}"
+    draft.write_text(json.dumps({"now": now, "time": time.time()}), encoding="utf-8")
+    draft.replace(run.path / REQUEST)
+
+
+def requested(run: Run) -> Request | None:
+    """What was asked of a run since it began or went on."""
+    try:
+        return Request(**json.loads((run.path / REQUEST).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def forget_request(run: Run) -> None:
+    """Take away what an earlier attempt was asked."""
+    (run.path / REQUEST).unlink(missing_ok=True)
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]

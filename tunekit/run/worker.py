@@ -18,13 +18,15 @@ from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DistillationMethod
-from tunekit.recipe.schema import Optim, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
 from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
 from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
+from tunekit.run.heart import Heart
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
@@ -61,8 +63,8 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     log = run.path / log_name(place)
     with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
         try:
-            with log.open("a", encoding="utf-8") as stream, library_words_to(stream):
-                _train(run, record, asked_to_stop)
+            with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
+                _train(run, record, heart, asked_to_stop)
         except BaseException as error:
             # Where all are interrupted, some end before others, who then see that and not their own interrupt.
             interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
@@ -94,14 +96,14 @@ def log_name(place: Place) -> str:
     return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, record: Record, asked_to_stop: Event) -> None:
+def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None:
     recipe, plan = run.recipe, run.plan
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(record, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    watch = Watch(record, heart, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
     try:
         join(plan, record.place)
         _load_train_save(run, record, watch, recipe, plan)
