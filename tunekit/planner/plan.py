@@ -70,6 +70,8 @@ class Schedule(Facts):
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""
     save_steps: int
+    save_together: int = 1
+    """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
 
 
 class Plan(Facts):
