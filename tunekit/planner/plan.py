@@ -12,6 +12,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
+from tunekit.planner.saving import Saving
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import VLLM
@@ -116,6 +117,8 @@ class Plan(Facts):
     data: DataFacts
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
+    saving: Saving = Saving()
+    """What is written to disk."""
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
