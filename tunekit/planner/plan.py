@@ -12,6 +12,7 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
+from tunekit.planner.saving import Saving
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import VLLM
@@ -70,6 +71,8 @@ class Schedule(Facts):
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""
     save_steps: int
+    save_together: int = 1
+    """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
 
 
 class Plan(Facts):
@@ -114,6 +117,8 @@ class Plan(Facts):
     data: DataFacts
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
+    saving: Saving = Saving()
+    """What is written to disk."""
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""

@@ -43,6 +43,7 @@ from tunekit.planner.reasons import (
 )
 from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.reference import reference_of
+from tunekit.planner.saving import saving_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
 from tunekit.planner.vllm import why_no_vllm, why_not_in
@@ -103,6 +104,7 @@ def resolve(
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
+    saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
     wait_bytes = longest_wait_bytes(model, num_trained)
@@ -131,6 +133,7 @@ def resolve(
         num_trainable_params=num_trained,
         data=data,
         schedule=schedule,
+        saving=saving,
         memory=found.memory,
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
@@ -235,6 +238,16 @@ class _Chosen:
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
+
+
+def _spare_bytes(setting: Setting, chosen: _Chosen) -> int | None:
+    """Main memory that each process may take besides what the plan needs of it; None where that is not known."""
+    memory, devices_per_node = chosen.fit.memory, chosen.candidate.devices_per_node
+    if setting.device.kind == "cpu":
+        return setting.limit_bytes(devices_per_node) - memory.total_bytes
+    if setting.host_limit_bytes is None:
+        return None
+    return (setting.host_limit_bytes - memory.host_bytes) // devices_per_node
 
 
 def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chosen, str]:

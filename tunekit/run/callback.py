@@ -12,7 +12,6 @@ from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.answers import NUM_SHOWN, Answers
-from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
 from tunekit.run.heart import Heart
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
@@ -209,13 +208,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written, once every process has done its part, and how the processes do."""
-        path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
-        self.trainer.accelerator.wait_for_everyone()
-        if self.record.place.is_main:
-            complete(path, self.plan, step=state.global_step)
+        """Stop the clock of saving, and say how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
-        self.record.write("checkpoint", step=state.global_step, path=str(path))
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
 

@@ -22,7 +22,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import newest_complete
+from tunekit.run.checkpoint import Newest, take_newest
 from tunekit.run.events import Listener
 from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
@@ -124,6 +124,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
+    from tunekit.run.saving import Saver
     from tunekit.run.stop import Stop
 
     began = time.time()
@@ -131,7 +132,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    newest = same_everywhere(newest_complete(run.path), record.place)
+    newest = same_everywhere(take_newest(run.path) if record.place.is_main else Newest(), record.place)
     if newest.path is not None:
         record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
 
@@ -146,6 +147,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         before_steps(trainer, plan)
 
     watch.before_training = look
+    saver = Saver(record, recipe.train, newest.best)
+    saver.attach(trainer)
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
