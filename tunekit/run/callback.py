@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -32,7 +31,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         record: Where events go, and the status that follows the steps.
         heart: Where the process says at what it is.
-        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
@@ -41,11 +39,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     before_training: Callable[[], None]
     """What else is to be done with the model before the first step, when it is where it is trained."""
 
-    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
         self.heart = heart
         self.plan = record.run.plan
-        self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
@@ -111,6 +108,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
 
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Say that weights are updated from here on."""
+        self.heart.mark("optimizer")
+
     def on_optimizer_step(
         self,
         args: "TrainingArguments",
@@ -134,7 +137,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
-        self.heart.mark("step", state.global_step + 1)
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
@@ -144,13 +146,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
-        self.heart.mark("data")
+        self.heart.mark("logging")
         is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
-        if self.asked_to_stop.is_set():
-            raise KeyboardInterrupt
 
     def on_log(
         self,
@@ -217,6 +217,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """What comes now is no step."""
+        self.heart.mark("ending")
         self.timing.mark()
 
     def on_result_saved(self) -> None:

@@ -230,7 +230,7 @@ def check_resumable(run: Run) -> Newest:
         status = run.status()
         raise RunError(
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
+            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
         )
     newest = newest_complete(run.path)
     why = run.plan.layout.why_not_resumed

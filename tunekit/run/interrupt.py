@@ -8,6 +8,7 @@ signals although the main thread does not return from C.
 """
 
 import _thread
+import contextlib
 import ctypes
 import functools
 import math
@@ -18,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,9 @@ from tunekit.run.stop import EXIT_CODES, Request, request, requested
 
 LISTEN_SECONDS = 0.5
 """How often the run folder is looked at for a wish of others."""
+
+SIGN_SECONDS = 10.0
+"""How often a process that supervises others shows that it lives."""
 
 MARGIN_SECONDS = 3.0
 """How long before it is killed a run has ended; a fifth of its time where that is less."""
@@ -58,6 +62,7 @@ class Wishes:
         grace_seconds: How long after SIGTERM the process is killed.
         tell: Called with each wish, in another thread.
         give_up: What to do, in another thread, where the process should have ended and does not.
+        signs: Whether it is this process that shows to other hosts that the run lives, by the time of its status.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Wishes:
         *,
         tell: Callable[[Request], None] | None = None,
         give_up: Callable[[], None] | None = None,
+        signs: bool = False,
     ) -> None:
         self.asked: Request | None = None
         """The first wish."""
@@ -84,6 +90,8 @@ class Wishes:
         self._grace_seconds = grace_seconds
         self._tell = tell
         self._give_up = give_up
+        self._signs = signs
+        self._signed = 0.0
         self._deadline = math.inf
         self._terminated = math.inf
         self._roused_by: int | None = None
@@ -99,6 +107,20 @@ class Wishes:
     def seconds_left(self) -> float:
         """How long the run may still take to end, infinite where nobody kills it."""
         return self._deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, a wish is waited for that another process follows."""
+        self.at_boundaries = True
+        try:
+            yield
+        finally:
+            self.at_boundaries = False
+
+    def end_now(self) -> None:
+        """Wish it from here: there is nothing left to wait for."""
+        if self.asked is not None:
+            self._take(Request(True, self.asked.by, None, time.time()))
 
     def check(self) -> None:
         """End here if that is wished and nothing is to be waited for.
@@ -183,12 +205,13 @@ class Wishes:
         while not self._ended.is_set():
             select.select([self._pipe[0]], [], [], LISTEN_SECONDS)
             self._drain()
-            known = self._known()
+            self._give_sign()
+            known = self.known
             heard = requested(self._run)
             if heard is not None:
                 self._take(heard)
             self._mind_time()
-            wish = self._known()
+            wish = self.known
             if wish is None:
                 continue
             if heard is None or (wish.now and not heard.now) or (heard.grace_seconds is None and self._is_timed):
@@ -204,7 +227,15 @@ class Wishes:
             if time.monotonic() - self._since_now > STUCK_SECONDS and self._give_up is not None:
                 self._give_up()
 
-    def _known(self) -> Request | None:
+    def _give_sign(self) -> None:
+        if self._signs and time.monotonic() - self._signed > SIGN_SECONDS:
+            self._signed = time.monotonic()
+            # A status that is just being replaced has a time of its own.
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._run.path / "status.json")
+
+    @property
+    def known(self) -> Request | None:
         """All that is wished."""
         with self._lock:
             if self.asked is None or not self.now:
@@ -221,7 +252,7 @@ class Wishes:
         needed = margin + (0 if self.is_saving else self.save_seconds)
         if self.asked is not None and not self.now and self.seconds_left < needed:
             self.is_late = True
-            self._take(Request(True, self.asked.by, None, time.time()))
+            self.end_now()
 
     def _rouse(self) -> None:
         """Have the main thread look, as a signal would."""
@@ -234,7 +265,7 @@ class Wishes:
 def before_a_run(signum: int, frame: FrameType | None) -> None:
     """Handle a signal while there is no run that could be stopped."""
     sign = signal.Signals(signum)
-    raise Stopped(f"stopped by {sign.name}", hint="there was no run yet", exit_code=EXIT_CODES[sign.name])
+    raise Stopped(f"interrupted by {sign.name}", hint=None, exit_code=EXIT_CODES[sign.name])
 
 
 def _is_free(sign: signal.Signals, handler: Any) -> bool:

@@ -73,7 +73,7 @@ def forget_request(run: Run) -> None:
 
 
 def _write(run: Run, text: str) -> None:
-    """Write the file over itself. Other hosts may go on seeing a file that was replaced, or none, for a minute (NFS)."""
+    """Write the file over itself: where one was replaced, other hosts may see the old one for a minute (NFS)."""
     file = os.open(run.path / REQUEST, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         os.pwrite(file, text.ljust(REQUEST_BYTES).encode(), 0)

@@ -8,11 +8,10 @@ import os
 import sys
 import time
 import traceback
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -23,19 +22,22 @@ from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
 from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import Newest, take_newest
+from tunekit.run.ending import Ending
 from tunekit.run.events import Listener
-from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
-from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.interrupt import Wishes
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
 from tunekit.run.place import Place, place_of
+from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import INTERRUPTED, Record, errors_of
+from tunekit.run.record import Record
 from tunekit.run.run import Run
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
+from tunekit.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -57,38 +59,32 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
+        Stopped: It was asked to end before it was done, and no supervisor says so.
     """
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
+    with Ending(record, supervised=supervised) as ending:
         try:
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
-                _train(run, record, heart, asked_to_stop)
+                has_stopped = _train(run, record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
-            # Where all are interrupted, some end before others, who then see that and not their own interrupt.
-            interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
+            interrupted = ending.is_due_to_a_wish(error)
             if not interrupted:
                 record.write_error(error)
             if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
                 with log.open("a", encoding="utf-8") as stream:
                     traceback.print_exc(file=stream)
+            if interrupted:
+                raise ending.stopped(at_a_boundary=False) from error
             if not supervised:
-                record.end(*_how_it_ended(run, None if interrupted else error))
-            if interrupted and not isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
+                kind = "" if isinstance(error, TunekitError) else f"{type(error).__name__}: "
+                record.end("failed", f"{kind}{error}")
             raise
-
-
-def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
-    """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
-    if isinstance(error, TunekitError):
-        return "failed", str(error)
-    if error is not None:
-        return "failed", f"{type(error).__name__}: {error}"
-    # A launcher ends the others with the same signals where one of them has failed.
-    told = errors_of(run)
-    return ("failed", f"rank {told[0]['rank']}: {told[0]['problem']}") if told else ("interrupted", INTERRUPTED)
+        if has_stopped:
+            stopped = ending.stopped(at_a_boundary=True)
+            if not supervised:
+                raise stopped
 
 
 def log_name(place: Place) -> str:
@@ -96,21 +92,30 @@ def log_name(place: Place) -> str:
     return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None:
+def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
     recipe, plan = run.recipe, run.plan
+    with Watchdog(record, heart, plan, supervised=supervised):
+        return _work(run, record, heart, wishes, recipe, plan)
+
+
+def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(record, heart, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
         join(plan, record.place)
-        _load_train_save(run, record, watch, recipe, plan)
+        has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
+        return has_stopped
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
+        lost = data_worker_problem(error, record.place)
+        if lost is not None:
+            raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
         problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
         if problem is None:
             raise
@@ -118,17 +123,21 @@ def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None
         raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
 
 
-def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
+def _load_train_save(
+    run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan
+) -> bool:
+    """Do all of it, and return whether it was left before its end."""
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.boundary import Boundary, EvaluationLeft
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
     from tunekit.run.saving import Saver
-    from tunekit.run.stop import Stop
 
     began = time.time()
     record.enter("loading")
+    watch.heart.mark("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
@@ -137,6 +146,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
 
     def look() -> None:
+        wishes.check()
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
@@ -149,20 +159,24 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     watch.before_training = look
     saver = Saver(record, recipe.train, newest.best)
     saver.attach(trainer)
-    stop = Stop()
-    if "SLURM_JOB_ID" in os.environ:
-        trainer.add_callback(stop)
-    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
-    if stop.is_early:
-        record.update_status(phase="queued", exit_reason="asked to make room")
-        record.write("phase", phase="queued")
-        return
-    if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
-        trainer.evaluate()
+    boundary = Boundary(plan, wishes, saver)
+    boundary.attach(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+        if boundary.has_ended():
+            return True
+        if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
+            trainer.evaluate()
+    except EvaluationLeft:
+        return True
     record.enter("saving")
+    watch.heart.mark("saving")
     save_model(trainer, plan, run.model_path)
     watch.on_result_saved()
-    _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
+    for prompt in prompts:
+        if boundary.has_ended():
+            return True
+        _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
     if record.place.is_main:
         tokenizer.save_pretrained(run.model_path)
         result = _summary(run, plan, watch, time.time() - began)
@@ -170,6 +184,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         write_card(run, result)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
+    return False
 
 
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
@@ -210,6 +225,7 @@ def _build(
     with loading(plan):
         device = weights_device(plan, record.place)
         model = load_adapted(recipe, plan, device=device)
+    layers = follow_layers(model, watch.heart)
     trainer = build_trainer(
         run,
         recipe,
@@ -225,6 +241,7 @@ def _build(
     keep_trained_in_float32(trainer.model)
     settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
+    follow(trainer, recipe.method, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
@@ -335,8 +352,8 @@ def main() -> None:
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
 
 
 if __name__ == "__main__":
