@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tunekit import errors
-from tunekit.errors import DataWorkerError, ExchangeError, HostLostError, RunError, StandstillError, Stopped, TunekitError
+from tunekit.errors import (
+    DataWorkerError,
+    ExchangeError,
+    HostLostError,
+    RunError,
+    StandstillError,
+    Stopped,
+    TunekitError,
+)
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.ending import phase_after, stopped, told_of
 from tunekit.run.events import Listener, read_events

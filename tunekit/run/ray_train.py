@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
-from tunekit.run.events import Listener, read_events
-from tunekit.run.place import Place
 from tunekit.run.ending import phase_after, stopped, told_of
+from tunekit.run.events import Listener, read_events
 from tunekit.run.interrupt import Wishes
+from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of, forget_errors
 from tunekit.run.run import Run
 from tunekit.run.stop import Request, forget_request, words_of
