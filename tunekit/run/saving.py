@@ -23,7 +23,8 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -74,6 +75,10 @@ READERS = 4
 
 FULL_BYTES = 2**20
 """With less than this free, a disk is full to those who write tensors."""
+
+
+SETTLE_SECONDS = 60
+"""How long a process that failed waits for the checkpoint that is being written."""
 
 
 @dataclass
@@ -140,7 +145,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def attach(self, trainer: "Trainer") -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
         self.trainer = trainer
-        self._group = None
+        self._group: distributed.ProcessGroup | None = None
         if distributed.is_initialized():
             # Of its own, since exchanges of a thread would come between those of the training.
             waits = timedelta(seconds=self.plan.timeout_seconds)
@@ -154,6 +159,19 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.plan.layout.strategy == "fsdp2":
             trainer._save_optimizer_and_scheduler = self._save_divided
         trainer.add_callback(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint that is being written be done where the training failed, but not where it is interrupted.
+
+        The other processes write their parts whatever this one has seen, unless they are gone, which ends it at once.
+        """
+        if self._saving is not None and kind is not None and issubclass(kind, Exception):
+            self._saving.done.wait(SETTLE_SECONDS)
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -269,7 +287,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             torch.save(self.trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _write_for_zero(self, write: Callable[[Any, str], None], state: Any, path: str) -> None:
-        """Write a file of DeepSpeed's, which its processes do between their exchanges: what goes wrong is told later."""
+        """Write a file of DeepSpeed's, as its processes do between their exchanges: what goes wrong is told later."""
         assert self._saving is not None
         if self.plan.saving.in_background:
             self._saving.writes.append(partial(write, self._copied(state), path))
@@ -281,7 +299,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if not self.plan.saving.in_background:
             return states
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: dict[str, T] = stager.stage({"states": states})
+        copied = cast("dict[str, T]", stager.stage({"states": states}))
         stager.close()
         return copied["states"]
 
@@ -304,7 +322,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         seen: list[str] = []
         self._keep(saving, lambda: seen.extend(files_in(made)))
-        self._keep(saving, lambda: [to_disk(made / name) for name in self._of_node(seen)] and None)
+        self._keep(saving, lambda: self._bring_to_disk(made, seen))
         told = self._tell_all(seen)
         files: dict[str, Written] = {}
         self._keep(saving, lambda: files.update(_read_back(made, _share(told, self.record.place.rank))))
@@ -316,10 +334,11 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             self._keep(saving, lambda: self._publish(saving, dict(sorted(all_files.items()))))
         self._hear_problem(saving)
 
-    def _of_node(self, names: list[str]) -> list[str]:
-        """The files that this process brings to the disk: on each node its processes share all of them."""
+    def _bring_to_disk(self, folder: Path, names: list[str]) -> None:
+        """Bring files to the disk: on each node its processes share all that were written there."""
         place = self.record.place
-        return names[place.local_rank :: place.num_local]
+        for name in names[place.local_rank :: place.num_local]:
+            to_disk(folder / name)
 
     def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
         recipe, data = self._of_run()

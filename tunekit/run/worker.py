@@ -152,7 +152,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
-    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+    with saver:
+        trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
     if stop.is_early:
         record.update_status(phase="queued", exit_reason="asked to make room")
         record.write("phase", phase="queued")
