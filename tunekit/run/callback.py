@@ -57,6 +57,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.ranks = Ranks(self.timing, self.trace)
         self.num_tokens = 0
         """Tokens trained on so far by all processes, padding not counted."""
+        self.num_tokens_before = 0
+        """Those before the checkpoint that the run goes on from."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
         events = record.run.events() if record.place.is_main else []
@@ -110,6 +112,16 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.before_training()
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
+
+    def go_on(self, num_tokens: int) -> None:
+        """Take over what was done before the checkpoint that the run goes on from, if it does.
+
+        Args:
+            num_tokens: Tokens that were trained on.
+        """
+        self.num_tokens = self.num_tokens_before = self._logged_tokens = num_tokens
+        evaluated = [logs["step"] for logs in self.trainer.state.log_history if "eval_loss" in logs]
+        self.evaluated_step = evaluated[-1] if evaluated else None
 
     def on_optimizer_step(
         self,

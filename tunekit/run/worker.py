@@ -21,6 +21,7 @@ from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
+from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import Newest, take_newest
 from tunekit.run.events import Listener
@@ -135,6 +136,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     newest = same_everywhere(take_newest(run.path) if record.place.is_main else Newest(), record.place)
     if newest.path is not None:
         record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+    carried = Carried(trainer, plan, record.place, newest.path)
 
     def look() -> None:
         after_wrapping(trainer, plan)
@@ -145,6 +147,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         if newest.path is None:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
+        carried.restore()
+        watch.go_on(carried.num_tokens)
 
     watch.before_training = look
     saver = Saver(record, recipe.train, newest.best)
@@ -306,7 +310,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
         "num_tokens": watch.num_tokens,
-        **rates(plan, watch.num_tokens, step_seconds),
+        **rates(plan, watch.num_tokens - watch.num_tokens_before, step_seconds),
         "step_seconds": step_seconds,
         "optimizer_seconds": timing.optimizer_seconds,
         "data_seconds": timing.data_seconds,
