@@ -242,7 +242,9 @@ IGNORED = ("training_args.bin", "manifest.json", "README.md", "result.json", "tr
 def _differing_files(one: Path, other: Path) -> Iterator[str]:
     import torch
 
-    names = [{file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} for folder in (one, other)]
+    names = [
+        {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} for folder in (one, other)
+    ]
     if names[0] != names[1]:
         yield f"files {sorted(names[0] ^ names[1])} are in one of them"
     for name in sorted(names[0] & names[1]):
@@ -312,7 +314,10 @@ CASES: tuple[Case, ...] = (
     Case("SFT full, not shuffled", data={"shuffle": False}, cuts=EVERYWHERE),
     Case("SFT full, gradient checkpointing", adapter=LORA, train={"gradient_checkpointing": True}),
     Case("SFT full, NEFTune", {"type": "sft", "trainer_args": {"neftune_noise_alpha": 5.0}}),
-    *(Case(f"SFT full, {optim}", train={"optim": optim}) for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit")),
+    *(
+        Case(f"SFT full, {optim}", train={"optim": optim})
+        for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit")
+    ),
     *(
         Case(f"SFT full, {kind}", train={"lr_scheduler_type": kind, "warmup_steps": 2})
         for kind in ("linear", "cosine_with_restarts", "inverse_sqrt", "polynomial")
@@ -349,17 +354,34 @@ CASES: tuple[Case, ...] = (
     Case("reward full", {"type": "reward"}, cuts=EVERYWHERE, data={"eval": True}),
     Case("reward LoRA", {"type": "reward"}, adapter=LORA),
     Case("GRPO full", GRPO, cuts=EVERYWHERE),
-    Case("GRPO LoRA, evaluated", GRPO, adapter="lora", cuts=(*EVERYWHERE, Cut(5)), data={"eval": True}, train={"eval_steps": 2}),
+    Case(
+        "GRPO LoRA, evaluated",
+        GRPO,
+        adapter="lora",
+        cuts=(*EVERYWHERE, Cut(5)),
+        data={"eval": True},
+        train={"eval_steps": 2},
+    ),
     Case("GRPO full, beta", {**GRPO, "beta": 0.1}),
-    Case("GRPO LoRA, two iterations", {**GRPO, "num_iterations": 2}, adapter="lora", train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))),
+    Case(
+        "GRPO LoRA, two iterations",
+        {**GRPO, "num_iterations": 2},
+        adapter="lora",
+        train={"save_steps": 2},
+        cuts=(Cut(3), Cut(4, "in")),
+    ),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=EVERYWHERE),
-    Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))),
+    Case(
+        "RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))
+    ),
     Case("distillation full", DISTILLATION, cuts=EVERYWHERE),
     Case("distillation LoRA", DISTILLATION, adapter=LORA, cuts=EVERYWHERE),
     Case("SFT full, DDP", parallel=DDP, cuts=EVERYWHERE, data={"eval": True}),
     Case("SFT LoRA, DDP, dropout", adapter=LORA, parallel=DDP, cuts=EVERYWHERE, data={"padding_free": False}),
-    Case("SFT full, DDP, packed", data={"packing": True}, train={"global_batch_size": 4}, parallel=DDP, cuts=EVERYWHERE),
+    Case(
+        "SFT full, DDP, packed", data={"packing": True}, train={"global_batch_size": 4}, parallel=DDP, cuts=EVERYWHERE
+    ),
     Case("SFT full, DDP, stream", data=STREAM, parallel=DDP, cuts=EVERYWHERE),
     Case("SFT full, DDP x4", parallel={"num_processes": 4, "strategy": "ddp"}, cuts=EVERYWHERE),
     Case("DPO LoRA, DDP", DPO, adapter="lora", parallel=DDP, cuts=EVERYWHERE),
@@ -369,11 +391,23 @@ CASES: tuple[Case, ...] = (
     Case("CPO LoRA, DDP", {"type": "cpo"}, adapter="lora", parallel=DDP),
     Case("reward full, DDP", {"type": "reward"}, parallel=DDP, cuts=EVERYWHERE),
     Case("GRPO LoRA, DDP", GRPO, adapter="lora", parallel=DDP, cuts=EVERYWHERE),
-    Case("GRPO LoRA, DDP, two iterations", {**GRPO, "num_iterations": 2}, adapter="lora", parallel=DDP, train={"save_steps": 2}, cuts=(Cut(3),)),
+    Case(
+        "GRPO LoRA, DDP, two iterations",
+        {**GRPO, "num_iterations": 2},
+        adapter="lora",
+        parallel=DDP,
+        train={"save_steps": 2},
+        cuts=(Cut(3),),
+    ),
     Case("RLOO LoRA, DDP", RLOO, adapter="lora", parallel=DDP),
     Case("distillation LoRA, DDP", DISTILLATION, adapter="lora", parallel=DDP),
     *(
-        Case(f"SFT {adapter}, {strategy}", adapter=adapter, parallel={"num_processes": 2, "strategy": strategy}, cuts=EVERYWHERE)
+        Case(
+            f"SFT {adapter}, {strategy}",
+            adapter=adapter,
+            parallel={"num_processes": 2, "strategy": strategy},
+            cuts=EVERYWHERE,
+        )
         for strategy in ("fsdp2", "zero1", "zero2", "zero3")
         for adapter in ("full", "lora")
     ),

@@ -123,6 +123,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         evaluated = [logs["step"] for logs in self.trainer.state.log_history if "eval_loss" in logs]
         self.evaluated_step = evaluated[-1] if evaluated else None
 
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Say that weights are updated from here on."""
+        self.heart.mark("optimizer")
+
     def on_optimizer_step(
         self,
         args: "TrainingArguments",
@@ -146,7 +152,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
-        self.heart.mark("step", state.global_step + 1)
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
@@ -156,7 +161,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
-        self.heart.mark("data")
+        self.heart.mark("logging")
         is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
@@ -229,6 +234,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """What comes now is no step."""
+        self.heart.mark("ending")
         self.timing.mark()
 
     def on_result_saved(self) -> None:
