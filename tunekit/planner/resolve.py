@@ -11,6 +11,7 @@ from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
     longest_wait_bytes,
+    patience_of,
     timeout_of,
     timeout_reasons,
 )
@@ -108,7 +109,9 @@ def resolve(
     saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
-    wait_bytes = longest_wait_bytes(model, num_trained)
+    wait_bytes, forced_timeout = longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
+    num_answers = found.micro_batch_size * found.gradient_accumulation_steps
+    patience = patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
     return Plan(
         recipe=recipe,
         origin=model.origin,
@@ -124,7 +127,8 @@ def resolve(
         micro_batch_size=found.micro_batch_size,
         gradient_accumulation_steps=found.gradient_accumulation_steps,
         environment=environment,
-        timeout_seconds=timeout_of(wait_bytes),
+        timeout_seconds=forced_timeout or timeout_of(wait_bytes),
+        patience_seconds=max(patience, forced_timeout or 0),
         vllm=setting.vllm(layout),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
@@ -158,7 +162,7 @@ def resolve(
             optimizer_reason(recipe),
             *deepspeed_reasons(layout, recipe.train.optim),
             *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
-            *timeout_reasons(layout, wait_bytes),
+            *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
             *saving_reasons(recipe, layout, schedule, saving, hardware),

@@ -52,7 +52,7 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
             "state_dict_type": "SHARDED_STATE_DICT",
         },
         "accelerator_config": accelerator,
-        "ddp_timeout": plan.timeout_seconds,
+        "ddp_timeout": plan.exchange_timeout_seconds,
         **_mesh(plan),
     }
 

@@ -32,12 +32,12 @@ def join(plan: Plan) -> None:
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__ or plan.device.kind == "cuda"
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if plan.device.kind == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.timeout_seconds), verbose=False)
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.exchange_timeout_seconds), verbose=False)
 
 
 def trainer_args(plan: Plan) -> dict[str, Any]:
     """Arguments of TRL's config that choose DeepSpeed and divide sequences."""
-    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.timeout_seconds}
+    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds}
     if plan.layout.sp_size > 1:
         args |= _ulysses(plan)
     return args
