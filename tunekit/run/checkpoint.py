@@ -363,6 +363,7 @@ def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
     for rank in range(num):
         name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
         yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
+        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
     if manifest.strategy.startswith("zero"):
         yield from _zero_state(manifest)
     elif manifest.strategy == "fsdp2":

@@ -53,6 +53,7 @@ from tunekit.run.checkpoint import (
     to_disk,
 )
 from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.heart import Heart
 from tunekit.run.prepare import FILES
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
@@ -117,12 +118,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: The run, and where events go.
+        heart: Where the process says at what it is.
         train: How many are kept, and by which measure the best is told.
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, train: TrainSection, best: Best | None) -> None:
+    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
         self.record = record
+        self.heart = heart
         self.run = record.run
         self.plan = record.run.plan
         self.train = train
@@ -244,6 +247,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, model: Any, trial: Any) -> None:
         """Make a checkpoint of the step that was taken, in place of `Trainer._save_checkpoint`."""
+        self.heart.mark("saving")
         self._finish()
         step = int(self.trainer.state.global_step)
         saving = self._saving = _Save(step, self.best, time.perf_counter())

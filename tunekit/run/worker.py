@@ -163,7 +163,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, recipe.train, newest.best)
+    saver = Saver(record, watch.heart, recipe.train, newest.best)
     saver.attach(trainer)
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
