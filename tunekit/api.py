@@ -24,7 +24,7 @@ from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
-from tunekit.run.origin import continued, read_recipe
+from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
@@ -287,6 +287,7 @@ def make_run(
         )
         run = Run.create(final)
         prepared.save(run.path / "data")
+        write_code(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})

@@ -23,6 +23,7 @@ from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.reasons import (
     adapter_reason,
+    code_reasons,
     communication_reasons,
     data_reasons,
     deepspeed_reasons,
@@ -147,6 +148,7 @@ def resolve(
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
             *origin_reasons(recipe, model),
+            *code_reasons(recipe),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),

@@ -39,6 +39,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tunekit.redact import without_secrets
+
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
@@ -62,7 +64,7 @@ class EventLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text."""
-        entry: Event = {"event": event, "time": round(time.time(), 3), **fields}
+        entry: Event = {"event": event, "time": round(time.time(), 3), **without_secrets(fields)}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n")
         if self.listener is not None:

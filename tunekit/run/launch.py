@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tunekit import errors
 from tunekit.errors import DataWorkerError, ExchangeError, HostLostError, RunError, StandstillError, TunekitError
+from tunekit.redact import redacting_pipe
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener, read_events
 from tunekit.run.group import LOG, Group
@@ -61,7 +62,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     def start() -> Iterator[Group]:
         with (
             (run.path / LOG).open("ab") as log,
-            Group(words, plan.environment, log, num=plan.layout.num_processes) as group,
+            redacting_pipe(log) as output,
+            Group(words, plan.environment, output, num=plan.layout.num_processes) as group,
         ):
             yield group
 

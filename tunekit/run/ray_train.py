@@ -14,6 +14,7 @@ from tunekit.run.events import Listener, read_events
 from tunekit.run.place import Place
 from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
@@ -35,7 +36,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
         DependencyError: Ray is not installed.
         TunekitError: The run failed, more often than it may be started again.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    send_nothing()
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, TrainingFailedError

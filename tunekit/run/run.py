@@ -9,6 +9,7 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    code.json      the code that comes with its models, where the recipe allows it, by SHA-256
     checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
@@ -29,6 +30,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
+from tunekit.redact import without_secrets
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.job import read_job, state_of
 from tunekit.run.measures import judged_by, rows_of, words_of
@@ -268,7 +270,7 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}.json"
-    draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
+    draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
 
 

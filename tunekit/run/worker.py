@@ -20,6 +20,7 @@ from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
+from tunekit.redact import Redacting
 from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
@@ -31,12 +32,14 @@ from tunekit.run.heart import Heart
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
+from tunekit.run.origin import check_run_code
 from tunekit.run.place import Place, place_of
 from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 from tunekit.run.watchdog import Watchdog
 
@@ -61,6 +64,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     Raises:
         TunekitError: Something that the user can mend went wrong.
     """
+    send_nothing_at_all()
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
@@ -75,7 +79,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
                 record.write_error(error)
             if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
                 with log.open("a", encoding="utf-8") as stream:
-                    traceback.print_exc(file=stream)
+                    traceback.print_exc(file=Redacting(stream))
             if not supervised:
                 record.end(*_how_it_ended(run, None if interrupted else error))
             if interrupted and not isinstance(error, KeyboardInterrupt):
@@ -134,6 +138,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.engine import after_wrapping, before_steps
+    from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
     from tunekit.run.saving import Saver
     from tunekit.run.stop import Stop
@@ -147,6 +152,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     newest = same_everywhere(take_newest(run.path) if record.place.is_main else Newest(), record.place)
     if newest.path is not None:
         record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+        check_states(newest.path)
     carried = Carried(trainer, plan, record.place, newest.path)
 
     def look() -> None:
@@ -218,6 +224,7 @@ def _build(
     run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
+    check_run_code(run)
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
@@ -344,6 +351,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
 
 def main() -> None:
     """Work as one of the processes of the run whose folder is the only argument."""
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     supervised = is_supervised()
     if supervised:
         follow_supervisor()
