@@ -1,4 +1,4 @@
-"""Runs to which something happens, and whether they go on as if it had not: what `benchmarks.faults` makes its cases of.
+"""Runs to which something happens, and whether they go on as if it had not: what the cases of `benchmarks.faults` are.
 
 Of each engine there are three runs from which all cases are copied: one that nothing happens to, which is what the
 others are compared with and from which it is learned what files a save writes; one that was cut off after its second
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import yaml
+from safetensors.numpy import load_file
 
-from benchmarks.injected import Fault, Happening, contents_of, go
+from benchmarks.injected import BALLAST, Fault, Happening, contents_of, go
 from tests.processes import PRELOADED
 from tests.tiny import save_chats, save_tiny_model
 
@@ -31,6 +35,17 @@ BROKEN_SAVE, BROKEN_STEP = 6, 5
 
 CASE_SECONDS = 120
 """How long a run of a case may take: many times what it takes."""
+
+DISK_BYTES = 64 << 20
+"""Size of a small disk."""
+
+CLOSE = 1e-5
+"""How far weights may be off where sums were made in another order."""
+
+NOTHING = "the fault did not happen"
+
+SAID = ("RunError", "ExchangeError", "HostLostError", "DataError", "PlanError")
+"""Errors that are for the user."""
 
 GONE_SECONDS = 20
 """How long processes have to be gone once the one that they follow is."""
@@ -90,6 +105,15 @@ class Case:
         damage: What is done to the files afterwards.
         begins: What it begins with: a run that is `made`, or that was `stopped` after its second checkpoint or `late`,
             after its third.
+        recipe: Changes to the recipe.
+        plan: Changes to the plan.
+        disk: What the run folder is on: a disk of its own that is `small`, one that can only be read (`read-only`), or
+            one of which that is true of the checkpoints once the fault says so (`turns read-only`).
+        says: What the error is to say, as regular expressions; without any, none is expected or the process is killed.
+        ends: How well the run ends, where it is to end in spite of all: with the `same` weights, with weights that are
+            `close` to them, as another order of sums makes them, or `finite`.
+        leaves_stacks: Whether it is to be found in the run folder what its processes were at.
+        within_seconds: How long the processes may take to end.
     """
 
     group: str
@@ -98,6 +122,13 @@ class Case:
     fault: Fault | None = None
     damage: Damage | None = None
     begins: str = "stopped"
+    recipe: tuple[str, ...] = ()
+    plan: tuple[tuple[str, Any], ...] = ()
+    disk: str = ""
+    says: tuple[str, ...] = ()
+    ends: str = ""
+    leaves_stacks: bool = False
+    within_seconds: float = CASE_SECONDS
 
 
 @dataclass
@@ -117,6 +148,8 @@ class Outcome:
     words: str = ""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    not_run: str = ""
+    """Why it did not happen here, where it did not."""
 
 
 class Place:
@@ -129,13 +162,43 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = folder / "run"
+        self._mounted: list[Path] = []
 
     @classmethod
-    def copied(cls, run: Path, folder: Path) -> "Place":
-        """A copy of a run, in a new folder."""
+    def copied(cls, run: Path, folder: Path, disk: str = "") -> "Place":
+        """A copy of a run, in a new folder.
+
+        Args:
+            run: The run.
+            folder: The folder.
+            disk: What the copy is on; see `Case`.
+        """
         place = cls(folder)
-        shutil.copytree(run, place.run)
+        place.run.mkdir(parents=True)
+        if disk:
+            place._mount("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder=place.run)
+        shutil.copytree(run, place.run, dirs_exist_ok=True)
+        if disk == "turns read-only":
+            place._mount("--bind", str(place.checkpoints), folder=place.checkpoints)
+        elif disk == "read-only":
+            _mount("-o", "remount,ro", str(place.run))
         return place
+
+    def _mount(self, *options: str, folder: Path) -> None:
+        _mount(*options, str(folder))
+        self._mounted.append(folder)
+
+    def mend_disk(self) -> None:
+        """Let there be room again, and let it be written."""
+        for folder in self._mounted:
+            _mount("-o", "remount,rw" + ",bind" * (folder == self.checkpoints), str(folder))
+        (self.run / BALLAST).unlink(missing_ok=True)
+
+    def unmount(self) -> None:
+        """Give back the disks."""
+        for folder in reversed(self._mounted):
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+        self._mounted.clear()
 
     def go(self, fault: Fault | None, *, resumes: bool, seconds: float = CASE_SECONDS) -> dict[str, Any] | None:
         """Begin the run or go on with it until all its processes are gone; how it ended, None where it was killed.
@@ -196,14 +259,24 @@ class Place:
         return phase
 
 
+def _mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
 def started(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A process forked from one that has imported the libraries."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "deepspeed", "tunekit.run.worker", "tunekit.run.callback", "tunekit.api"])
+    context.set_forkserver_preload(
+        [*PRELOADED, "deepspeed", "tunekit.run.worker", "tunekit.run.callback", "tunekit.api"]
+    )
     process = context.Process(target=function, args=args, kwargs=kwargs)
     process.start()
     return process
+
+
+Changes = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""Changes to a recipe and to a plan."""
 
 
 class Prepared:
@@ -213,18 +286,20 @@ class Prepared:
         engine: The engine.
         folder: Where they are to be.
         source: A folder with `model` and `rows.jsonl`.
+        changes: To the recipe and to the plan.
     """
 
-    def __init__(self, engine: Engine, folder: Path, source: Path) -> None:
+    def __init__(self, engine: Engine, folder: Path, source: Path, changes: "Changes" = ((), ())) -> None:
         self.engine = engine
         self.folder = folder
         self.source = source
+        self.changes = changes
 
     @cached_property
     def made(self) -> Path:
         """A run that is yet to be started."""
         place = Place(self.folder / "made")
-        process = started(_make, recipe_for(self.engine, self.source, place.run))
+        process = started(_make, recipe_for(self.engine, self.source, place.run), *self.changes)
         process.join()
         if process.exitcode:
             raise RuntimeError(f"no run of {self.engine.name} can be made")
@@ -294,10 +369,12 @@ def recipe_for(engine: Engine, source: Path, output: Path) -> dict[str, Any]:
     }
 
 
-def _make(recipe: dict[str, Any]) -> None:
+def _make(recipe: dict[str, Any], overrides: tuple[str, ...], planned: tuple[tuple[str, Any], ...]) -> None:
     from tunekit import api
 
-    api.make_run(recipe)
+    run = api.make_run(recipe, overrides)
+    file = run.path / "plan.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | dict(planned)))
 
 
 class Bench:
@@ -310,22 +387,37 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._num = 0
-        source = folder / "source"
-        process = started(_save_source, source)
+        self._source = folder / "source"
+        process = started(_save_source, self._source)
         process.join()
-        self.prepared = {name: Prepared(engine, folder / name, source) for name, engine in ENGINES.items()}
+        self._prepared: dict[tuple[str, Changes], Prepared] = {}
+
+    def prepared(self, engine: str, changes: Changes = ((), ())) -> Prepared:
+        """The runs of an engine."""
+        if (engine, changes) not in self._prepared:
+            folder = self.folder / "prepared" / str(len(self._prepared))
+            self._prepared[engine, changes] = Prepared(ENGINES[engine], folder, self._source, changes)
+        return self._prepared[engine, changes]
 
     def run(self, case: Case) -> Outcome:
         """Let a case happen, go on with the run, and see what came of it. The folder stays where it went wrong."""
         began = time.monotonic()
         self._num += 1
         outcome = Outcome()
-        prepared = self.prepared[case.engine]
-        place = Place.copied(prepared.run_for(case), self.folder / "cases" / str(self._num))
+        if case.disk and os.geteuid() != 0:
+            outcome.not_run = "only root can mount a disk"
+            return outcome
+        prepared = self.prepared(case.engine)
+        begin = self.prepared(case.engine, (case.recipe, case.plan)).run_for(case)
+        place = Place.copied(begin, self.folder / "cases" / str(self._num), case.disk)
         try:
             _judge(case, prepared, place, outcome)
         except TimeoutError as error:
             outcome.problems.append(str(error))
+        finally:
+            if outcome.problems and case.disk:
+                shutil.copytree(place.run, place.folder / "kept")
+            place.unmount()
         outcome.seconds = time.monotonic() - began
         if outcome.problems:
             (place.folder / "case.txt").write_text(f"{case}\n{outcome}\n")
@@ -341,11 +433,9 @@ def _save_source(folder: Path) -> None:
 
 
 def _judge(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> None:
-    mark = place.folder / "mark"
-    if case.fault is not None:
-        place.go(replace(case.fault, mark=str(mark)), resumes=case.begins != "made")
-        if not mark.exists():
-            outcome.problems.append("the fault did not happen")
+    if case.fault is not None or case.disk == "read-only":
+        _let_happen(case, prepared, place, outcome)
+        if case.ends or (outcome.problems and outcome.problems[0] == NOTHING):
             return
     whole = whole_in(place.checkpoints, prepared.files)
     aside: dict[str, dict[str, str]] = {}
@@ -360,9 +450,65 @@ def _judge(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> No
     was_finished = place.phase() == "finished"
     num_resumes = len(place.events("resume"))
     answer = place.go(None, resumes=True)
-    outcome.words = "killed" if answer is None else answer["kind"] or "finished"
+    outcome.words = outcome.words or ("killed" if answer is None else answer["kind"] or "finished")
     outcome.problems += list(_problems(prepared, place, outcome, answer, num_resumes, was_finished=was_finished))
     outcome.problems += list(_lost(place, whole, aside, outcome))
+
+
+def _let_happen(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> None:
+    """Let the fault happen, and see that it is told of as it is to be."""
+    mark, began = place.folder / "mark", time.monotonic()
+    fault = None if case.fault is None else replace(case.fault, mark=str(mark))
+    answer = place.go(fault, resumes=case.begins != "made")
+    seconds = time.monotonic() - began
+    if fault is not None and not mark.exists():
+        outcome.problems.append(NOTHING)
+        return
+    if seconds > case.within_seconds:
+        outcome.problems.append(f"it took {seconds:.0f} s to end instead of {case.within_seconds:.0f}")
+    if case.ends:
+        outcome.words = "finished"
+        outcome.problems += _misses(case, prepared, place, answer)
+    elif case.says:
+        told = {"kind": "nothing", "problem": "", "hint": None} if answer is None else answer
+        outcome.words = f"{told['kind']}: {told.get('problem', '')}"
+        said = f"{told.get('problem', '')}\n{told.get('hint', '')}"
+        missing = [pattern for pattern in case.says if not re.search(pattern, said)]
+        if missing or told["kind"] not in SAID or not told["hint"]:
+            outcome.problems.append(f"not said: {', '.join(missing) or 'what to do'}")
+    if case.leaves_stacks and not list(_stacks(place.run)):
+        outcome.problems.append("no stacks were left")
+    place.mend_disk()
+
+
+def _misses(case: Case, prepared: Prepared, place: Place, answer: dict[str, Any] | None) -> Iterator[str]:
+    """What a run lacks that was to end well."""
+    if answer is None or answer["kind"] is not None:
+        yield "killed" if answer is None else f"{answer['kind']}: {answer['problem']}"
+    elif case.ends == "same":
+        yield from differences(prepared.whole, place)
+    else:
+        wanted, found = (_weights(one.run / "model") for one in (prepared.whole, place))
+        if not all(np.isfinite(value).all() for value in found.values()):
+            yield "weights are not finite"
+        furthest = max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)
+        if case.ends == "close" and furthest > CLOSE:
+            yield f"weights are {furthest:.1g} off"
+        if case.ends == "finite" and furthest == 0:
+            yield "its weights are those of the run that nothing happened to"
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def _stacks(run: Path) -> Iterator[Path]:
+    """Files of a run folder in which stands what processes were at."""
+    for file in run.rglob("*"):
+        if file.is_file() and not {"checkpoints", "data", "model", "errors"} & set(file.relative_to(run).parts):
+            text = file.read_text(errors="replace")
+            if "injected.py" in text and "most recent call first" in text:
+                yield file
 
 
 def _problems(
@@ -381,7 +527,7 @@ def _problems(
     resumed = place.events("resume")[num_resumes:]
     outcome.resumed = resumed[0]["step"] if resumed else None
     if answer["kind"] is not None:
-        outcome.words = f"{answer['kind']}: {answer['problem']}"
+        outcome.words = outcome.words or f"{answer['kind']}: {answer['problem']}"
         explained = answer["kind"] == "RunError" and answer["hint"]
         if not explained:
             yield f"{answer['kind']}: {answer['problem']}"

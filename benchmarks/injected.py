@@ -2,13 +2,14 @@
 
 A run is begun or gone on with as by `tunekit train` and `tunekit resume`, with two differences that make a case last
 seconds: the process is forked from one that has imported the libraries already, and so are those that it supervises.
-They are patched before; in one of them a fault happens once, at one of PLACES or after something that is done to a file.
+They are patched before; in one of them a fault happens once, at one of PLACES or after something is done to a file.
 
 What is done to files is heard from the kernel (inotify), so that it does not matter who writes them, in Python, C++ or
 Rust: each call of a C function is followed by a look at what the kernel has to tell. So a process is killed before it
 does anything else.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -26,6 +27,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PLACES = ("starting", "loading", "data", "forward", "backward", "optimizer", "evaluation", "result", "finished")
 """Where a fault can happen, in the order in which a run passes them: `forward`, `backward` and `optimizer` when that is
 done, and the others when it begins."""
@@ -35,6 +38,9 @@ CREATE, CLOSE_WRITE, MOVED_FROM, MOVED_TO, DELETE, IS_FOLDER = 0x100, 0x8, 0x40,
 
 WORDS = {CREATE: "begun", CLOSE_WRITE: "written", MOVED_TO: "renamed", DELETE: "deleted"}
 """What can be done to a file, by its flag."""
+
+BALLAST = "ballast"
+"""File in a run folder that fills its disk."""
 
 NOT_WATCHED = ("data", "errors", "ranks", "logs")
 """Folders of a run folder in which nothing lies that it goes on from."""
@@ -83,9 +89,11 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
     """A worker of a supervisor's, forked from it rather than started anew. All else is as it was."""
 
     def _execute_child(self, *args: Any) -> None:
-        given = signature(subprocess.Popen._execute_child).bind(self, *args).arguments  # type: ignore[attr-defined]
+        given = signature(super()._execute_child).bind(*args).arguments  # type: ignore[misc]
         words = given["args"]
-        assert words[1:4] == ["-P", "-m", "tunekit.run.worker"], words
+        if words[1:4] != ["-P", "-m", "tunekit.run.worker"]:
+            super()._execute_child(*args)  # type: ignore[misc]
+            return
         pid = os.fork()
         if pid == 0:
             try:
@@ -219,7 +227,7 @@ class Injection:
             os.close(os.open(self.fault.mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return value
-        return _do(self.fault, value)
+        return _do(self.fault, self.folder, value)
 
     def _on_data(self, trainer: Any) -> None:
         self.step = trainer.state.global_step + 1
@@ -253,7 +261,7 @@ class Injection:
             self._happen()
 
 
-def _do(fault: Fault, value: Any) -> Any:
+def _do(fault: Fault, run: Path, value: Any) -> Any:
     """What happens; a loss that it happened to."""
     match fault.does:
         case "record":
@@ -274,9 +282,31 @@ def _do(fault: Fault, value: Any) -> Any:
             import torch
 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        case "fill the disk":
+            _fill(run / BALLAST)
+        case "make it read-only":
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(run / "checkpoints")], check=True)
+        case "kill a data worker":
+            _data_worker().kill()
+        case "stop a data worker":
+            _data_worker().suspend()
         case _:
             raise ValueError(fault.does)
     return value
+
+
+def _fill(ballast: Path) -> None:
+    """Leave no room on the disk of a file."""
+    with ballast.open("ab", buffering=0) as stream:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while stream.write(bytes(size)) == size:
+                    pass
+
+
+def _data_worker() -> psutil.Process:
+    """A process that reads rows for this one."""
+    return next(child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
 
 
 def _around(
