@@ -35,6 +35,9 @@ STREAM_SKIPPED = "stream_skipped.jsonl"
 FILES = {"train": "train.arrow", "eval": "eval.arrow"}
 """Files of the sequences in the data folder of a run, by split."""
 
+PLACES = "train_places.npz"
+"""File of where the rows that are trained on stand in their sources."""
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -58,6 +61,8 @@ class PreparedData:
         folder.mkdir()
         for split in self.splits[int(self.streaming) :]:
             split.prepared.link_to(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         (folder / "report.json").write_text(json.dumps(self.report.to_dict(), ensure_ascii=False), encoding="utf-8")
         (folder / "report.html").write_text(self.report.to_html(), encoding="utf-8")
         _save_skipped(folder, self.report.skipped)
@@ -78,6 +83,8 @@ class PreparedRows:
         folder.mkdir()
         for split in self.splits:
             split.save(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         _save_skipped(folder, self.skipped)
 
 

@@ -9,6 +9,7 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    left_out.json  steps that were not finite, and are left out whenever they come again
     checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
