@@ -62,13 +62,14 @@ class Places:
         import numpy as np
 
         with np.load(path) as kept:
-            return cls(tuple(kept["files"].tolist()), tuple(kept["units"].tolist()), kept["file"], kept["number"])
+            return cls(tuple(kept["files"].tolist()), tuple(kept["units"].tolist()), kept["in_file"], kept["number"])
 
     def save(self, path: Path) -> None:
         """Write them to an `.npz` file."""
         import numpy as np
 
-        np.savez(path, files=np.array(self.files), units=np.array(self.units), file=self.file, number=self.number)
+        files, units = np.array(self.files), np.array(self.units)
+        np.savez(path, files=files, units=units, in_file=self.file, number=self.number)
 
     def __getitem__(self, row: int) -> str:
         """Where a row stands: `chats.jsonl:17`, or `chats.parquet row 17`."""

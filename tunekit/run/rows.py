@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tunekit.methods.order import Order
 
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 """Tokens of a sequence that are shown."""
 
 NUM_CHARACTERS = 60
