@@ -17,7 +17,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
-from tunekit.probe.nodes import with_started
+from tunekit.probe.nodes import check_may_go_back, with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.run.bandwidth import Exchange, measure
@@ -214,6 +214,8 @@ def _resumable(
             f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
             hint="start as many, or leave it to `tunekit resume` alone",
         )
+    if started > 1:
+        check_may_go_back(found.recipe, "a launcher")
     if plan.num_nodes > 1 and started == 1 and not nodes:
         raise PlanError(f"{found.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
     if on_event is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
+from tunekit.planner.checks import check_recipe, check_retry, choose_attention, choose_dtype
 from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
@@ -84,6 +84,7 @@ def resolve(
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
+    check_retry(recipe, found.micro_batch_size)
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(

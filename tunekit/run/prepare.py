@@ -36,6 +36,9 @@ STREAM_SKIPPED = "stream_skipped.jsonl"
 FILES = {"train": "train.arrow", "eval": "eval.arrow"}
 """Files of the sequences in the data folder of a run, by split."""
 
+PLACES = "train_places.npz"
+"""File of where the rows that are trained on stand in their sources."""
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -59,6 +62,8 @@ class PreparedData:
         folder.mkdir()
         for split in self.splits[int(self.streaming) :]:
             split.prepared.link_to(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         (folder / "report.json").write_text(
             json.dumps(without_secrets(self.report.to_dict()), ensure_ascii=False), encoding="utf-8"
         )
@@ -81,6 +86,8 @@ class PreparedRows:
         folder.mkdir()
         for split in self.splits:
             split.save(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         _save_skipped(folder, self.skipped)
 
 

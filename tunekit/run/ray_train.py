@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
+from tunekit.probe.nodes import check_may_go_back
 from tunekit.run.events import Listener, read_events
 from tunekit.run.place import Place
 from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
@@ -46,6 +47,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     from tunekit.run.engine import backend_of
     from tunekit.run.launch import raised
 
+    check_may_go_back(run.recipe, "Ray")
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()

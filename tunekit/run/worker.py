@@ -12,7 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import DataWorkerError, ExchangeError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -205,7 +205,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
-    return RunError(
+    return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
     )
