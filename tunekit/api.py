@@ -15,6 +15,7 @@ from tunekit.methods.rewards.rows import check_rows
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.planner.storage import check_disk
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import check_may_go_back, with_started
@@ -28,6 +29,7 @@ from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
+from tunekit.run.room import free_bytes, place_of_run
 from tunekit.run.run import Run, find_run
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     recipe = continued(read_recipe(source, overrides)[0])
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
-    lookup.plan(recipe)
+    _check_disk(lookup.plan(recipe))
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
     return data.notes
@@ -254,6 +256,7 @@ def make_run(
     overrides: Sequence[str] = (),
     *,
     hardware: Hardware | None = None,
+    shares_disk: bool = True,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Plan, prepare the rows, and make the folder of a run that is yet to be started.
@@ -262,6 +265,7 @@ def make_run(
         source: The recipe.
         overrides: Changes to it.
         hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        shares_disk: Whether what it writes there is on this machine's disk too.
         on_event: Told how far the rows are, and the plan.
 
     Raises:
@@ -272,8 +276,10 @@ def make_run(
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
     _refuse_untrainable(recipe)
-    lookup = Lookup([None], probe_model, here=hardware)
-    lookup.plan(recipe)
+    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk)
+    planned = lookup.plan(recipe)
+    if shares_disk:
+        _check_disk(planned)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     _check_rewards(recipe, data)
     words = StringIO()
@@ -281,12 +287,14 @@ def make_run(
         prepared = _prepare(recipe, data, _progress_to(on_event))
         final = resolve(
             record(recipe, data),
-            lookup.hardware(None),
+            lookup.hardware_for(recipe),
             model,
             prepared.facts,
             lookup.records,
             lookup.teacher(recipe),
         )
+        if shares_disk:
+            _check_disk(final)
         run = Run.create(final)
         prepared.save(run.path / "data")
         write_code(run)
@@ -391,6 +399,12 @@ def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
     """Check that the rewards of a recipe can be had, and find in each row what they read there."""
     if isinstance(recipe.method, RewardedMethod):
         check_rows(recipe.method.rewards, (*data.train, *data.eval))
+
+
+def _check_disk(planned: Plan) -> None:
+    """Refuse a run for which there is no room where it would lie."""
+    place = place_of_run(planned.recipe)
+    check_disk(planned, free_bytes(place), str(place.absolute()))
 
 
 def _refuse_untrainable(recipe: Recipe) -> None:

@@ -48,6 +48,7 @@ from tunekit.planner.reference import reference_of
 from tunekit.planner.saving import saving_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
+from tunekit.planner.storage import saving_reasons
 from tunekit.planner.vllm import why_no_vllm, why_not_in
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -167,6 +168,7 @@ def resolve(
             *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
+            *saving_reasons(recipe, layout, schedule, saving, hardware),
             speed_reason(recipe.data, data, speed),
             *communication_reasons(speed),
             *_beyond_reasons(setting, chosen.candidate, speed),

@@ -24,7 +24,7 @@ from tunekit.redact import Redacting
 from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import Newest, take_newest
+from tunekit.run.checkpoint import Newest, publish_result, take_newest
 from tunekit.run.events import Listener
 from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem, same_everywhere
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
     from tunekit.run.callback import Watch
+    from tunekit.run.saving import Saver
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -140,7 +141,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
-    from tunekit.run.saving import Saver
+    from tunekit.run.saving import Saver, result_saved
     from tunekit.run.stop import Stop
 
     began = time.time()
@@ -168,7 +169,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, recipe.train, newest.best)
+    saver = Saver(record, watch.heart, recipe.train, newest.best)
     saver.attach(trainer)
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
@@ -183,14 +184,17 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         trainer.evaluate()
     record.enter("saving")
     watch.heart.mark("saving")
-    save_model(trainer, plan, run.model_path)
-    watch.on_result_saved()
-    _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
-    if record.place.is_main:
-        tokenizer.save_pretrained(run.model_path)
-        result = _summary(run, plan, watch, time.time() - began)
-        record.write("result", **result)
-        write_card(run, result)
+    draft = run.path / ".saving-model"
+    with result_saved(run, draft):
+        save_model(trainer, plan, draft)
+        watch.on_result_saved()
+        _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
+        if record.place.is_main:
+            tokenizer.save_pretrained(draft)
+            result = _summary(run, plan, watch, saver, time.time() - began)
+            write_card(run, result, draft)
+            publish_result(draft, run.model_path)
+            record.write("result", **result)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
 
@@ -315,7 +319,7 @@ def _sample(
     model.train(was_training)
 
 
-def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
+def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
     """What a user wants to know at the end, and what later plans learn from."""
     from tunekit.run.callback import rates
     from tunekit.run.memory import highest
@@ -338,6 +342,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "generation_seconds": timing.generation_seconds if timing.generates else None,
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
+        "checkpoints": saver.summary(),
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
