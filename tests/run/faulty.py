@@ -46,14 +46,14 @@ def faulty(*faults: Fault) -> Iterator[list[dict[str, Any]]]:
     original = TokenMeanSFTTrainer.compute_loss
 
     def compute_loss(self: Any, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        ids, positions = inputs["input_ids"].clone(), inputs.get("position_ids")
-        loss = original(self, model, inputs, *given, **named)
         if not self.model.training:
-            return loss
+            return original(self, model, inputs, *given, **named)
+        ids = inputs["input_ids"].clone()
         step, rank = self.state.global_step + 1, self.accelerator.process_index
         number = sum(one["step"] == step for one in seen)
-        digest = None if number else _digest(self)
-        seen.append({"step": step, "rank": rank, "texts": _texts(self, ids, positions), "digest": digest})
+        texts, digest = _texts(self, ids, inputs.get("position_ids")), None if number else _digest(self)
+        seen.append({"step": step, "rank": rank, "texts": texts, "digest": digest})
+        loss = original(self, model, inputs, *given, **named)
         for fault in faults:
             if (fault.step, fault.rank, fault.micro_batch) == (step, rank, number):
                 if fault.kind == "memory" and len(ids) > 1:
@@ -107,7 +107,8 @@ def _digest(trainer: Any) -> str:
     for one in held:
         if isinstance(one, torch.Tensor):
             local = one.to_local() if isinstance(one, torch.distributed.tensor.DTensor) else one
-            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            # A copy: FSDP2 cannot free what numpy has seen.
+            digest.update(local.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
