@@ -172,10 +172,8 @@ def code_reasons(recipe: Recipe) -> Iterator[Reason]:
     """Which code is run besides that of the libraries."""
     model = recipe.model
     if model.trust_remote_code:
-        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made, and no other"
-        yield Reason(
-            topic="code", choice=f"that which comes with the model, {at}", why="model.trust_remote_code is true"
-        )
+        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
+        yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:

@@ -36,7 +36,7 @@ ANSWER_SECONDS = 60
 BOUND_SECONDS = LOST_SECONDS + 5
 """After which time a cut is reported: the silence, the time to end what runs on the others, and some for slow hosts."""
 
-NAME = re.compile(r"(?:[^@\s-][^@\s]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")
+NAME = re.compile(r"(?:[\w.][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")
 """A host as it may be named: what ssh knows it by, with a user before it and a port behind it."""
 
 FORWARDED = ("GLOO_", "HF_", "NCCL_", "OMP_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")

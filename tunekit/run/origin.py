@@ -123,8 +123,16 @@ def check_run_code(run: Run) -> None:
     """See that the code of a run's models is what it was.
 
     Raises:
+        PlanError: The recipe of the run does not allow it.
         ModelError: It is not.
     """
+    found = [f"{dotted(one.key)}: {one.what}; {one.hint}" for one in _conflicts_of_code(run.recipe)]
+    if found:
+        raise PlanError("\n".join(found))
+    origin, base = origin_of(run.recipe.model), run.plan.base
+    asked = run.recipe.model if origin is None else origin.base
+    if base.trust_remote_code and (base.path, base.revision) != (asked.path, asked.revision):
+        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
     file = run.path / CODE
     known: dict[str, dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for key, section in _trusted(run):

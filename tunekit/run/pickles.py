@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tunekit.errors import RunError
+from tunekit.run.inside import is_inside
 
 if TYPE_CHECKING:
     pass
@@ -57,6 +58,8 @@ def check_states(checkpoint: Path) -> None:
     Raises:
         RunError: One cannot. It is named.
     """
+    if checkpoint.is_symlink():
+        raise _refused(checkpoint, "is a link out of the run")
     for file in sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.name != NEVER_READ):
         if file.name.endswith(TABLE):
             _check_table(file)
@@ -145,10 +148,10 @@ def _check_table(file: Path) -> None:
         table: Metadata = _TableUnpickler(stream).load()
     if not isinstance(table, Metadata) or not isinstance(table.storage_data, dict):
         raise _refused(file, "is no table of a checkpoint")
-    folder = file.parent.resolve()
+    folder = file.parent
     for index, stored in table.storage_data.items():
         part = folder / stored.relative_path
-        if not part.resolve().is_relative_to(folder) or part.suffix != PARTS or stored.transform_descriptors:
+        if not is_inside(part, folder) or part.suffix != PARTS or stored.transform_descriptors:
             raise _refused(file, f"names {stored.relative_path!r} as a part of the checkpoint")
         # Tensors are opened by torch as weights alone; what else there is, is not.
         if isinstance(table.state_dict_metadata.get(index.fqn), BytesStorageMetadata):

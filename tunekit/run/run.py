@@ -33,6 +33,7 @@ from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.events import FINAL_PHASES, Event, read_events
+from tunekit.run.inside import has_controls, is_inside
 from tunekit.run.job import read_job, state_of
 from tunekit.run.measures import judged_by, rows_of, words_of
 
@@ -220,10 +221,10 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first."""
+    """The runs in a folder, the newest first; not what is only linked to from there."""
     if not root.is_dir():
         return []
-    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file()]
+    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file() and is_inside(path, root)]
     return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
 
 
@@ -233,9 +234,15 @@ def find_run(name: str) -> Run:
     Raises:
         RunError: There is none.
     """
-    for path in (Path(name), RUNS / name):
-        if (path / "status.json").is_file():
-            return Run(path)
+    if not name or "\0" in name:
+        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+    if (Path(name) / "status.json").is_file():
+        return Run(name)
+    if (RUNS / name / "status.json").is_file() and Path(name).name == name:
+        if not is_inside(RUNS / name, RUNS):
+            where = (RUNS / name).resolve()
+            raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
+        return Run(RUNS / name)
     matching = [run for run in list_runs() if run.name.startswith(name)]
     if not matching:
         raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
@@ -245,6 +252,7 @@ def find_run(name: str) -> Run:
 def _new_folder(recipe: Recipe) -> Path:
     if recipe.output.dir is not None:
         path = Path(recipe.output.dir)
+        _check_free(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
         _make(path, exist_ok=True)
@@ -258,6 +266,16 @@ def _new_folder(recipe: Recipe) -> Path:
             continue
         return path
     raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
+
+
+def _check_free(path: Path) -> None:
+    """Refuse a run folder that is none of a run's own, whatever is in it."""
+    if has_controls(str(path)):
+        raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
+    if path.is_symlink():
+        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="name the folder that is meant")
+    if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
+        raise RunError(f"output.dir: {path} is no folder of a run's own", hint="name a new folder in it")
 
 
 def _make(path: Path, *, exist_ok: bool) -> None:
