@@ -242,7 +242,9 @@ IGNORED = ("training_args.bin", "manifest.json", "README.md", "result.json", "tr
 def _differing_files(one: Path, other: Path) -> Iterator[str]:
     import torch
 
-    names = [{file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} for folder in (one, other)]
+    names = [
+        {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()} for folder in (one, other)
+    ]
     if names[0] != names[1]:
         yield f"files {sorted(names[0] ^ names[1])} are in one of them"
     for name in sorted(names[0] & names[1]):
@@ -314,7 +316,10 @@ CASES: tuple[Case, ...] = (
     Case("SFT full, not shuffled", data={"shuffle": False}, cuts=TWICE),
     Case("SFT full, gradient checkpointing", adapter=LORA, train={"gradient_checkpointing": True}),
     Case("SFT full, NEFTune", {"type": "sft", "trainer_args": {"neftune_noise_alpha": 5.0}}),
-    *(Case(f"SFT full, {optim}", train={"optim": optim}) for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit")),
+    *(
+        Case(f"SFT full, {optim}", train={"optim": optim})
+        for optim in ("adafactor", "adamw_torch", "sgd", "ademamix", "adamw_8bit")
+    ),
     *(
         Case(f"SFT full, {kind}", train={"lr_scheduler_type": kind, "warmup_steps": 2})
         for kind in ("linear", "cosine_with_restarts", "inverse_sqrt", "polynomial")
@@ -351,12 +356,27 @@ CASES: tuple[Case, ...] = (
     Case("reward full", {"type": "reward"}, cuts=TWICE, data={"eval": True}),
     Case("reward LoRA", {"type": "reward"}, adapter=LORA),
     Case("GRPO full", GRPO, cuts=TWICE),
-    Case("GRPO LoRA, evaluated", GRPO, adapter="lora", cuts=(*EVERYWHERE, Cut(5)), data={"eval": True}, train={"eval_steps": 2}),
+    Case(
+        "GRPO LoRA, evaluated",
+        GRPO,
+        adapter="lora",
+        cuts=(*EVERYWHERE, Cut(5)),
+        data={"eval": True},
+        train={"eval_steps": 2},
+    ),
     Case("GRPO full, beta", {**GRPO, "beta": 0.1}),
-    Case("GRPO LoRA, two iterations", {**GRPO, "num_iterations": 2}, adapter="lora", train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))),
+    Case(
+        "GRPO LoRA, two iterations",
+        {**GRPO, "num_iterations": 2},
+        adapter="lora",
+        train={"save_steps": 2},
+        cuts=(Cut(3), Cut(4, "in")),
+    ),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=TWICE),
-    Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))),
+    Case(
+        "RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))
+    ),
     Case("distillation full", DISTILLATION, cuts=TWICE),
     Case("distillation LoRA", DISTILLATION, adapter=LORA, cuts=TWICE),
     Case("SFT full, DDP", parallel=DDP, cuts=TWICE, data={"eval": True}),
@@ -371,11 +391,23 @@ CASES: tuple[Case, ...] = (
     Case("CPO LoRA, DDP", {"type": "cpo"}, adapter="lora", parallel=DDP),
     Case("reward full, DDP", {"type": "reward"}, parallel=DDP, cuts=TWICE),
     Case("GRPO LoRA, DDP", GRPO, adapter="lora", parallel=DDP, cuts=TWICE),
-    Case("GRPO LoRA, DDP, two iterations", {**GRPO, "num_iterations": 2}, adapter="lora", parallel=DDP, train={"save_steps": 2}, cuts=(Cut(3),)),
+    Case(
+        "GRPO LoRA, DDP, two iterations",
+        {**GRPO, "num_iterations": 2},
+        adapter="lora",
+        parallel=DDP,
+        train={"save_steps": 2},
+        cuts=(Cut(3),),
+    ),
     Case("RLOO LoRA, DDP", RLOO, adapter="lora", parallel=DDP),
     Case("distillation LoRA, DDP", DISTILLATION, adapter="lora", parallel=DDP),
     *(
-        Case(f"SFT {adapter}, {strategy}", adapter=adapter, parallel={"num_processes": 2, "strategy": strategy}, cuts=TWICE)
+        Case(
+            f"SFT {adapter}, {strategy}",
+            adapter=adapter,
+            parallel={"num_processes": 2, "strategy": strategy},
+            cuts=TWICE,
+        )
         for strategy in ("fsdp2", "zero1", "zero2", "zero3")
         for adapter in ("full", "lora")
     ),

@@ -166,7 +166,9 @@ def soaked(
     """Train twice, once with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
     train = {"save_steps": SAVE_STEPS, "learning_rate": 1e-3}
-    case = Case("soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps)
+    case = Case(
+        "soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps
+    )
     recipes = [recipe_of(case, folder, name) for name in ("calm", "killed")]
     recipes[1]["parallel"] = {**parallel, "max_restarts": 1000}
     calm = Soak(recipes[0], folder, random.Random(seed))
@@ -225,7 +227,9 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if args.save:
-        text = f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {circumstances(args)}\n\n"
+        text = (
+            f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {circumstances(args)}\n\n"
+        )
         RESULTS.write_text(f"{text}{table}\n", encoding="utf-8")
     sys.exit(failed)
 

@@ -121,7 +121,9 @@ class Carried:
 
             load_model(trainer.ref_model, self.source / REFERENCE)
 
-    def _begin_where_it_was(self, num_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any) -> tuple[int, int]:
+    def _begin_where_it_was(
+        self, num_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any
+    ) -> tuple[int, int]:
         """The epoch to begin with, and its micro-batches that were trained on.
 
         By itself transformers goes on after the last step with another one, and takes everything that was read from a
