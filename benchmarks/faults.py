@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faulted import BROKEN_SAVE, BROKEN_STEP, ENGINES, Bench, Case, Damage, Engine, Outcome, Prepared
+from benchmarks.faulted import BROKEN_SAVE, BROKEN_STEP, ENGINES, EVAL_STEPS, Bench, Case, Damage, Engine, Outcome, Prepared
 from benchmarks.injected import Fault
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,8 @@ def _kills_in_phases(engine: Engine) -> Iterator[Case]:
     victims = _victims(engine)
     places = ["starting", "loading", "data", "forward", "backward", "optimizer", "evaluation", "result", "finished"]
     for number, at in enumerate(places):
-        step = BROKEN_STEP if at in ("data", "forward", "backward", "optimizer", "evaluation") else 0
+        step = BROKEN_STEP if at in ("data", "forward", "backward", "optimizer") else 0
+        step = EVAL_STEPS if at == "evaluation" else step
         chosen = victims if engine.adapter == "full" else [victims[number % len(victims)]]
         for who, does, rank in chosen:
             yield Case("phase", engine.name, f"{who} killed: {at}", Fault(does, at, rank, step))
