@@ -27,7 +27,7 @@ from benchmarks.injected import BALLAST, Fault, Happening, contents_of, go
 from tests.processes import PRELOADED
 from tests.tiny import save_chats, save_tiny_model
 
-STEPS, SAVE_STEPS, EVAL_STEPS = 8, 2, 5
+STEPS, SAVE_STEPS, EVAL_STEPS = 8, 2, 6
 """A run. At the end of its third save its first checkpoint is deleted, for two are kept."""
 
 BROKEN_SAVE, BROKEN_STEP = 6, 5
@@ -339,9 +339,10 @@ class Prepared:
     def _stopped(self, name: str, step: int) -> Path:
         place = Place.copied(self.made, self.folder / name)
         place.go(Fault("kill", "data", step=step, mark=str(place.folder / "mark")), resumes=False)
-        wanted = {step - 1, step - 1 - SAVE_STEPS}
-        if set(whole_in(place.checkpoints, self.files)) != wanted:
-            raise RuntimeError(f"{self.engine.name}: no checkpoints {wanted}; see {place.folder / 'output.txt'}")
+        wanted = {step - 1 - SAVE_STEPS, step - 1}
+        found = set(whole_in(place.checkpoints, self.files))
+        if found != wanted:
+            raise RuntimeError(f"{self.engine.name}: {found} instead of {wanted}; see {place.folder / 'output.txt'}")
         return place.run
 
     def run_for(self, case: Case) -> Path:
