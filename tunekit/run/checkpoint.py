@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
-from tunekit.run.events import FINAL_PHASES
-from tunekit.run.run import Run
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""
@@ -62,41 +59,17 @@ def newest_complete(run_folder: Path) -> Newest:
     found = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
     skipped: list[str] = []
     for step, folder in sorted(((step, folder) for step, folder in found if step is not None), reverse=True):
-        fault = _fault(folder)
+        fault = fault_of(folder, contents=False)
         if fault is None:
             return Newest(step, folder, tuple(skipped))
         skipped.append(f"{folder.name}: {fault}")
     return Newest(skipped=tuple(skipped))
 
 
-def check_resumable(run: Run) -> Newest:
-    """Where a run can be gone on with.
-
-    Raises:
-        RunError: It is finished or still alive, or has nothing to go on from, or its layout cannot.
-    """
-    state = run.state
-    if state == "finished":
-        raise RunError(f"{run.name} is finished", hint="`tunekit train` makes another run")
-    if state not in FINAL_PHASES and state != "died":
-        status = run.status()
-        raise RunError(
-            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
-        )
-    newest = newest_complete(run.path)
-    why = run.plan.layout.why_not_resumed
-    if why is not None:
-        raise RunError(
-            f"{run.name} has no checkpoints: {why}", hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
-        )
-    if newest.path is None:
-        skipped = "".join(f"; {words}" for words in newest.skipped)
-        raise RunError(
-            f"{run.name} has no complete checkpoint to go on from{skipped}",
-            hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}",
-        )
-    return newest
+def saved_by(folder: Path) -> tuple[str, int]:
+    """The strategy and the number of processes that wrote a checkpoint."""
+    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return str(manifest["strategy"]), int(manifest["num_processes"])
 
 
 def _step_of(folder: Path) -> int | None:
@@ -104,7 +77,7 @@ def _step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _fault(folder: Path) -> str | None:
+def fault_of(folder: Path, *, contents: bool) -> str | None:
     """What is wrong with a checkpoint, if anything is."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -22,9 +22,9 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
-from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.exchange import exchange_problem
+from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
 from tunekit.run.interrupt import remembered_interrupts
@@ -131,17 +131,18 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    newest = same_everywhere(newest_complete(run.path), record.place)
-    if newest.path is not None:
-        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+    start = start_of(run, record.place)
+    start.tell(record)
+    start.before_training(trainer, plan, record.place)
 
     def look() -> None:
+        start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
-        if newest.path is None:
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+        if not start.goes_on:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
 
@@ -149,7 +150,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
-    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+    trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop.is_early:
         record.update_status(phase="queued", exit_reason="asked to make room")
         record.write("phase", phase="queued")
