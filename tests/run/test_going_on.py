@@ -1,5 +1,6 @@
 """A run that is gone on with: longer, edited, from an earlier checkpoint, from its weights, in other processes."""
 
+import re
 import shutil
 
 import pytest
@@ -14,6 +15,7 @@ from tunekit import api
 from tunekit.errors import RunError
 from tunekit.recipe.load import reload_recipe
 from tunekit.resumption import resumed
+from tunekit.run import fingerprints
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.run import Run
 
@@ -169,14 +171,9 @@ def test_what_the_saved_state_overrides_is_what_is_refused(full, tmp_path):
         (values if section is None else values[section])[key] = 0.5
         (run.path / name).write_text(yaml.safe_dump(values))
     seen = []
-    trainer_of = work_with(run, lambda trainer: seen.extend(trainer.optimizer.param_groups))
-    assert trainer_of is None
+    worked(run.path, lambda trainer: seen.extend(trainer.optimizer.param_groups))
     assert {group["weight_decay"] for group in seen} == {0.0}
     assert [event["learning_rate"] for event in events(run, "log")][SHORT:] == [1e-3, 1e-3]
-
-
-def work_with(run, look):
-    return worked(run.path, look)
 
 
 def test_edits_in_the_recipe_file_and_on_the_command_line_take_effect(full, tmp_path):
@@ -191,3 +188,143 @@ def test_edits_in_the_recipe_file_and_on_the_command_line_take_effect(full, tmp_
     assert [event["step"] for event in events(run, "log")][SHORT:] == [6, 8]
     assert [event["step"] for event in events(run, "checkpoint")][2:] == [6, 8]
     assert reload_recipe(run.path / "recipe-1.yaml") == full.recipe
+
+
+def checkpoints(run):
+    return sorted(folder.name for folder in (run.path / "checkpoints").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", ["2", "checkpoint-2", "path"])
+def test_a_run_goes_back_to_a_checkpoint_and_the_later_ones_are_set_aside(name, full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    notes = said(run, from_=str(run.path / "checkpoints" / "checkpoint-2") if name == "path" else name)
+    assert notes[0] == "goes on from step 2 of 4"
+    assert notes[-1] == "set aside in checkpoints/aside-1: checkpoint-4"
+    assert (run.path / "checkpoints" / "aside-1" / "checkpoint-4" / "manifest.json").is_file()
+    if name == "path":
+        worked(run.path)
+        assert [event["step"] for event in events(run, "log")] == [1, 2, 3, 4, 3, 4]
+        torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+        notes = said(run, "train.max_steps=6", from_=str(run.path / "checkpoints" / "aside-1" / "checkpoint-4"))
+        assert notes[-1] == "set aside in checkpoints/aside-2: checkpoint-4"
+        assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_is_no_checkpoint_of_the_run_is_refused(full, short, tmp_path):
+    run = copied(full, tmp_path / "run")
+    (run.path / "checkpoints" / "checkpoint-9").symlink_to(short.path / "checkpoints" / "checkpoint-4")
+    for name in ("3", "../../model", "checkpoint-9", str(short.path / "checkpoints" / "checkpoint-4")):
+        with pytest.raises(RunError, match="run has no such checkpoint") as refused:
+            api.resume(run, from_=name)
+        assert "checkpoint-2, checkpoint-4" in refused.value.hint
+
+
+def without_optimizer(run, *steps):
+    for step in steps:
+        (run.path / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+
+
+def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_path):
+    run = copied(full, tmp_path / "run")
+    without_optimizer(run, 2, 4)
+    with pytest.raises(RunError, match=r"optimizer.pt is missing") as refused:
+        api.resume(run, from_="2")
+    assert "--from 2 --weights-only" in refused.value.hint
+    with pytest.raises(RunError, match="no complete checkpoint") as refused:
+        api.resume(run)
+    assert "--weights-only begins with those of checkpoint-4" in refused.value.hint
+    # Another run from these weights tells what is to come out.
+    other = recipe_for(folder, tmp_path / "other", scheduler="cosine", learning_rate=2e-3)
+    other = api.train(other | {"model": str(full.path / "checkpoints" / "checkpoint-2")})
+    (run.path / "errors").mkdir()
+    notes = said(run, "train.learning_rate=2e-3", from_="2", weights_only=True)
+    assert notes[0].startswith("begins anew with the weights of step 2, for 4 steps")
+    assert notes[1] == "takes effect: train.learning_rate 0.001 -> 0.002"
+    assert checkpoints(run) == []
+    worked(run.path)
+    assert losses(run) == losses(other)
+    torch.testing.assert_close(saved(run), saved(other), rtol=0, atol=0)
+    (event,) = events(run, "resume")
+    assert (event["step"], event["weights_only"]) == (0, True)
+    assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_began_with_weights_and_ended_early_begins_with_them_again(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    said(run, from_="2", weights_only=True)
+    run.update_status(phase="failed", exit_reason="the power is gone")
+    notes = said(run)
+    assert notes[0].startswith("begins anew with the weights of step 2")
+    assert (run.path / "checkpoints" / "aside-1" / "checkpoint-2").is_dir()
+
+
+def changed(run):
+    return fingerprints.changes(run, run.recipe)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model/model.safetensors", "model: .*model.safetensors has changed"),
+        ("model/config.json", "model: .*config.json has changed"),
+        ("model/tokenizer.json", "tokenizer: .*tokenizer.json has changed"),
+        ("rows.jsonl", "data.train: .*rows.jsonl has changed"),
+        ("run/data/train.arrow", "rows: data/train.arrow has changed"),
+    ],
+)
+def test_what_a_run_is_made_of_may_not_change(file, words, folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    shutil.copy(folder / "rows.jsonl", tmp_path)
+    run = api.make_run(recipe_for(tmp_path, "run"))
+    assert changed(run) == []
+    # The cache has the same file by another name.
+    held = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    (found,) = changed(run)
+    assert re.search(words, found)
+
+
+def test_a_changed_model_is_refused_by_its_name(full, tmp_path, folder):
+    run = copied(full, tmp_path / "run")
+    kept = (run.path / fingerprints.FINGERPRINTS).read_text()
+    model = str(folder / "model" / "model.safetensors")
+    digest = fingerprints.digest_of(folder / "model" / "model.safetensors")
+    (run.path / fingerprints.FINGERPRINTS).write_text(kept.replace(digest, "0" * 64))
+    with pytest.raises(RunError, match=f"model: {model} has changed") as refused:
+        api.resume(run, ["train.max_steps=8"])
+    assert "put back what it was" in refused.value.hint
+
+
+def test_rows_that_were_prepared_do_without_their_source_and_patterns_notice_more_files(folder, tmp_path):
+    recipe = recipe_for(folder, tmp_path / "run")
+    shutil.copy(folder / "rows.jsonl", tmp_path / "rows-1.jsonl")
+    run = api.make_run(recipe | {"data": {"train": str(tmp_path / "rows-*.jsonl"), "max_length": 64}})
+    assert changed(run) == []
+    shutil.copy(folder / "rows.jsonl", tmp_path / "rows-2.jsonl")
+    (found,) = changed(run)
+    assert "names other files than it did" in found
+    for file in tmp_path.glob("rows-*"):
+        file.unlink()
+    assert changed(run) == []
+
+
+def test_of_a_large_file_a_sample_is_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.truncate(fingerprints.WHOLE_BYTES + 10)
+    before = fingerprints.digest_of(file)
+    last = fingerprints.WHOLE_BYTES + 9
+    for place, is_seen in (
+        (0, True),
+        (fingerprints.HEAD_BYTES - 1, True),
+        (last, True),
+        (fingerprints.HEAD_BYTES, False),
+    ):
+        with file.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(b"x")
+        assert (fingerprints.digest_of(file) != before) == is_seen
+        with file.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(b"\0")

@@ -5,13 +5,12 @@ goes on with others of these would be another run, which no checkpoint tells.
 
 A file of up to 64 MiB is read wholly, so that any change of it is seen. Of a larger one its size, its beginning, where
 safetensors have all names and shapes, and 32 pieces of 64 KiB evenly spread over it are: weights that were trained
-since differ in each of these. Missed is a change of less, in place, of such a file; and rows at a URL or in a dataset of
-the hub, which are not looked at again.
+since differ in each of these. Missed is a smaller change in such a file that leaves its size; and rows at a URL or in a
+dataset of the hub, which are not looked at again.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def _found(run: Run) -> Iterator[Fingerprint]:
 
 def _of_files(what: str, files: Iterable[Path]) -> Iterator[Fingerprint]:
     for file in dict.fromkeys(files):
-        yield Fingerprint(what=what, path=os.path.abspath(file), digest=digest_of(file))
+        yield Fingerprint(what=what, path=str(Path.cwd() / file), digest=digest_of(file))
 
 
 def _models(recipe: Recipe) -> Iterator[tuple[str, ModelSection]]:

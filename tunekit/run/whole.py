@@ -50,12 +50,10 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
     names = ", ".join(folder.name for folder in whole) or "none"
     hint = f"there is {names}"
     folder = root / f"checkpoint-{name}" if name.isdigit() else root / name
-    if not folder.is_dir():
+    if "/" in name and Path(name).is_dir():
         folder = Path(name)
     folder = folder.resolve()
-    if not folder.is_relative_to(root) or steps_of(folder) < 0:
-        raise RunError(f"--from {name}: this is no checkpoint of {run.name}", hint=hint)
-    if not folder.is_dir():
+    if not folder.is_dir() or not folder.is_relative_to(root) or steps_of(folder) < 0:
         raise RunError(f"--from {name}: {run.name} has no such checkpoint", hint=hint)
     fault = weights_fault(folder) if weights_only else fault_of(folder, contents=True)
     if fault is None:
