@@ -66,5 +66,13 @@ class ExchangeError(RunError):
     """A process of a run waited in vain for another, whose own error says more if it left one."""
 
 
+class StandstillError(RunError):
+    """A process of a run stood still for longer than it may."""
+
+
+class DataWorkerError(RunError):
+    """A process that makes micro-batches for one of a run's ended too early."""
+
+
 class HostLostError(RunError):
     """A host of a run is silent, or what ran there was ended."""

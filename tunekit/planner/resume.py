@@ -6,6 +6,7 @@ from tunekit.planner.communication import Range
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Plan, Reason
 from tunekit.planner.reasons import optimizer_reason, schedule_of, speed_reason, steps_reason
+from tunekit.planner.saving import metric_of
 from tunekit.recipe.schema import Recipe
 
 WHOLE = ("single", "ddp")
@@ -61,8 +62,15 @@ def rescheduled(plan: Plan, recipe: Recipe) -> Plan:
             speed_reason(recipe.data, plan.data, speed),
         )
     }
-    reasons = tuple(changed.get(reason.topic, reason) for reason in plan.reasons)
-    return plan.model_copy(update={"recipe": recipe, "schedule": schedule, "speed": speed, "reasons": reasons})
+    metric, greater = metric_of(recipe, plan.data)
+    update = {
+        "recipe": recipe,
+        "schedule": schedule,
+        "saving": plan.saving.model_copy(update={"metric_for_best_model": metric, "greater_is_better": greater}),
+        "speed": speed,
+        "reasons": tuple(changed.get(reason.topic, reason) for reason in plan.reasons),
+    }
+    return plan.model_copy(update=update)
 
 
 def _times(of: Range | None, factor: float) -> Range | None:

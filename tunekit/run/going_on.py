@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.planner.plan import Plan
 from tunekit.planner.resume import WHOLE
-from tunekit.run.checkpoint import Newest, newest_complete, saved_by
+from tunekit.run.checkpoint import Best, Newest, manifest_of, take_newest
 from tunekit.run.continuation import read_continuation
 from tunekit.run.exchange import same_everywhere
 from tunekit.run.place import Place
@@ -52,6 +52,11 @@ class Start:
         """What the trainer goes on from."""
         return None if self.newest.path is None else str(self.newest.path)
 
+    def best(self, plan: Plan) -> Best | None:
+        """The best evaluation before, by the measure that the plan has now."""
+        best = self.newest.best
+        return best if best is not None and best.metric == plan.saving.metric_for_best_model else None
+
     def tell(self, record: Record) -> None:
         """Write where it starts, unless at the beginning."""
         if not self.goes_on:
@@ -84,7 +89,9 @@ class Start:
 
 def start_of(run: Run, place: Place) -> Start:
     """Where the training of a run starts, in the eyes of the main process; all call it together."""
-    newest, left = same_everywhere((newest_complete(run.path), read_continuation(run)), place)
+    newest, left = same_everywhere(
+        (take_newest(run.path) if place.is_main else Newest(), read_continuation(run)), place
+    )
     begun = None if left.weights is None else run.path / left.weights
     weights = begun if newest.path is None else None
     # Of a run that began with weights, a checkpoint has all that was changed then.
@@ -94,19 +101,16 @@ def start_of(run: Run, place: Place) -> Start:
 def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, place: Place) -> None:
     """Have a trainer take a checkpoint that was written by other processes than these."""
     assert newest.path is not None, "there is a checkpoint"
-    strategy, num_processes = saved_by(newest.path)
-    if num_processes != plan.layout.num_processes:
+    saved = manifest_of(newest.path)
+    if saved.num_processes != plan.layout.num_processes:
         seed = plan.recipe.train.seed
         trainer._load_rng_state = lambda checkpoint: _draw_afresh(seed, newest.step, place.rank)
-    if strategy == "fsdp2" and plan.layout.strategy in WHOLE:
+    if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
         trainer._load_from_checkpoint = lambda folder, model=None: _weights_of_parts(trainer.model, Path(folder))
         trainer._load_optimizer_and_scheduler = lambda folder: _states_of_parts(trainer, Path(folder))
-    if strategy in WHOLE and plan.layout.strategy == "fsdp2":
+    if saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
         trainer._load_from_checkpoint = lambda folder, model=None: _parts_of_weights(trainer.model, Path(folder))
         trainer._load_optimizer_and_scheduler = lambda folder: _parts_of_states(trainer, Path(folder))
-    if plan.schedule is not None and newest.step >= plan.schedule.num_steps:
-        # It would take the rest of the epoch in which its last step is (transformers 5.23).
-        trainer._run_epoch = lambda **_: None
 
 
 def _follow_plan(trainer: "Trainer") -> None:

@@ -13,20 +13,25 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tunekit import errors
-from tunekit.errors import ExchangeError, HostLostError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, HostLostError, RunError, StandstillError, TunekitError
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener, read_events
 from tunekit.run.group import LOG, Group
+from tunekit.run.heart import Beat, forget_beats
 from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.place import Place
 from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
 from tunekit.run.run import Run
+from tunekit.run.watchdog import Pulse
 
 POLL_SECONDS = 0.1
 """How often the other processes and their events are looked at."""
 
 SETTLE_SECONDS = 3
 """How long the others have to say what they saw, once one has failed."""
+
+FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
+"""Errors that another start may be free of. All others that have a hint are for the user to mend first."""
 
 
 def launch(run: Run, listener: Listener | None = None) -> None:
@@ -146,6 +151,7 @@ class _Supervisor:
 
     def _train_once(self) -> _Failure | None:
         forget_errors(self.run)
+        forget_beats(self.run)
         try:
             return self._end_of_all()
         except TunekitError as error:
@@ -154,17 +160,24 @@ class _Supervisor:
 
     def _end_of_all(self) -> _Failure | None:
         """Why processes ended too early, once all of them are gone."""
+        pulse = Pulse(self.run)
         with self.start() as group:
-            while None in (codes := group.codes()).values() and not any(codes.values()):
+            silent: list[Beat] = []
+            while None in (codes := group.codes()).values() and not any(codes.values()) and not silent:
                 self._hand_on()
                 group.wait(POLL_SECONDS)
-            if not any(codes.values()):
+                silent = pulse.silent([rank for rank, code in codes.items() if code is None])
+            if silent:
+                pulse.tell(silent)
+            elif not any(codes.values()):
                 return None
             # In the order in which they ended.
             ended = [rank for rank, code in codes.items() if code]
             group.wait(SETTLE_SECONDS)
             codes = group.codes()
             ended += [rank for rank, code in codes.items() if code and rank not in ended]
+            # One that ends by itself leaves the others alone too.
+            ended += [rank for rank, code in codes.items() if code == 0]
         return self._why({rank: codes[rank] or 0 for rank in ended}, [r for r, code in codes.items() if code is None])
 
     def _hand_on(self) -> None:
@@ -178,31 +191,32 @@ class _Supervisor:
         """Why a group failed.
 
         Args:
-            codes: Exit codes of the ranks that failed, in the order in which they ended.
+            codes: Exit codes of the ranks that ended, in the order in which they failed.
             silent: Ranks that were there to the last.
         """
         log = self.run.path / LOG
         errors = errors_of(self.run)
         told = next(iter(errors), None)
         if told is not None and told["kind"] != ExchangeError.__name__:
-            return _Failure(raised(told), is_the_users=told["traceback"] is None)
+            return _Failure(raised(told), is_the_users=told["traceback"] is None and told["kind"] not in FAULTS)
         # A process that said why it ends may crash on its way out, with the exchange it waited for still open.
         have_told = {words["rank"] for words in errors}
-        killed = [rank for rank, code in codes.items() if code < 0 and rank not in have_told]
-        # A process that was aborted often is one that saw another end.
-        for rank in sorted(killed, key=lambda r: codes[r] == -signal.SIGABRT):
-            return _Failure(_killed(rank, signal.Signals(-codes[rank]), f"see {log}"))
-        if told is not None:
-            not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
-            return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
-        rank, code = next(iter(codes.items()))
-        return _Failure(RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=f"see {log}"))
+        # One that was aborted often is one that saw another end.
+        wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
+        for rank in wordless:
+            return _Failure(_without_word(rank, codes[rank], f"see {log}"))
+        assert told is not None
+        not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+        return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
 
 
-def _killed(rank: int, sign: signal.Signals, hint: str) -> RunError:
-    if sign == signal.SIGKILL:
+def _without_word(rank: int, code: int, hint: str) -> RunError:
+    """What to say of a process that said nothing itself."""
+    if code >= 0:
+        return RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=hint)
+    if code == -signal.SIGKILL:
         hint = f"the system does this where main memory runs out, which its own log says; {hint}"
-    return RunError(f"rank {rank} was ended by {sign.name}", hint=hint)
+    return RunError(f"rank {rank} was ended by {signal.Signals(-code).name}", hint=hint)
 
 
 def raised(words: dict[str, Any]) -> Exception:

@@ -52,7 +52,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     trainer = TorchTrainer(
         _work,
         train_loop_config={"folder": str(folder)},
-        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.timeout_seconds),
+        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.exchange_timeout_seconds),
         scaling_config=_scaling(plan),
         run_config=RunConfig(
             name="ray",

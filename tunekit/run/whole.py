@@ -1,14 +1,12 @@
 """A checkpoint that is asked for by its name, or for its weights alone."""
 
-import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from tunekit.errors import RunError
-from tunekit.run.checkpoint import CHECKPOINTS, MANIFEST, fault_of
+from tunekit.run.checkpoint import CHECKPOINTS, as_written, fault_of, is_inside, manifest_of
 from tunekit.run.run import Run
 
 NAME = re.compile(r"checkpoint-(\d+)(\.bad(-\d+)?)?")
@@ -73,17 +71,16 @@ def newest_weights(run: Run) -> Found | None:
 
 
 def weights_fault(folder: Path) -> str | None:
-    """What is wrong with the weights of a checkpoint, if anything is."""
+    """What is wrong with the weights of a checkpoint, if anything is. All of them are read."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, int] = manifest["files"]
-    except (OSError, ValueError, KeyError):
+        files = manifest_of(folder).files
+    except (OSError, ValueError):
         return "it was not written to its end"
-    weights = {name: size for name, size in files.items() if any(fnmatch(name, pattern) for pattern in WEIGHTS)}
+    weights = [name for name in files if any(fnmatch(name, pattern) for pattern in WEIGHTS)]
     if not weights:
         return "it has no weights"
-    for name, size in weights.items():
+    for name in weights:
         file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
+        if not is_inside(folder, name) or not file.is_file() or as_written(file) != files[name]:
             return f"{name} is damaged"
     return None

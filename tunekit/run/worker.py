@@ -12,7 +12,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, RunError, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -21,9 +21,10 @@ from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
 from tunekit.run.card import write_card
+from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
 from tunekit.run.events import Listener
-from tunekit.run.exchange import exchange_problem
+from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem
 from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
@@ -31,11 +32,13 @@ from tunekit.run.interrupt import remembered_interrupts
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
 from tunekit.run.place import Place, place_of
+from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import INTERRUPTED, Record, errors_of
 from tunekit.run.run import Run
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
+from tunekit.run.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -64,7 +67,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
         try:
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
-                _train(run, record, heart, asked_to_stop)
+                _train(run, record, heart, asked_to_stop, supervised=supervised)
         except BaseException as error:
             # Where all are interrupted, some end before others, who then see that and not their own interrupt.
             interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
@@ -96,8 +99,13 @@ def log_name(place: Place) -> str:
     return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None:
+def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event, *, supervised: bool) -> None:
     recipe, plan = run.recipe, run.plan
+    with Watchdog(record, heart, plan, supervised=supervised):
+        _work(run, record, heart, asked_to_stop, recipe, plan)
+
+
+def _work(run: Run, record: Record, heart: Heart, asked_to_stop: Event, recipe: Recipe, plan: Plan) -> None:
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
     from tunekit.run.engine import join, leave
@@ -111,6 +119,9 @@ def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
+        lost = data_worker_problem(error, record.place)
+        if lost is not None:
+            raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
         problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
         if problem is None:
             raise
@@ -124,16 +135,19 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.save import save_model
+    from tunekit.run.saving import Saver
     from tunekit.run.stop import Stop
 
     began = time.time()
     record.enter("loading")
+    watch.heart.mark("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
     start = start_of(run, record.place)
     start.tell(record)
     start.before_training(trainer, plan, record.place)
+    carried = Carried(trainer, plan, record.place, start.newest.path)
 
     def look() -> None:
         start.once_placed(trainer, plan)
@@ -145,12 +159,17 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         if not start.goes_on:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
+        carried.restore()
+        watch.go_on(carried.num_tokens)
 
     watch.before_training = look
+    saver = Saver(record, recipe.train, start.best(plan))
+    saver.attach(trainer)
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
-    trainer.train(resume_from_checkpoint=start.checkpoint)
+    with saver:
+        trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop.is_early:
         record.update_status(phase="queued", exit_reason="asked to make room")
         record.write("phase", phase="queued")
@@ -158,6 +177,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
         trainer.evaluate()
     record.enter("saving")
+    watch.heart.mark("saving")
     save_model(trainer, plan, run.model_path)
     watch.on_result_saved()
     _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
@@ -208,6 +228,7 @@ def _build(
     with loading(plan):
         device = weights_device(plan, record.place)
         model = load_adapted(recipe, plan, device=device)
+    layers = follow_layers(model, watch.heart)
     trainer = build_trainer(
         run,
         recipe,
@@ -223,6 +244,7 @@ def _build(
     keep_trained_in_float32(trainer.model)
     settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
+    follow(trainer, recipe.method, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
@@ -303,7 +325,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
         "num_tokens": watch.num_tokens,
-        **rates(plan, watch.num_tokens, step_seconds),
+        **rates(plan, watch.num_tokens - watch.num_tokens_before, step_seconds),
         "step_seconds": step_seconds,
         "optimizer_seconds": timing.optimizer_seconds,
         "data_seconds": timing.data_seconds,
