@@ -13,7 +13,6 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping

@@ -15,27 +15,14 @@ What the model is decides what a checkpoint costs in steps: its bytes and the ti
 here is one of an accelerator.
 """
 
-import argparse
-import json
 import os
-import platform
-import statistics
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faulted import started
 from benchmarks.injected import Forked
-from tests.tiny import save_chats, save_tiny_model
-from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"

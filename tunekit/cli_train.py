@@ -110,12 +110,29 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
 def resume(
     run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
+    ] = False,
     nodes: NodesOption = None,
 ) -> None:
-    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
+    """Go on with a run that was interrupted, failed or died, or train a finished one further."""
     from tunekit import api
 
-    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
+    hosts = nodes.split(",") if nodes else None
+    _watch(
+        lambda on_event: api.resume(
+            run, overrides or [], from_=from_, weights_only=weights_only, nodes=hosts, on_event=on_event
+        ),
+        "the run",
+    )
 
 
 def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:

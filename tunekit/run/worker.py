@@ -24,9 +24,10 @@ from tunekit.redact import Redacting
 from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import Newest, publish_result, take_newest
+from tunekit.run.checkpoint import publish_result
 from tunekit.run.events import Listener
-from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem, same_everywhere
+from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem
+from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
 from tunekit.run.interrupt import remembered_interrupts
@@ -150,32 +151,35 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    newest = same_everywhere(take_newest(run.path) if record.place.is_main else Newest(), record.place)
-    if newest.path is not None:
-        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
-        check_states(newest.path)
-    carried = Carried(trainer, plan, record.place, newest.path)
+    start = start_of(run, record.place)
+    start.tell(record)
+    source = start.newest.path or start.weights
+    if source is not None:
+        check_states(source)
+    start.before_training(trainer, plan, record.place)
+    carried = Carried(trainer, plan, record.place, start.newest.path)
 
     def look() -> None:
+        start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
-        if newest.path is None:
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+        if not start.goes_on:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
         carried.restore()
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, watch.heart, recipe.train, newest.best)
+    saver = Saver(record, watch.heart, recipe.train, start.best(plan))
     saver.attach(trainer)
     stop = Stop()
     if "SLURM_JOB_ID" in os.environ:
         trainer.add_callback(stop)
     with saver:
-        trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+        trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop.is_early:
         record.update_status(phase="queued", exit_reason="asked to make room")
         record.write("phase", phase="queued")
