@@ -202,6 +202,27 @@ def resume(
     return found
 
 
+def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+
+    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        now: Whether it is to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+    """
+    from tunekit.run.stopping import stop_run
+
+    return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
+
+
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
     """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
     place = place_of()

@@ -1,7 +1,6 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
 from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -31,7 +30,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         record: Where events go, and the status that follows the steps.
         heart: Where the process says at what it is.
-        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
@@ -42,11 +40,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     guard: Guard
     """What sees steps that are not finite, from the first one on."""
 
-    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
         self.heart = heart
         self.plan = record.run.plan
-        self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
@@ -168,8 +165,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
-        if self.asked_to_stop.is_set():
-            raise KeyboardInterrupt
 
     def on_log(
         self,

@@ -27,6 +27,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
   weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
+- `stop`: the run is to end; `by` whom or which signal, whether `now`, and what becomes of it as `message`
 - `error`: `message`
 
 A step is told of twice where a run went on from a checkpoint before it: the later word counts.

@@ -15,9 +15,6 @@ from tunekit.run.run import Run
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
 
-INTERRUPTED = "interrupted by the user"
-"""Why a run ended that was interrupted."""
-
 
 class Record:
     """Writes events and status of a run in its main process, and in every process the error that ends it.

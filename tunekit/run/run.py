@@ -20,21 +20,22 @@ A `Run` only reads and writes this folder: it is the same from the process that 
 import html
 import json
 import os
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
+from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside
 from tunekit.run.job import read_job, state_of
+from tunekit.run.life import state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,10 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
+        """The phase; `died` where the processes or the cluster's job are gone and had not said that they were done.
+
+        `stuck` where the process that is to say so lives, and does not.
+        """
         status = self.status()
         phase = str(status["phase"])
         job = read_job(self.path)
@@ -130,9 +134,7 @@ class Run:
         # A job that was printed waits until somebody submits it.
         if phase in FINAL_PHASES or phase == "queued":
             return phase
-        # Of another machine, such as the first node of a job, nothing can be seen from here.
-        is_here = status.get("host", os.uname().nodename) == os.uname().nodename
-        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else phase
+        return state_of_processes(self.path, status)
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -288,18 +290,10 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
-    draft = path / f".status-{os.getpid()}.json"
+    draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
     draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
 
 
 def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "process_started": psutil.Process().create_time(), "host": os.uname().nodename}
-
-
-def _is_alive(pid: int, started: float) -> bool:
-    """Whether the process with this number is still the one that started then."""
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 1
-    except psutil.NoSuchProcess:
-        return False
+    return {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}

@@ -27,6 +27,7 @@ import psutil
 
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
+from tunekit.run.alive import is_alive
 from tunekit.run.heart import BEAT_SECONDS, Beat, Heart, beats_of, last_signs
 from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of
@@ -294,9 +295,8 @@ def ask_for_stacks(beats: Sequence[Beat]) -> None:
     for beat in beats:
         if beat.host == os.uname().nodename:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(beat.pid)
-                if abs(process.create_time() - beat.process_started) < 1:
-                    _ask(process)
+                if is_alive(beat.pid, beat.identity):
+                    _ask(psutil.Process(beat.pid))
 
 
 def ask_children() -> None:
