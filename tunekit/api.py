@@ -21,11 +21,12 @@ from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
+from tunekit.resumption import resumed
+from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
-from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
-from tunekit.run.origin import continued, read_recipe
+from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.quiet import library_words_to
@@ -169,25 +170,57 @@ def train(
 
 def resume(
     run: Run | str | Path,
+    overrides: Sequence[str] = (),
     *,
+    from_: str | None = None,
+    weights_only: bool = False,
     nodes: Sequence[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """Go on with a run that was interrupted, failed or died, in its folder and by its plan, and return it.
+    """Go on with a run that was interrupted, failed or died, or train a finished one further, and return it.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
+        overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
+        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
+        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
         nodes: Machines, named as for `launch`; this one where left out.
         on_event: Called with every event as it happens.
 
     Raises:
-        TunekitError: The run cannot be gone on with, or something that the user can mend went wrong again.
+        TunekitError: The run cannot be gone on with, or not so, or something that the user can mend went wrong again.
     """
+
+    def make() -> Run:
+        found = run if isinstance(run, Run) else find_run(str(run))
+        return resumed(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
+
     if not nodes:
-        return _start(lambda: _resumable(run, on_event), on_event)
-    found = _resumable(run, on_event, nodes)
+        return _start(make, on_event)
+    found = make()
     launch_on(found, nodes, on_event)
     return found
+
+
+def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+
+    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        now: Whether it is to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+    """
+    from tunekit.run.stopping import stop_run
+
+    return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
 
 
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
@@ -202,25 +235,6 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) ->
 
     launch(run, on_event)
     return run
-
-
-def _resumable(
-    run: Run | str | Path, on_event: Callable[[Event], None] | None, nodes: Sequence[str] | None = None
-) -> Run:
-    """A run that can be gone on with, by these processes, or on machines that are named."""
-    found = run if isinstance(run, Run) else find_run(str(run))
-    newest = check_resumable(found)
-    plan, started = found.plan, place_of().num_processes
-    if started not in (1, plan.layout.num_processes):
-        raise PlanError(
-            f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
-            hint="start as many, or leave it to `tunekit resume` alone",
-        )
-    if plan.num_nodes > 1 and started == 1 and not nodes:
-        raise PlanError(f"{found.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
-    if on_event is not None:
-        on_event({"event": "plan", "run": found, "plan": plan, "notes": [f"goes on from step {newest.step}"]})
-    return found
 
 
 def launch(
@@ -295,6 +309,8 @@ def make_run(
             _check_disk(final)
         run = Run.create(final)
         prepared.save(run.path / "data")
+        write_code(run)
+    fingerprints.record(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})

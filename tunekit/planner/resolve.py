@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
+from tunekit.planner.checks import check_recipe, check_retry, choose_attention, choose_dtype
 from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
@@ -23,6 +23,7 @@ from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.reasons import (
     adapter_reason,
+    code_reasons,
     communication_reasons,
     data_reasons,
     deepspeed_reasons,
@@ -84,6 +85,7 @@ def resolve(
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
+    check_retry(recipe, found.micro_batch_size)
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(
@@ -148,6 +150,7 @@ def resolve(
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
             *origin_reasons(recipe, model),
+            *code_reasons(recipe),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),

@@ -20,8 +20,6 @@ from pydantic import ValidationError
 
 from tunekit.errors import RunError
 from tunekit.planner.facts import Facts
-from tunekit.run.events import FINAL_PHASES
-from tunekit.run.run import Run
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""
@@ -229,36 +227,6 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
     return problems
 
 
-def check_resumable(run: Run) -> Newest:
-    """Where a run can be gone on with.
-
-    Raises:
-        RunError: It is finished or still alive, or has nothing to go on from, or its layout cannot.
-    """
-    state = run.state
-    if state == "finished":
-        raise RunError(f"{run.name} is finished", hint="`tunekit train` makes another run")
-    if state not in FINAL_PHASES and state != "died":
-        status = run.status()
-        raise RunError(
-            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
-        )
-    newest = newest_complete(run.path)
-    why = run.plan.layout.why_not_resumed
-    if why is not None:
-        raise RunError(
-            f"{run.name} has no checkpoints: {why}", hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
-        )
-    if newest.path is None:
-        skipped = "".join(f"; {words}" for words in newest.skipped)
-        raise RunError(
-            f"{run.name} has no complete checkpoint to go on from{skipped}",
-            hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}",
-        )
-    return newest
-
-
 def fault_of(folder: Path, *, contents: bool) -> str | None:
     """What is wrong with a checkpoint, if anything is.
 
@@ -317,7 +285,7 @@ def _set_aside(folder: Path) -> Path:
 def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Files that are not there as the manifest says."""
     for name, written in manifest.files.items():
-        if not _is_inside(folder, name):
+        if not is_inside(folder, name):
             yield f"{MANIFEST} names {name!r}, which is not in its folder"
         file = folder / name
         if not file.is_file():
@@ -326,7 +294,7 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} has {file.stat().st_size:,} bytes instead of {written.size:,}"
 
 
-def _is_inside(folder: Path, name: str) -> bool:
+def is_inside(folder: Path, name: str) -> bool:
     """Whether a name is one of a file in a folder, and no link is on the way to it."""
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
