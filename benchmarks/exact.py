@@ -13,7 +13,6 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,11 +20,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.processes import in_processes
+import yaml
+
+from tests.processes import PRELOADED, in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
+from tunekit.errors import TunekitError
 
 RESULTS = Path(__file__).parent / "results" / "exact.md"
+
+MODULES = (
+    "tunekit.run.worker",
+    "tunekit.run.callback",
+    "tunekit.run.engine",
+    "tunekit.run.saving",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+)
+"""What most of the processes import."""
 
 NUM_ROWS = 22
 BATCH = 8
@@ -78,6 +90,7 @@ class Case:
 
     @property
     def num_processes(self) -> int:
+        """Processes that it takes."""
         return int(self.parallel.get("num_processes", 1))
 
 
@@ -138,6 +151,14 @@ def recipe_of(case: Case, folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def force(plan: Path, changes: Mapping[str, Any]) -> None:
+    """Change a plan, and in its sections what is given of them."""
+    values = yaml.safe_load(plan.read_text(encoding="utf-8"))
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
 def attempt(folder: str, cut: Cut | None) -> None:
     """Work on a run as one of its processes, up to a cut if there is one."""
     if os.environ.get("WORLD_SIZE") == "1":
@@ -183,6 +204,7 @@ class Outcome:
 
     @property
     def is_exact(self) -> bool:
+        """Whether nothing differs."""
         return not self.differences
 
 
@@ -195,7 +217,8 @@ def played(case: Case, folder: Path) -> Outcome:
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
     runs = []
     for kind, cuts in (("calm", ()), ("cut", case.cuts)):
-        run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}"), **case.plan))
+        run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}")))
+        force(run.path / "plan.yaml", case.plan)
         for cut in (*cuts, None):
             if case.apart:
                 in_processes(case.num_processes, attempt, str(run.path), cut)
@@ -235,7 +258,7 @@ def _logged(run: Any) -> dict[str, dict[int, Any]]:
     return dict(sorted(found.items()))
 
 
-IGNORED = ("training_args.bin", "manifest.json", "README.md", "result.json", "trainer_state.json")
+IGNORED = ("training_args.bin", "manifest.json", "README.md", "trainer_state.json", "recipe.yaml", "plan.yaml")
 """Files of a checkpoint or a result that hold paths and times besides; what is logged is compared elsewhere."""
 
 
@@ -282,9 +305,8 @@ def _unlike(one: Any, other: Any, where: str) -> Iterator[str]:
             yield where
         for place, (this, that) in enumerate(zip(one, other, strict=False)):
             yield from _unlike(this, that, f"{where}/{place}")
-    elif isinstance(one, int | float | str | bytes | bool | None):
-        if one != other:
-            yield f"{where} ({one} and {other})"
+    elif one != other:
+        yield f"{where} ({one} and {other})"
 
 
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
@@ -301,6 +323,14 @@ EVERYWHERE = (Cut(1, "in"), Cut(3), Cut(4, "in"))
 """Within an accumulation, at the end of the first epoch, and in the middle of the second."""
 TWICE = (Cut(1, "in"), Cut(3))
 """The first two of them."""
+
+WITHIN: dict[str, Any] = {
+    "train": {"save_steps": 2},
+    "plan": {"schedule": {"save_steps": 1}},
+    "cuts": (Cut(1), Cut(3, "in")),
+    "steps": 4,
+}
+"""A run that is cut off between the steps that are taken on the same answers."""
 
 CASES: tuple[Case, ...] = (
     Case("SFT full", cuts=TWICE, data={"eval": True}, train={"eval_steps": 2}),
@@ -369,14 +399,11 @@ CASES: tuple[Case, ...] = (
         "GRPO LoRA, two iterations",
         {**GRPO, "num_iterations": 2},
         adapter="lora",
-        train={"save_steps": 2},
-        cuts=(Cut(3), Cut(4, "in")),
+        **WITHIN,
     ),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=TWICE),
-    Case(
-        "RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))
-    ),
+    Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, **WITHIN),
     Case("distillation full", DISTILLATION, cuts=TWICE),
     Case("distillation LoRA", DISTILLATION, adapter=LORA, cuts=TWICE),
     Case("SFT full, DDP", parallel=DDP, cuts=TWICE, data={"eval": True}),
@@ -396,8 +423,7 @@ CASES: tuple[Case, ...] = (
         {**GRPO, "num_iterations": 2},
         adapter="lora",
         parallel=DDP,
-        train={"save_steps": 2},
-        cuts=(Cut(3),),
+        **WITHIN,
     ),
     Case("RLOO LoRA, DDP", RLOO, adapter="lora", parallel=DDP),
     Case("distillation LoRA, DDP", DISTILLATION, adapter="lora", parallel=DDP),
@@ -423,14 +449,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     lines = []
+    PRELOADED.extend(MODULES)
     with tempfile.TemporaryDirectory() as folder:
         for case in dict.fromkeys(case for words in args.only for case in CASES if words in case.name):
             try:
                 outcome = played(case, Path(folder))
                 said = "; ".join(outcome.differences[:6]) or "the same"
                 seconds = f"{outcome.seconds:.0f} s"
-            except Exception as error:
-                said, seconds = f"{type(error)} {str(error)[-1500:]}", ""
+            except (AssertionError, TunekitError) as error:
+                said, seconds = str(error)[-1500:], ""
             lines.append(f"| {case.name} | {case.num_processes} | {', '.join(map(str, case.cuts))} | {said} |")
             print(lines[-1], seconds, flush=True)
 

@@ -8,13 +8,13 @@ here, by each process into its own file, and looked for before anything is loade
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, OnPolicyMethod, ORPOMethod, RewardedMethod
+from tunekit.run.checkpoint import manifest_of
 from tunekit.run.place import Place
 
 REFERENCE = "reference.safetensors"
@@ -50,11 +50,17 @@ class Carried:
         trainer._save_rng_state = self._save
         if source is None:
             return
-        check_whole(source, plan, place)
         import torch
 
+        manifest = manifest_of(source)
+        same = manifest.num_processes == place.num_processes
+        check_whole(source, manifest.strategy, place if same else None)
         self.source = source
-        self.state = torch.load(source / carried_name(place), weights_only=True)
+        # What all have in common the first one has too.
+        self.state = torch.load(source / carried_name(place if same else Place()), weights_only=True)
+        if not same or len(self.state.get("answers", ())) != plan.gradient_accumulation_steps:
+            # They are answers of other processes, or divided in another way: new ones are generated.
+            self.state.pop("answers", None)
         trainer._init_training_state = self._begin_where_it_was
         # It was evaluated before the first step, and wherever else it was due.
         trainer.args.eval_on_start = False
@@ -94,14 +100,14 @@ class Carried:
         }
         if isinstance(self.method, RewardedMethod) and state.global_step % self.method.num_iterations:
             carried["answers"] = trainer._buffered_inputs
-        torch.save(carried, os.path.join(folder, carried_name(self.place)))
+        torch.save(carried, Path(folder) / carried_name(self.place))
         if self._reference_follows() and self.place.is_main:
             from safetensors.torch import save_model
 
-            save_model(trainer.ref_model, os.path.join(folder, REFERENCE))
+            save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
 
     def restore(self) -> None:
-        """Give the trainer what it carried. Called when training begins, after passes that are not those of training."""
+        """Give the trainer what it carried, once passes are over that are not those of training."""
         if not self.state:
             return
         trainer, carried = self.trainer, self.state
@@ -146,16 +152,20 @@ def _plain(value: Any) -> float | int:
     return value if isinstance(value, int) else float(value)
 
 
-def check_whole(folder: Path, plan: Plan, place: Place) -> None:
+def check_whole(folder: Path, strategy: str, place: Place | None) -> None:
     """See that a checkpoint has everything that a process goes on with exactly.
+
+    Args:
+        folder: The checkpoint.
+        strategy: How the run was spread that wrote it.
+        place: The process, if it is one of those that wrote it.
 
     Raises:
         RunError: Something is missing.
     """
-    alone = place.num_processes == 1
-    needed = ["trainer_state.json", "scheduler.pt", "rng_state.pth" if alone else f"rng_state_{place.rank}.pth"]
-    needed.append(carried_name(place))
-    strategy = plan.layout.strategy
+    needed = ["trainer_state.json", "scheduler.pt", carried_name(place or Place())]
+    if place is not None:
+        needed.append("rng_state.pth" if place.num_processes == 1 else f"rng_state_{place.rank}.pth")
     if strategy.startswith("zero"):
         needed.append("latest")
     else:
@@ -163,6 +173,6 @@ def check_whole(folder: Path, plan: Plan, place: Place) -> None:
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} would go on with something else",
+            f"{folder.name} lacks {', '.join(missing)}: the run would go on with something else in its place",
             hint=f"move {folder} away, so that an earlier checkpoint is taken",
         )
