@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 
-SPAN_STEPS = 60
+SPAN_STEPS = 120
 """Most steps that an attempt is given."""
 
 SAVE_STEPS = 10
