@@ -50,20 +50,32 @@ class Carried:
         trainer._save_rng_state = self._save
         if source is None:
             return
-        import torch
-
-        manifest = manifest_of(source)
-        same = manifest.num_processes == place.num_processes
-        check_whole(source, manifest.strategy, place if same else None)
         self.source = source
-        # What all have in common the first one has too.
-        self.state = torch.load(source / carried_name(place if same else Place()), weights_only=True)
-        if not same or len(self.state.get("answers", ())) != plan.gradient_accumulation_steps:
-            # They are answers of other processes, or divided in another way: new ones are generated.
-            self.state.pop("answers", None)
+        self.state = self._read(source)
         trainer._init_training_state = self._begin_where_it_was
         # It was evaluated before the first step, and wherever else it was due.
         trainer.args.eval_on_start = False
+
+    def _read(self, source: Path) -> dict[str, Any]:
+        """What a checkpoint carries for this process: of other processes than these, what holds for all of them."""
+        import torch
+
+        saved = manifest_of(source)
+        if (saved.num_processes, saved.strategy) == (self.place.num_processes, self.plan.layout.strategy):
+            check_whole(source, saved.strategy, self.place)
+            own: dict[str, Any] = torch.load(source / carried_name(self.place), weights_only=True)
+            return own
+        files = [source / carried_name(Place(rank=rank)) for rank in range(saved.num_processes)]
+        first: dict[str, Any]
+        first, *others = (torch.load(file, weights_only=True) for file in files)
+        if "answers" in first and saved.num_processes != self.place.num_processes:
+            raise RunError(
+                f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
+                hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
+            )
+        # It is what is logged next: the mean of all processes.
+        first["loss"] = sum((other["loss"] for other in others), first["loss"]) / saved.num_processes
+        return first
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +132,8 @@ class Carried:
             trainer._num_tokens = carried["num_tokens"]
         elif not isinstance(self.method, OnPolicyMethod):
             trainer._total_train_tokens = carried["num_tokens"]
-        if "answers" in carried:
+        # Of micro-batches of another size they are generated anew.
+        if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:
             trainer._buffered_inputs = carried["answers"]
         if self._reference_follows():
             from safetensors.torch import load_model
@@ -152,20 +165,15 @@ def _plain(value: Any) -> float | int:
     return value if isinstance(value, int) else float(value)
 
 
-def check_whole(folder: Path, strategy: str, place: Place | None) -> None:
+def check_whole(folder: Path, strategy: str, place: Place) -> None:
     """See that a checkpoint has everything that a process goes on with exactly.
-
-    Args:
-        folder: The checkpoint.
-        strategy: How the run was spread that wrote it.
-        place: The process, if it is one of those that wrote it.
 
     Raises:
         RunError: Something is missing.
     """
-    needed = ["trainer_state.json", "scheduler.pt", carried_name(place or Place())]
-    if place is not None:
-        needed.append("rng_state.pth" if place.num_processes == 1 else f"rng_state_{place.rank}.pth")
+    alone = place.num_processes == 1
+    needed = ["trainer_state.json", "scheduler.pt", "rng_state.pth" if alone else f"rng_state_{place.rank}.pth"]
+    needed.append(carried_name(place))
     if strategy.startswith("zero"):
         needed.append("latest")
     else:
@@ -173,6 +181,6 @@ def check_whole(folder: Path, strategy: str, place: Place | None) -> None:
     missing = [name for name in needed if not (folder / name).exists()]
     if missing:
         raise RunError(
-            f"{folder.name} lacks {', '.join(missing)}: the run would go on with something else in its place",
+            f"{folder.name} lacks {', '.join(missing)}: rank {place.rank} would go on with something else",
             hint=f"move {folder} away, so that an earlier checkpoint is taken",
         )
