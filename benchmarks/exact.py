@@ -13,6 +13,7 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ import yaml
 from tests.processes import PRELOADED, in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
-from tunekit.errors import TunekitError
+from tunekit.errors import Stopped, TunekitError
 
 RESULTS = Path(__file__).parent / "results" / "exact.md"
 
@@ -49,13 +50,21 @@ TIMES = ("seconds", "_per_second", "time", "mfu")
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a run is cut off: after so many steps, at the beginning of the next one or within it."""
+    """Where a run is cut off after so many steps, and how.
+
+    Attributes:
+        step: Steps before.
+        where: At the beginning of the next one, within it, or while its checkpoint is saved.
+        by: Losing its power, or SIGTERM: to one process, to all, or twice, which leaves no time for a checkpoint.
+    """
 
     step: int
-    where: Literal["at", "in"] = "at"
+    where: Literal["at", "in", "saving"] = "at"
+    by: Literal["power", "one", "all", "twice"] = "power"
 
     def __str__(self) -> str:
-        return f"{self.where} {self.step}"
+        sent = {"power": "", "one": "SIGTERM to one ", "all": "SIGTERM ", "twice": "SIGTERM twice "}
+        return f"{sent[self.by]}{self.where} {self.step}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +156,7 @@ def recipe_of(case: Case, folder: Path, name: str) -> dict[str, Any]:
             **case.train,
         },
         "parallel": dict(case.parallel),
-        "output": {"sample_prompts": ["hi"], "dir": str(folder / name)},
+        "output": {"sample_prompts": [] if kind == "reward" else ["hi"], "dir": str(folder / name)},
     }
 
 
@@ -167,12 +176,22 @@ def attempt(folder: str, cut: Cut | None) -> None:
             del os.environ[name]
     from tests.run.engines import worked
     from tunekit.run.callback import Watch
+    from tunekit.run.carried import Carried
+    from tunekit.run.interrupt import SAME_SECONDS
 
-    begin = Watch.on_step_begin
+    begin, save = Watch.on_step_begin, Carried._save
+    rank = int(os.environ.get("RANK", "0"))
 
     def end_there(step: int, where: str) -> None:
-        if cut is not None and cut.step == step and cut.where == where:
+        if cut is None or (cut.step, cut.where) != (step, where):
+            return
+        if cut.by == "power":
             raise ConnectionError("the power is gone")
+        if cut.by == "all" or rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if cut.by == "twice":
+            time.sleep(2 * SAME_SECONDS)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def at_begin(self: Watch, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         end_there(state.global_step, "at")
@@ -181,16 +200,21 @@ def attempt(folder: str, cut: Cut | None) -> None:
     def within(self: Watch, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         end_there(state.global_step, "in")
 
+    def saving(self: Carried, folder: str) -> None:
+        end_there(self.trainer.state.global_step, "saving")
+        save(self, folder)
+
     Watch.on_step_begin = at_begin  # type: ignore[method-assign]
     Watch.on_substep_end = within  # type: ignore[method-assign]
+    Carried._save = saving  # type: ignore[method-assign]
     try:
         # Behind the last step nothing begins but saving.
         worked(Path(folder), lambda trainer: end_there(trainer.state.global_step, "at"))
-    except ConnectionError:
+    except (ConnectionError, Stopped):
         assert cut is not None
         return
     finally:
-        Watch.on_step_begin = begin  # type: ignore[method-assign]
+        Watch.on_step_begin, Carried._save = begin, save  # type: ignore[method-assign]
         del Watch.on_substep_end
     assert cut is None, f"it was not cut off {cut}"
 
@@ -211,6 +235,7 @@ class Outcome:
 def played(case: Case, folder: Path) -> Outcome:
     """Train a case in one go and in several, and compare."""
     from tunekit.run.run import Run
+    from tunekit.run.stop import forget_request
 
     began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
@@ -220,6 +245,7 @@ def played(case: Case, folder: Path) -> Outcome:
         run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}")))
         force(run.path / "plan.yaml", case.plan)
         for cut in (*cuts, None):
+            forget_request(run)
             if case.apart:
                 in_processes(case.num_processes, attempt, str(run.path), cut)
             else:
@@ -340,6 +366,9 @@ WITHIN: dict[str, Any] = {
 }
 """A run that is cut off between the steps that are taken on the same answers."""
 
+SELDOM: dict[str, Any] = {"train": {"save_steps": 4}}
+"""So that it is the wish to stop that has a checkpoint made."""
+
 CASES: tuple[Case, ...] = (
     Case("SFT full", cuts=TWICE, data={"eval": True}, train={"eval_steps": 2}),
     Case("SFT LoRA", adapter="lora", cuts=TWICE),
@@ -435,6 +464,14 @@ CASES: tuple[Case, ...] = (
     ),
     Case("RLOO LoRA, DDP", RLOO, adapter="lora", parallel=DDP),
     Case("distillation LoRA, DDP", DISTILLATION, adapter="lora", parallel=DDP),
+    Case("SFT full, SIGTERM", cuts=(Cut(1, "in", "one"), Cut(3, "at", "twice"), Cut(4, "saving", "one")), **SELDOM),
+    Case(
+        "SFT full, DDP, SIGTERM",
+        parallel=DDP,
+        cuts=(Cut(1, "in", "one"), Cut(2, "at", "all"), Cut(4, "saving", "all")),
+        **SELDOM,
+    ),
+    Case("GRPO LoRA, DDP, SIGTERM", GRPO, adapter="lora", parallel=DDP, cuts=(Cut(1, "in", "one"),), **SELDOM),
     *(
         Case(
             f"SFT {adapter}, {strategy}",
