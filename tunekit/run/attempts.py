@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from tunekit.errors import ExchangeError
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
 from tunekit.run.launch import FAULTS, raised
@@ -113,8 +112,6 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     step = newest_complete(run.path).step
     if listener is not None:
         listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["the launcher has started it again"]})
-    # A process that is killed says nothing, and those that lost it do.
-    lost = told is not None and told["kind"] == ExchangeError.__name__
-    reason = "a process was ended" if told is None else ("a process was lost: " if lost else "") + told["problem"]
+    reason = "a process was ended" if told is None else told["problem"]
     Record(run, Place(), listener).write("restart", attempt=attempt, step=step, reason=reason)
     return run

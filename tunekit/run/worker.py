@@ -34,10 +34,10 @@ from tunekit.run.place import Place, place_of
 from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import INTERRUPTED, Record, errors_of
+from tunekit.run.record import INTERRUPTED, Record, errors_of, first_error_of
 from tunekit.run.run import Run
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
-from tunekit.run.watchdog import Watchdog
+from tunekit.run.watchdog import Watchdog, gone_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -84,6 +84,10 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
 
 def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
     """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
+    if isinstance(error, ExchangeError):
+        first = first_error_of(run)
+        if first["kind"] != ExchangeError.__name__:
+            return "failed", f"rank {first['rank']}: {first['problem']}"
     if isinstance(error, TunekitError):
         return "failed", str(error)
     if error is not None:
@@ -125,7 +129,7 @@ def _work(run: Run, record: Record, heart: Heart, asked_to_stop: Event, recipe: 
         if problem is None:
             raise
         hint = f"what the others did last stands in {run.path / 'log*.txt'}"
-        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
+        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
 
 
 def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
