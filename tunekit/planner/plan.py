@@ -7,11 +7,13 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
+from tunekit.planner.saving import Saving
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import VLLM
@@ -47,6 +49,19 @@ NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
 
 
+VARIABLES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "HIP_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "TRL_EXPERIMENTAL_SILENCE",
+    }
+)
+"""Environment variables that a plan may set. Others could make a process load other libraries and modules."""
+
+
 class Reason(Facts):
     """One decision: what it is about, what was chosen, and why."""
 
@@ -73,6 +88,8 @@ class Schedule(Facts):
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""
     save_steps: int
+    save_together: int = 1
+    """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
 
 
 class Plan(Facts):
@@ -119,6 +136,8 @@ class Plan(Facts):
     data: DataFacts
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
+    saving: Saving = Saving()
+    """What is written to disk."""
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
@@ -141,8 +160,19 @@ class Plan(Facts):
 
     @classmethod
     def from_yaml(cls, text: str, recipe: Recipe) -> "Plan":
-        """The plan that `to_yaml` wrote, with its recipe."""
-        return cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        """The plan that `to_yaml` wrote, with its recipe.
+
+        Raises:
+            PlanError: It sets a variable that no plan sets; some make a process run other code.
+        """
+        plan = cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        others = sorted(set(plan.environment) - VARIABLES)
+        if others:
+            raise PlanError(
+                f"the plan sets the environment variable {others[0]}, which no plan of tunekit does",
+                hint="it was changed by hand: export the variable instead",
+            )
+        return plan
 
     @property
     def reduce_dtype(self) -> Dtype:

@@ -19,6 +19,7 @@ import torch
 
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import Listener
+from tunekit.run.go_back import goes_back
 from tunekit.run.launch import FAULTS, raised
 from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of
@@ -105,13 +106,16 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     Raises:
         TunekitError: What ended the attempt before is for the user to mend, so that this one would end in the same way.
     """
-    told = next(iter(errors_of(run)), None)
+    told, record = next(iter(errors_of(run)), None), Record(run, Place(), listener)
     if told is not None and told["traceback"] is None and told["kind"] not in FAULTS:
-        raise raised(told)
+        error = raised(told)
+        if not goes_back(run, record, error):
+            raise error
+        return run
     attempt = 1 + sum(event["event"] == "restart" for event in run.events())
     step = newest_complete(run.path).step
     if listener is not None:
         listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["the launcher has started it again"]})
     reason = "a process was ended" if told is None else told["problem"]
-    Record(run, Place(), listener).write("restart", attempt=attempt, step=step, reason=reason)
+    record.write("restart", attempt=attempt, step=step, reason=reason)
     return run

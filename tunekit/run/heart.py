@@ -13,13 +13,10 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
-import psutil
-
+from tunekit.run.alive import identity_of
+from tunekit.run.life import RANKS
 from tunekit.run.place import Place
 from tunekit.run.run import Run
-
-RANKS = "ranks"
-"""Folder of a run folder with what its processes say."""
 
 BEAT_SECONDS = 1.0
 """How often they do."""
@@ -35,7 +32,7 @@ class Beat:
     Attributes:
         rank: Which one it is.
         pid: Its number on its host.
-        process_started: When it started, in seconds since the epoch, by that host's clock.
+        identity: What no other process of that host ever has with this number.
         host: Name of its host.
         time: When it said this, in seconds since the epoch.
         step: The step that it is at.
@@ -48,7 +45,7 @@ class Beat:
 
     rank: int
     pid: int
-    process_started: float
+    identity: str
     host: str
     time: float
     step: int
@@ -80,7 +77,7 @@ class Heart:
     def __init__(self, run: Run, place: Place) -> None:
         self._file = run.path / RANKS / f"rank-{place.rank}.json"
         self._place = place
-        self._started = psutil.Process().create_time()
+        self._identity = identity_of(os.getpid()) or ""
         self.step, self.at, self._since = 0, "starting", time.time()
         self._marks = self._moves = 0
         self._is_warm = False
@@ -108,7 +105,7 @@ class Heart:
         return Beat(
             rank=self._place.rank,
             pid=os.getpid(),
-            process_started=self._started,
+            identity=self._identity,
             host=os.uname().nodename,
             time=time.time(),
             step=self.step,

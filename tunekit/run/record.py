@@ -7,18 +7,13 @@ import traceback
 from typing import Any
 
 from tunekit.errors import ExchangeError, TunekitError
+from tunekit.redact import without_secrets
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
 from tunekit.run.run import Run
 
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
-
-SETTLE_SECONDS = 3
-"""How long the others have to say what they saw, once one has failed."""
-
-INTERRUPTED = "interrupted by the user"
-"""Why a run ended that was interrupted."""
 
 
 class Record:
@@ -70,21 +65,13 @@ class Record:
         folder = self.run.path / ERRORS
         folder.mkdir(exist_ok=True)
         draft = folder / f".rank-{self.place.rank}.json"
-        draft.write_text(json.dumps(words, indent=2), encoding="utf-8")
+        draft.write_text(json.dumps(without_secrets(words), indent=2), encoding="utf-8")
         draft.replace(folder / f"rank-{self.place.rank}.json")
 
 
 def forget_errors(run: Run) -> None:
     """Take away what the processes of an earlier attempt had to say."""
     shutil.rmtree(run.path / ERRORS, ignore_errors=True)
-
-
-def first_error_of(run: Run) -> dict[str, Any]:
-    """What went wrong first in a run of which some process has told already: the others have a while to tell more."""
-    until = time.monotonic() + SETTLE_SECONDS
-    while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
-        time.sleep(SETTLE_SECONDS / 20)
-    return errors_of(run)[0]
 
 
 def errors_of(run: Run) -> list[dict[str, Any]]:

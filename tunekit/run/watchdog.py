@@ -27,6 +27,7 @@ import psutil
 
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
+from tunekit.run.alive import is_alive
 from tunekit.run.heart import BEAT_SECONDS, Beat, Heart, beats_of, last_signs
 from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of
@@ -123,25 +124,6 @@ class Sight:
 def no_sign_of(beat: Beat) -> str:
     """What to say of a process that gives no sign of life."""
     return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
-
-
-def gone_words(run: Run) -> str:
-    """Which processes of this host are gone without a word, to be said behind what one says that has lost them."""
-    gone = [
-        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
-        for beat in beats_of(run)
-        if beat.host == os.uname().nodename and not _is_there(beat)
-    ]
-    return "".join(gone)
-
-
-def _is_there(beat: Beat) -> bool:
-    try:
-        process = psutil.Process(beat.pid)
-        started, status = process.create_time(), process.status()
-    except psutil.NoSuchProcess:
-        return False
-    return abs(started - beat.process_started) < 1 and status != psutil.STATUS_ZOMBIE
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -311,23 +293,25 @@ class Pulse:
 def ask_for_stacks(beats: Sequence[Beat]) -> None:
     """Have those processes of this host write their stacks that listen for it."""
     for beat in beats:
-        if beat.host == os.uname().nodename and _is_there(beat):
-            _ask(beat.pid)
+        if beat.host == os.uname().nodename:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if is_alive(beat.pid, beat.identity):
+                    _ask(psutil.Process(beat.pid))
 
 
 def ask_children() -> None:
     """Have the processes write their stacks that this one forked, such as those that make its rows: to its own file."""
     for child in psutil.Process().children(recursive=True):
-        _ask(child.pid)
+        _ask(child)
 
 
-def _ask(pid: int) -> None:
+def _ask(process: psutil.Process) -> None:
     """Send the signal, which would end a process that does not listen."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
         if int(caught.split()[1], 16) >> (ASK - 1) & 1:
-            os.kill(pid, ASK)
+            os.kill(process.pid, ASK)
 
 
 def end_children(since: float) -> None:
