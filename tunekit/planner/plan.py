@@ -7,17 +7,22 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
+from tunekit.planner.saving import Saving
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import VLLM
 from tunekit.planner.zero import ZeroBuckets
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
+
+EXCHANGE_MARGIN_SECONDS = 60
+"""How much longer than a run is watched an exchange waits."""
 
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
@@ -42,6 +47,19 @@ tensor."""
 
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
+
+
+VARIABLES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "HIP_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "TRL_EXPERIMENTAL_SILENCE",
+    }
+)
+"""Environment variables that a plan may set. Others could make a process load other libraries and modules."""
 
 
 class Reason(Facts):
@@ -70,6 +88,8 @@ class Schedule(Facts):
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""
     save_steps: int
+    save_together: int = 1
+    """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
 
 
 class Plan(Facts):
@@ -101,7 +121,9 @@ class Plan(Facts):
     environment: Mapping[str, str] = {}
     """Variables that every process finds in its environment."""
     timeout_seconds: int = 600
-    """How long a process waits for the others in an exchange."""
+    """How long a process may stand still in a step, or wait for the others in it."""
+    patience_seconds: int = 600
+    """The same where nobody sees whether it moves: while it loads or saves, in its first step, at answers."""
     vllm: VLLM | None = None
     """What generates the answers that the model learns from; None for transformers."""
     zero_buckets: ZeroBuckets | None = None
@@ -114,6 +136,8 @@ class Plan(Facts):
     data: DataFacts
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
+    saving: Saving = Saving()
+    """What is written to disk."""
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
@@ -125,14 +149,30 @@ class Plan(Facts):
     change_first: str | None = None
     """What to change in the recipe first if memory runs out after all."""
 
+    @property
+    def exchange_timeout_seconds(self) -> int:
+        """How long the libraries wait in an exchange: longer than a run is watched, which tells more."""
+        return self.patience_seconds + EXCHANGE_MARGIN_SECONDS
+
     def to_yaml(self) -> str:
         """The plan as YAML, without the recipe, which stands beside it in the run folder."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
 
     @classmethod
     def from_yaml(cls, text: str, recipe: Recipe) -> "Plan":
-        """The plan that `to_yaml` wrote, with its recipe."""
-        return cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        """The plan that `to_yaml` wrote, with its recipe.
+
+        Raises:
+            PlanError: It sets a variable that no plan sets; some make a process run other code.
+        """
+        plan = cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        others = sorted(set(plan.environment) - VARIABLES)
+        if others:
+            raise PlanError(
+                f"the plan sets the environment variable {others[0]}, which no plan of tunekit does",
+                hint="it was changed by hand: export the variable instead",
+            )
+        return plan
 
     @property
     def reduce_dtype(self) -> Dtype:

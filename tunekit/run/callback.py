@@ -1,7 +1,6 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
 from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -10,7 +9,6 @@ from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.answers import NUM_SHOWN, Answers
-from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
 from tunekit.run.guard import Guard
 from tunekit.run.heart import Heart
@@ -32,7 +30,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         record: Where events go, and the status that follows the steps.
         heart: Where the process says at what it is.
-        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
@@ -43,11 +40,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     guard: Guard
     """What sees steps that are not finite, from the first one on."""
 
-    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
         self.heart = heart
         self.plan = record.run.plan
-        self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
@@ -59,6 +55,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.ranks = Ranks(self.timing, self.trace)
         self.num_tokens = 0
         """Tokens trained on so far by all processes, padding not counted."""
+        self.num_tokens_before = 0
+        """Those before the checkpoint that the run goes on from."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
         events = record.run.events() if record.place.is_main else []
@@ -114,6 +112,22 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
 
+    def go_on(self, num_tokens: int) -> None:
+        """Take over what was done before the checkpoint that the run goes on from, if it does.
+
+        Args:
+            num_tokens: Tokens that were trained on.
+        """
+        self.num_tokens = self.num_tokens_before = self._logged_tokens = num_tokens
+        evaluated = [logs["step"] for logs in self.trainer.state.log_history if "eval_loss" in logs]
+        self.evaluated_step = evaluated[-1] if evaluated else None
+
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Say that weights are updated from here on."""
+        self.heart.mark("optimizer")
+
     def on_optimizer_step(
         self,
         args: "TrainingArguments",
@@ -137,7 +151,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
-        self.heart.mark("step", state.global_step + 1)
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
@@ -147,13 +160,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
-        self.heart.mark("data")
+        self.heart.mark("logging")
         is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
-        if self.asked_to_stop.is_set():
-            raise KeyboardInterrupt
 
     def on_log(
         self,
@@ -207,13 +218,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written, once every process has done its part, and how the processes do."""
-        path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
-        self.trainer.accelerator.wait_for_everyone()
-        if self.record.place.is_main:
-            complete(path, self.plan, step=state.global_step)
+        """Stop the clock of saving, and say how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
-        self.record.write("checkpoint", step=state.global_step, path=str(path))
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
 
@@ -221,6 +227,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """What comes now is no step."""
+        self.heart.mark("ending")
         self.timing.mark()
 
     def on_result_saved(self) -> None:

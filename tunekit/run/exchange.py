@@ -13,6 +13,18 @@ FROM_GLOO = re.compile(r"/gloo/|\bgloo\b", re.IGNORECASE)
 """What gloo's errors have in common: the place in its code where they were raised; they are plain RuntimeErrors."""
 
 
+DATA_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
+    r"(?:is killed by signal: (?P<sign>[^.]+)|exited unexpectedly)"
+)
+"""What torch says where one of the processes ended that make micro-batches: RuntimeErrors, raised wherever it is."""
+
+DATA_WORKER_HINT = (
+    "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
+    "/dev/shm fails: make room, or train fewer processes on this machine"
+)
+
+
 def same_everywhere(value: T, place: Place) -> T:
     """What the main process says, in every process; all call it together."""
     if place.num_processes == 1:
@@ -22,6 +34,22 @@ def same_everywhere(value: T, place: Place) -> T:
     said = [value]
     torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
     return said[0]
+
+
+def data_worker_problem(error: BaseException, place: Place) -> str | None:
+    """Which process that makes micro-batches ended, in words; None where the error is another.
+
+    Args:
+        error: What was raised.
+        place: Which process it made them for.
+    """
+    found = DATA_WORKER.search(str(error))
+    if found is None:
+        return None
+    # Where torch sees it twice, the first time it saw more.
+    cause = DATA_WORKER.search(str(error.__cause__)) or found
+    end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
+    return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
 
 
 def any_of(flags: Sequence[bool], place: Place) -> list[bool]:

@@ -77,7 +77,8 @@ class Guard:
                 self._loss_before = trainer._tr_loss.clone()
                 self.leaves_out = False
             self._batches.append(inputs)
-            return compute(model, inputs, *given)
+            loss: Tensor = compute(model, inputs, *given)
+            return loss
 
         def noted_backward(loss: "Tensor", **given: Any) -> None:
             self._losses.append(loss.detach())
