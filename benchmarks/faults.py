@@ -146,11 +146,8 @@ def _damages(engine: Engine, prepared: Prepared) -> Iterator[Case]:
 
 NOT_FINITE, OUT_OF_MEMORY = "not a number", "out of memory"
 
-PATIENT = {"recipe": ("parallel.timeout_seconds=8",), "plan": (("patience_seconds", 20),)}
-"""How long a process may stand still: in a step, once the first is over, and otherwise."""
-
-HUNG_SECONDS = 90
-"""How long a group may take that hangs: 20 s to start and come to where it hangs, 20 until its time is up, 20 until all
+HUNG_SECONDS = 100
+"""How long a group may take that hangs: 30 s to start and come to where it hangs, 20 until its time is up, 20 until all
 have said what they see, 15 until those are killed that do not end when they are asked to, and 15 for good measure."""
 
 
@@ -172,13 +169,16 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     yield case(f"{words}: retried", OUT_OF_MEMORY, recipe=("train.retry_out_of_memory=true",), ends="close")
     if engine.num_processes == 1:
         return
-    hung = PATIENT | {"says": (rank,), "within_seconds": HUNG_SECONDS, "step": BROKEN_STEP + 1}
+    # The first step has more time, as loading has.
+    hung: dict[str, Any] = {"recipe": ("parallel.timeout_seconds=8",), "step": BROKEN_STEP + 1}
+    hung |= {"says": (rank,), "within_seconds": HUNG_SECONDS}
     yield case(f"{rank} sleeps", "sleep", leaves_stacks=True, **hung)
     yield case(f"{rank} sleeps in a backward pass", "sleep", "backward", leaves_stacks=True, **hung)
     yield case(f"{rank} is stopped by a signal", "stop", **hung)
-    yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | {"step": 0}))
+    early = {"step": 0, "plan": (("patience_seconds", 20),)}
+    yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | early))
     yield case(f"{rank} exits with code 3", "exit", says=(rank, "exit code 3"), within_seconds=HUNG_SECONDS)
-    worker = hung | {"says": (rank, "data|rows"), "plan": (*PATIENT["plan"], ("dataloader_num_workers", 1))}
+    worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
     yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
     yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
     yield case(

@@ -147,7 +147,7 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
 
     Injection(Path(folder), fault).patch()
     group.subprocess.Popen = Forked  # type: ignore[misc]
-    answer: dict[str, Any] = {"kind": None}
+    answer: dict[str, Any] = {"kind": None, "is_told": False}
     try:
         if resumes:
             from tunekit import api
@@ -158,9 +158,9 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
 
             launch(Run(folder))
     except TunekitError as error:
-        answer = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
+        answer = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint, "is_told": True}
     except BaseException as error:  # noqa: BLE001 - it is the outcome
-        answer = {"kind": type(error).__name__, "problem": str(error), "hint": None}
+        answer = {"kind": type(error).__name__, "problem": str(error), "hint": None, "is_told": False}
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     (beside / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
     sys.stderr.flush()
