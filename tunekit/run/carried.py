@@ -15,6 +15,7 @@ from typing import Any
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, OnPolicyMethod, ORPOMethod, RewardedMethod
+from tunekit.run.checkpoint import manifest_of
 from tunekit.run.place import Place
 
 REFERENCE = "reference.safetensors"
@@ -50,14 +51,32 @@ class Carried:
         trainer._save_rng_state = self._save
         if source is None:
             return
-        check_whole(source, plan, place)
-        import torch
-
         self.source = source
-        self.state = torch.load(source / carried_name(place), weights_only=True)
+        self.state = self._read(source)
         trainer._init_training_state = self._begin_where_it_was
         # It was evaluated before the first step, and wherever else it was due.
         trainer.args.eval_on_start = False
+
+    def _read(self, source: Path) -> dict[str, Any]:
+        """What a checkpoint carries for this process: of other processes than these, what holds for all of them."""
+        import torch
+
+        saved = manifest_of(source)
+        if (saved.num_processes, saved.strategy) == (self.place.num_processes, self.plan.layout.strategy):
+            check_whole(source, self.plan, self.place)
+            own: dict[str, Any] = torch.load(source / carried_name(self.place), weights_only=True)
+            return own
+        files = [source / carried_name(Place(rank=rank)) for rank in range(saved.num_processes)]
+        first: dict[str, Any]
+        first, *others = (torch.load(file, weights_only=True) for file in files)
+        if "answers" in first and saved.num_processes != self.place.num_processes:
+            raise RunError(
+                f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
+                hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
+            )
+        # It is what is logged next: the mean of all processes.
+        first["loss"] = sum((other["loss"] for other in others), first["loss"]) / saved.num_processes
+        return first
 
     @property
     def num_tokens(self) -> int:
