@@ -335,7 +335,8 @@ class Prepared:
 
     def _stopped(self, name: str, step: int) -> Path:
         place = Place.copied(self.made, self.folder / name)
-        place.go(Fault("kill", "data", step=step, mark=str(place.folder / "mark")), resumes=False)
+        saved = f"checkpoints/checkpoint-{step - 1}"
+        place.go(Fault("kill", "data", step=step, path=saved, mark=str(place.folder / "mark")), resumes=False)
         wanted = {step - 1 - SAVE_STEPS, step - 1}
         found = set(whole_in(place.checkpoints, self.files))
         if found != wanted:
