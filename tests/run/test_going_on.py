@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
-from tests.run.engines import worked
+from tests.run.engines import work_in, worked
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
 from tunekit.errors import RunError
@@ -37,7 +37,7 @@ def recipe_for(folder, name, *, adapter="full", scheduler="constant", steps=SHOR
         "adapter": adapter,
         "train": {
             "max_steps": steps,
-            "global_batch_size": 8,
+            "global_batch_size": 6,
             "learning_rate": 1e-3,
             "lr_scheduler_type": scheduler,
             "save_steps": 2,
@@ -328,3 +328,53 @@ def test_of_a_large_file_a_sample_is_read(tmp_path):
         with file.open("r+b") as stream:
             stream.seek(place)
             stream.write(b"\0")
+
+
+@pytest.fixture(scope="module")
+def spread(folder):
+    """Finished runs of half the length, by how they were spread; and the whole one in one process."""
+    runs = {}
+    for name, steps, parallel in (
+        ("alone, long", LONG, {}),
+        ("alone", SHORT, {}),
+        ("ddp", SHORT, {"num_processes": 2}),
+        ("fsdp2", SHORT, {"num_processes": 2, "strategy": "fsdp2"}),
+    ):
+        recipe = recipe_for(folder, f"spread-{len(runs)}", adapter="lora", steps=steps, parallel=parallel)
+        runs[name] = api.make_run(recipe)
+        work_on(runs[name])
+    return runs
+
+
+def work_on(run):
+    num = run.plan.layout.num_processes
+    if num == 1:
+        worked(run.path.resolve())
+    else:
+        work_in(run.path.resolve(), num)
+
+
+@pytest.mark.parametrize(
+    ("before", "edits", "strategy"),
+    [
+        ("alone", ["parallel.num_processes=2"], "ddp"),
+        ("ddp", ["parallel.num_processes=1"], "single"),
+        ("fsdp2", ["parallel.num_processes=1", "parallel.strategy=auto"], "single"),
+        ("alone", ["parallel.num_processes=2", "parallel.strategy=fsdp2"], "fsdp2"),
+        ("fsdp2", ["parallel.num_processes=3", "train.micro_batch_size=1"], "fsdp2"),
+    ],
+    ids=["1 to 2", "2 to 1", "fsdp2 to 1", "1 to fsdp2", "fsdp2 to 3"],
+)
+def test_a_run_goes_on_in_other_processes_as_if_it_had_been_in_these(before, edits, strategy, spread, tmp_path):
+    run = copied(spread[before], tmp_path / "run")
+    was = run.plan.layout.num_processes
+    notes = said(run, *edits, f"train.max_steps={LONG}")
+    layout = run.plan.layout
+    assert layout.strategy == strategy
+    assert any(f"random numbers of {was} process" in note for note in notes)
+    work_on(run)
+    wanted, found = losses(spread["alone, long"]), losses(run)
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(list(found.values()), list(wanted.values()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved(run), saved(spread["alone, long"]), rtol=0, atol=1e-5)
+    assert [event["learning_rate"] for event in events(run, "log")] == [1e-3] * LONG
