@@ -16,6 +16,8 @@ from typer.core import TyperGroup
 
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.errors import PlanError, TunekitError
+from tunekit.redact import Redacting
+from tunekit.run.silence import send_nothing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,6 +54,9 @@ TRAIN, RECIPES, RUNS = "Train", "Recipes", "Runs and the machine"
 
 def main() -> None:
     """Entry point of the `tunekit` command."""
+    # Not even a defect's traceback shows a secret.
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
+    send_nothing()
     try:
         app()
     except TunekitError as error:

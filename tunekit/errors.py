@@ -62,6 +62,14 @@ class RunError(TunekitError):
     """A run cannot be started, found or read, or it failed."""
 
 
+class RollbackError(RunError):
+    """A step of a run was not finite, and the run goes back to its newest checkpoint to leave it out."""
+
+
+class MemoryShortError(RunError):
+    """A device of a run is out of memory."""
+
+
 class ExchangeError(RunError):
     """A process of a run waited in vain for another, whose own error says more if it left one."""
 

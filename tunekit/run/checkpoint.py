@@ -20,8 +20,6 @@ from pydantic import ValidationError
 
 from tunekit.errors import RunError
 from tunekit.planner.facts import Facts
-from tunekit.run.events import FINAL_PHASES
-from tunekit.run.run import Run
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""
@@ -160,6 +158,18 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
     return to
 
 
+def publish_result(draft: Path, to: Path) -> None:
+    """Make the result of a run visible, once all of it is on the disk: in the main process only."""
+    for path in (*draft.rglob("*"), draft):
+        to_disk(path)
+    before = to.with_name(f".replaced-{to.name}")
+    if to.exists():
+        to.rename(before)
+    draft.rename(to)
+    to_disk(to.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
 def clear_drafts(run_folder: Path) -> None:
     """Take away what a save that was cut off has left, and bring back what it was about to replace."""
     checkpoints = run_folder / CHECKPOINTS
@@ -215,36 +225,6 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
         except OSError as error:
             problems.append(f"{folder.name} is superseded and cannot be deleted: {error.strerror}")
     return problems
-
-
-def check_resumable(run: Run) -> Newest:
-    """Where a run can be gone on with.
-
-    Raises:
-        RunError: It is finished or still alive, or has nothing to go on from, or its layout cannot.
-    """
-    state = run.state
-    if state == "finished":
-        raise RunError(f"{run.name} is finished", hint="`tunekit train` makes another run")
-    if state not in FINAL_PHASES and state != "died":
-        status = run.status()
-        raise RunError(
-            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
-        )
-    newest = newest_complete(run.path)
-    why = run.plan.layout.why_not_resumed
-    if why is not None:
-        raise RunError(
-            f"{run.name} has no checkpoints: {why}", hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
-        )
-    if newest.path is None:
-        skipped = "".join(f"; {words}" for words in newest.skipped)
-        raise RunError(
-            f"{run.name} has no complete checkpoint to go on from{skipped}",
-            hint=f"begin anew: tunekit train {run.path / 'recipe.yaml'}",
-        )
-    return newest
 
 
 def fault_of(folder: Path, *, contents: bool) -> str | None:
@@ -305,7 +285,7 @@ def _set_aside(folder: Path) -> Path:
 def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Files that are not there as the manifest says."""
     for name, written in manifest.files.items():
-        if not _is_inside(folder, name):
+        if not is_inside(folder, name):
             yield f"{MANIFEST} names {name!r}, which is not in its folder"
         file = folder / name
         if not file.is_file():
@@ -314,7 +294,7 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} has {file.stat().st_size:,} bytes instead of {written.size:,}"
 
 
-def _is_inside(folder: Path, name: str) -> bool:
+def is_inside(folder: Path, name: str) -> bool:
     """Whether a name is one of a file in a folder, and no link is on the way to it."""
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
@@ -351,6 +331,7 @@ def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
     for rank in range(num):
         name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
         yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
+        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
     if manifest.strategy.startswith("zero"):
         yield from _zero_state(manifest)
     elif manifest.strategy == "fsdp2":

@@ -138,9 +138,10 @@ def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
 
 def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
     """Write what each process has to a folder. Called by all together; what fails in one is raised in all."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    checkpoint.save(states, storage_writer=checkpoint.FileSystemWriter(folder), process_group=group)
+    save(states, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:

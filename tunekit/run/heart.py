@@ -40,6 +40,7 @@ class Beat:
         since: When it began that, in seconds since the epoch.
         marks: How many such parts it has begun in this step. All processes go through the same.
         moves: How often it was seen to move in this part: rows, layers, batches.
+        is_warm: Whether its first step is over, in which a model is compiled and buffers are filled.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Beat:
     since: float
     marks: int = 0
     moves: int = 0
+    is_warm: bool = False
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -78,8 +80,7 @@ class Heart:
         self._identity = identity_of(os.getpid()) or ""
         self.step, self.at, self._since = 0, "starting", time.time()
         self._marks = self._moves = 0
-        self.is_warm = False
-        """Whether a step is behind it in which all that is done once was done."""
+        self._is_warm = False
         self.thread = threading.get_ident()
         """The thread that works."""
         self._ended = threading.Event()
@@ -89,7 +90,7 @@ class Heart:
         """Say what the process does from here on. It is kept in memory, and costs nothing."""
         if step is not None and step != self.step:
             # Before the first of an attempt it has step 0.
-            self.is_warm = self.step > 0
+            self._is_warm = self.step > 0
             self.step, self._marks = step, 0
         self.at, self._since = at, time.time()
         self._marks += 1
@@ -112,6 +113,7 @@ class Heart:
             since=self._since,
             marks=self._marks,
             moves=self._moves,
+            is_warm=self._is_warm,
         )
 
     def __enter__(self) -> Self:

@@ -22,9 +22,11 @@ from tunekit.errors import (
     Stopped,
     TunekitError,
 )
+from tunekit.redact import redacting_pipe
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.ending import phase_after, stopped, told_of
 from tunekit.run.events import Listener, read_events
+from tunekit.run.go_back import goes_back, may_go_back
 from tunekit.run.group import LOG, Group
 from tunekit.run.heart import Beat, forget_beats
 from tunekit.run.interrupt import Wishes
@@ -61,7 +63,7 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     forget_errors(run)
     # DeepSpeed wants a process group for one process too.
     alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-    if alone and not recipe.parallel.max_restarts and not in_notebook():
+    if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
         # It takes the libraries in, which those who only ask for a plan do not need.
         from tunekit.run.worker import work
 
@@ -73,7 +75,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     def start() -> Iterator[Group]:
         with (
             (run.path / LOG).open("ab") as log,
-            Group(words, plan.environment, log, num=plan.layout.num_processes) as group,
+            redacting_pipe(log) as output,
+            Group(words, plan.environment, output, num=plan.layout.num_processes) as group,
         ):
             yield group
 
@@ -196,6 +199,12 @@ class _Supervisor:
         return failure
 
     def _train_once(self) -> _Failure | None:
+        failure = self._attempt()
+        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
+            failure = self._attempt()
+        return failure
+
+    def _attempt(self) -> _Failure | None:
         forget_errors(self.run)
         forget_beats(self.run)
         try:

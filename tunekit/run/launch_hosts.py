@@ -11,6 +11,7 @@ from tunekit.errors import HostLostError, PlanError, RunError
 from tunekit.planner.facts import Hardware
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
+from tunekit.redact import redacted
 from tunekit.run.events import Listener
 from tunekit.run.group import LOG
 from tunekit.run.hosts import Hosts, lost_error, unusable
@@ -132,7 +133,7 @@ class _Everywhere:
         while time.monotonic() < until and not all(host.has_ended or host.is_silent for host in self._hosts.all):
             for host, message in self._hosts.poll():
                 if message["said"] == "line":
-                    print(f"{host.name}: {message['text']}", file=self._log, flush=True)
+                    print(f"{host.name}: {redacted(message['text'])}", file=self._log, flush=True)
 
 
 def _check_folder(run: Run, hosts: Hosts) -> None:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
+from tunekit.probe.nodes import check_may_go_back
 from tunekit.run.ending import phase_after, stopped, told_of
 from tunekit.run.events import Listener, read_events
 from tunekit.run.interrupt import Wishes
 from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of, forget_errors
 from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing
 from tunekit.run.stop import Request, forget_request, words_of
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
         DependencyError: Ray is not installed.
         TunekitError: The run failed, more often than it may be started again.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    send_nothing()
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, TrainingFailedError
@@ -50,6 +52,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     from tunekit.run.engine import backend_of
     from tunekit.run.launch import raised
 
+    check_may_go_back(run.recipe, "Ray")
     forget_request(run)
     run.begin()
     forget_errors(run)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import gib
-from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
-from tunekit.run.run import Run
+from tunekit.recipe.schema import Recipe
+from tunekit.run.checkpoint import newest_complete
+from tunekit.run.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -17,6 +18,11 @@ def free_bytes(folder: Path) -> int:
     """Bytes that may still be written where a folder lies, or will lie."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
+
+
+def place_of_run(recipe: Recipe) -> Path:
+    """The folder that a run of a recipe will have, or will be in."""
+    return RUNS if recipe.output.dir is None else Path(recipe.output.dir)
 
 
 def words_of(error: BaseException) -> str:
@@ -36,7 +42,6 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> RunErr
         why: What went wrong.
         needed_bytes: How much that is, where it is known.
     """
-    folder = run.path / CHECKPOINTS
     try:
         free = free_bytes(run.path)
     except OSError as error:
@@ -44,14 +49,9 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> RunErr
     needs = "" if needed_bytes is None else f"; it takes {gib(needed_bytes)}, and {gib(free)} are free"
     newest = newest_complete(run.path)
     kept = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
-    ways = [f"free some in {folder.parent}", "or on its disk"]
-    more = needed_bytes - free if needed_bytes is not None else 0
-    if more > 0:
-        ways[0] = f"free {gib(more)} or more there"
-        ways[1] = "or set train.save_total_limit lower, or train an adapter, in another run"
-    on = (
-        f"then go on: tunekit resume {run.name}"
-        if newest.path
-        else f"then begin anew: tunekit train {run.path}/recipe.yaml"
+    much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
+    on = f"go on: tunekit resume {run.name}" if newest.path else f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
+    return RunError(
+        f"{what} could not be written: {why}{needs}; {kept}",
+        hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
     )
-    return RunError(f"{what} could not be written: {why}{needs}; {kept}", hint=f"{', '.join(ways)}; {on}")

@@ -9,6 +9,8 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    code.json      the code that comes with its models, where the recipe allows it, by SHA-256
+    left_out.json  steps that were not finite, and are left out whenever they come again
     checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
@@ -28,8 +30,10 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
+from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
+from tunekit.run.inside import has_controls, is_inside
 from tunekit.run.job import read_job, state_of
 from tunekit.run.life import state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
@@ -219,10 +223,10 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first."""
+    """The runs in a folder, the newest first; not what is only linked to from there."""
     if not root.is_dir():
         return []
-    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file()]
+    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file() and is_inside(path, root)]
     return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
 
 
@@ -232,20 +236,46 @@ def find_run(name: str) -> Run:
     Raises:
         RunError: There is none.
     """
-    for path in (Path(name), RUNS / name):
-        if (path / "status.json").is_file():
-            return Run(path)
+    if not name or "\0" in name:
+        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+    if (Path(name) / "status.json").is_file():
+        return Run(name)
+    if (RUNS / name / "status.json").is_file() and Path(name).name == name:
+        if not is_inside(RUNS / name, RUNS):
+            where = (RUNS / name).resolve()
+            raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
+        return Run(RUNS / name)
     matching = [run for run in list_runs() if run.name.startswith(name)]
     if not matching:
         raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
     return matching[0]
 
 
+def check_free(recipe: Recipe) -> None:
+    """Refuse a recipe whose run folder holds something, or is none of a run's own.
+
+    Raises:
+        RunError: It does, or is not.
+    """
+    if recipe.output.dir is None:
+        return
+    path = Path(recipe.output.dir)
+    _check_own(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / "status.json").is_file():
+        state = Run(path).state
+        on = f"`tunekit resume {path}`, or --resume here, goes on with it"
+        if state == "finished":
+            on = f"`tunekit resume {path} train.max_steps=...` trains it further"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=f"{on}; or name a new folder")
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
 def _new_folder(recipe: Recipe) -> Path:
     if recipe.output.dir is not None:
+        check_free(recipe)
         path = Path(recipe.output.dir)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
         _make(path, exist_ok=True)
         return path
     stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -259,6 +289,16 @@ def _new_folder(recipe: Recipe) -> Path:
     raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
 
 
+def _check_own(path: Path) -> None:
+    """Refuse a run folder that is none of a run's own, whatever is in it."""
+    if has_controls(str(path)):
+        raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
+    if path.is_symlink():
+        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="name the folder that is meant")
+    if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
+        raise RunError(f"output.dir: {path} is no folder of a run's own", hint="name a new folder in it")
+
+
 def _make(path: Path, *, exist_ok: bool) -> None:
     try:
         path.mkdir(parents=True, exist_ok=exist_ok)
@@ -270,7 +310,7 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
     draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
-    draft.write_text(json.dumps({**status, "updated": time.time()}, indent=2), encoding="utf-8")
+    draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
 
 

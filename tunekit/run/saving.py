@@ -16,14 +16,15 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
-from tunekit import __version__
 from tunekit.errors import RunError
 from tunekit.recipe.train import TrainSection
 from tunekit.run import fsdp2, zero
@@ -53,9 +53,11 @@ from tunekit.run.checkpoint import (
     to_disk,
 )
 from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.heart import Heart
 from tunekit.run.prepare import FILES
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
+from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -65,7 +67,7 @@ T = TypeVar("T")
 FAILURES = (OSError, RuntimeError, SafetensorError, CheckpointException)
 """What is raised where a file cannot be written, by Python, torch (a plain RuntimeError), safetensors and DCP."""
 
-LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
+LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 """What writes checkpoints; a manifest tells their versions."""
 
 READERS = 4
@@ -74,6 +76,10 @@ READERS = 4
 
 FULL_BYTES = 2**20
 """With less than this free, a disk is full to those who write tensors."""
+
+
+SETTLE_SECONDS = 60
+"""How long a process that failed waits for the checkpoint that is being written."""
 
 
 @dataclass
@@ -112,12 +118,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: The run, and where events go.
+        heart: Where the process says at what it is.
         train: How many are kept, and by which measure the best is told.
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, train: TrainSection, best: Best | None) -> None:
+    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
         self.record = record
+        self.heart = heart
         self.run = record.run
         self.plan = record.run.plan
         self.train = train
@@ -140,7 +148,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def attach(self, trainer: "Trainer") -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
         self.trainer = trainer
-        self._group = None
+        self._group: distributed.ProcessGroup | None = None
         if distributed.is_initialized():
             # Of its own, since exchanges of a thread would come between those of the training.
             waits = timedelta(seconds=self.plan.timeout_seconds)
@@ -154,6 +162,29 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.plan.layout.strategy == "fsdp2":
             trainer._save_optimizer_and_scheduler = self._save_divided
         trainer.add_callback(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint that is being written be done where the training failed, but not where it is interrupted.
+
+        The other processes write their parts whatever this one has seen, unless they are gone, which ends it at once.
+        """
+        if self._saving is not None and kind is not None and issubclass(kind, Exception):
+            self._saving.done.wait(SETTLE_SECONDS)
+
+    def summary(self) -> dict[str, Any]:
+        """What the checkpoints took, and the best evaluation, for the result."""
+        return {
+            "num": self.num_saved,
+            "bytes": self.total_bytes,
+            "wait_seconds": self.wait_seconds,
+            "seconds": self.seconds,
+            "best": None if self.best is None else self.best.model_dump(),
+        }
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -216,6 +247,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, model: Any, trial: Any) -> None:
         """Make a checkpoint of the step that was taken, in place of `Trainer._save_checkpoint`."""
+        self.heart.mark("saving")
         self._finish()
         step = int(self.trainer.state.global_step)
         saving = self._saving = _Save(step, self.best, time.perf_counter())
@@ -269,7 +301,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             torch.save(self.trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _write_for_zero(self, write: Callable[[Any, str], None], state: Any, path: str) -> None:
-        """Write a file of DeepSpeed's, which its processes do between their exchanges: what goes wrong is told later."""
+        """Write a file of DeepSpeed's, as its processes do between their exchanges: what goes wrong is told later."""
         assert self._saving is not None
         if self.plan.saving.in_background:
             self._saving.writes.append(partial(write, self._copied(state), path))
@@ -281,7 +313,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if not self.plan.saving.in_background:
             return states
         stager = DefaultStager(StagingOptions(False, False, False, False))
-        copied: dict[str, T] = stager.stage({"states": states})
+        copied = cast("dict[str, T]", stager.stage({"states": states}))
         stager.close()
         return copied["states"]
 
@@ -304,7 +336,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         seen: list[str] = []
         self._keep(saving, lambda: seen.extend(files_in(made)))
-        self._keep(saving, lambda: [to_disk(made / name) for name in self._of_node(seen)] and None)
+        self._keep(saving, lambda: self._bring_to_disk(made, seen))
         told = self._tell_all(seen)
         files: dict[str, Written] = {}
         self._keep(saving, lambda: files.update(_read_back(made, _share(told, self.record.place.rank))))
@@ -316,10 +348,11 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             self._keep(saving, lambda: self._publish(saving, dict(sorted(all_files.items()))))
         self._hear_problem(saving)
 
-    def _of_node(self, names: list[str]) -> list[str]:
-        """The files that this process brings to the disk: on each node its processes share all of them."""
+    def _bring_to_disk(self, folder: Path, names: list[str]) -> None:
+        """Bring files to the disk: on each node its processes share all that were written there."""
         place = self.record.place
-        return names[place.local_rank :: place.num_local]
+        for name in names[place.local_rank :: place.num_local]:
+            to_disk(folder / name)
 
     def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
         recipe, data = self._of_run()
@@ -439,6 +472,21 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         return told
 
 
+@contextlib.contextmanager
+def result_saved(run: Run, draft: Path) -> Iterator[None]:
+    """While the result is written to a folder beside.
+
+    Raises:
+        RunError: It could not be; nothing of it is left.
+    """
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
+
+
 def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
     """Whether an evaluation is better than the best before; one that is not a number is not."""
     if value != value:
@@ -471,7 +519,7 @@ def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
 
 def _versions() -> dict[str, str]:
     """Versions of what writes checkpoints, as far as it is there."""
-    versions = {"tunekit": __version__}
+    versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)

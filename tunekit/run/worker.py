@@ -11,7 +11,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import DataWorkerError, ExchangeError, RunError, Stopped, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -19,23 +19,28 @@ from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
+from tunekit.redact import Redacting
 from tunekit.run.card import write_card
+from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import Newest, take_newest
+from tunekit.run.checkpoint import publish_result
 from tunekit.run.ending import Ending
 from tunekit.run.events import Listener
-from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem, same_everywhere
+from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem
+from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
 from tunekit.run.interrupt import Wishes
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
+from tunekit.run.origin import check_run_code
 from tunekit.run.place import Place, place_of
 from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record
 from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.stop import forget_request
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 from tunekit.run.watchdog import Watchdog
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
     from tunekit.run.callback import Watch
+    from tunekit.run.saving import Saver
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -62,6 +68,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
         TunekitError: Something that the user can mend went wrong.
         Stopped: It was asked to end before it was done, and no supervisor says so.
     """
+    send_nothing_at_all()
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
@@ -75,7 +82,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
                 record.write_error(error)
             if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
                 with log.open("a", encoding="utf-8") as stream:
-                    traceback.print_exc(file=stream)
+                    traceback.print_exc(file=Redacting(stream))
             if interrupted:
                 raise ending.stopped(at_a_boundary=False) from error
             if not supervised:
@@ -131,8 +138,9 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
     from tunekit.run.boundary import Boundary, EvaluationLeft
     from tunekit.run.engine import after_wrapping, before_steps
+    from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
-    from tunekit.run.saving import Saver
+    from tunekit.run.saving import Saver, result_saved
 
     began = time.time()
     record.enter("loading")
@@ -140,28 +148,36 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    newest = same_everywhere(take_newest(run.path) if record.place.is_main else Newest(), record.place)
-    if newest.path is not None:
-        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+    start = start_of(run, record.place)
+    start.tell(record)
+    source = start.newest.path or start.weights
+    if source is not None:
+        check_states(source)
+    start.before_training(trainer, plan, record.place)
+    carried = Carried(trainer, plan, record.place, start.newest.path)
 
     def look() -> None:
         wishes.check()
+        start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
-        if newest.path is None:
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+        if not start.goes_on:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
+        carried.restore()
+        watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, recipe.train, newest.best)
+    saver = Saver(record, watch.heart, recipe.train, start.best(plan))
     saver.attach(trainer)
     boundary = Boundary(plan, wishes, saver)
     boundary.attach(trainer)
     try:
-        trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
+        with saver:
+            trainer.train(resume_from_checkpoint=start.checkpoint)
         if boundary.has_ended():
             return True
         if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
@@ -170,17 +186,20 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         return True
     record.enter("saving")
     watch.heart.mark("saving")
-    save_model(trainer, plan, run.model_path)
-    watch.on_result_saved()
-    for prompt in prompts:
-        if boundary.has_ended():
-            return True
-        _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
-    if record.place.is_main:
-        tokenizer.save_pretrained(run.model_path)
-        result = _summary(run, plan, watch, time.time() - began)
-        record.write("result", **result)
-        write_card(run, result)
+    draft = run.path / ".saving-model"
+    with result_saved(run, draft):
+        save_model(trainer, plan, draft)
+        watch.on_result_saved()
+        for prompt in prompts:
+            if boundary.has_ended():
+                return True
+            _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
+        if record.place.is_main:
+            tokenizer.save_pretrained(draft)
+            result = _summary(run, plan, watch, saver, time.time() - began)
+            write_card(run, result, draft)
+            publish_result(draft, run.model_path)
+            record.write("result", **result)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
     return False
@@ -196,7 +215,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
-    return RunError(
+    return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
     )
@@ -215,6 +234,7 @@ def _build(
     run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
+    check_run_code(run)
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
@@ -305,7 +325,7 @@ def _sample(
     model.train(was_training)
 
 
-def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
+def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
     """What a user wants to know at the end, and what later plans learn from."""
     from tunekit.run.callback import rates
     from tunekit.run.memory import highest
@@ -321,13 +341,14 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
         "num_tokens": watch.num_tokens,
-        **rates(plan, watch.num_tokens, step_seconds),
+        **rates(plan, watch.num_tokens - watch.num_tokens_before, step_seconds),
         "step_seconds": step_seconds,
         "optimizer_seconds": timing.optimizer_seconds,
         "data_seconds": timing.data_seconds,
         "generation_seconds": timing.generation_seconds if timing.generates else None,
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
+        "checkpoints": saver.summary(),
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
@@ -341,6 +362,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
 
 def main() -> None:
     """Work as one of the processes of the run whose folder is the only argument."""
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     supervised = is_supervised()
     if supervised:
         follow_supervisor()
