@@ -39,6 +39,7 @@ from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record
+from tunekit.run.room import FULL, disk_full, give_room, hold_room
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
@@ -113,10 +114,16 @@ def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe
 
     watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
+        if record.place.is_main:
+            hold_room(run)
         join(plan, record.place)
         has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
         return has_stopped
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise disk_full(run, _where(run, watch, "after"), error) from error
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
@@ -199,6 +206,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
             write_card(run, result, draft)
             publish_result(draft, run.model_path)
             record.write("result", **result)
+            give_room(run)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
     return False
