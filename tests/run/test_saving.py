@@ -283,7 +283,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         filler = folder / "full" / "filler"
         free = shutil.disk_usage(filler.parent).free
         # The first checkpoint fits, the second does not.
-        filler.write_bytes(b"\0" * (free - int(1.9 * size) - 2**19))
+        filler.write_bytes(b"\0" * (free - int(1.5 * size) - 2**19))
         told = in_processes(num, work_on_a_disk_that_is_full, run.path, seconds=200)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told

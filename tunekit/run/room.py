@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from tunekit.errors import RunError
@@ -32,6 +33,17 @@ def give_room(run: Run) -> None:
     """Give that room back."""
     with contextlib.suppress(OSError):
         (run.path / RESERVE).unlink(missing_ok=True)
+
+
+def with_room(run: Run, write: Callable[[], None]) -> None:
+    """Write something small, with the room that was kept for it if there is no other."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        give_room(run)
+        write()
 
 
 def disk_full(run: Run, where: str, error: OSError) -> RunError:
