@@ -200,7 +200,7 @@ class _Supervisor:
 
     def _train_once(self) -> _Failure | None:
         failure = self._attempt()
-        while failure is not None and goes_back(self.run, self.record, failure.error):
+        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
             failure = self._attempt()
         return failure
 
