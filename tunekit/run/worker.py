@@ -143,7 +143,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
-    from tunekit.run.boundary import Boundary, EvaluationLeft
+    from tunekit.run.boundary import Boundary, EvaluationLeft, evaluation_is_due
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
@@ -162,6 +162,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         check_states(source)
     start.before_training(trainer, plan, record.place)
     carried = Carried(trainer, plan, record.place, start.newest.path)
+    if start.checkpoint is not None:
+        trainer.args.eval_on_start = evaluation_is_due(run, start.newest.step, record.place)
 
     def look() -> None:
         wishes.check()
