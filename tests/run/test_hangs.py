@@ -1,4 +1,4 @@
-"""Runs of two processes in which one stands still, is gone, or loses what makes its rows: what ends them, and the words.
+"""Runs of two processes in which one stands still, is gone, or loses what makes its rows: what ends them, and how.
 
 Each process has a few seconds to move here, where users' have minutes; what a test waits for is far longer.
 """
@@ -220,12 +220,12 @@ def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_lost_it(her
 
 
 def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(here):
-    error, run, _ = end_of("slow", "slow error")
+    error, _, _ = end_of("slow", "slow error")
     assert "rank 1:\nTraceback" in str(error) and "what went wrong first" in str(error)
 
 
 def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
-    error, run, seconds = end_of("row-kill", "row kill", num_workers=1)
+    error, _, seconds = end_of("row-kill", "row kill", num_workers=1)
     assert isinstance(error, DataWorkerError)
     assert re.search(r"process \d+, which makes micro-batches for rank 1, was ended by a signal \(Killed\)", str(error))
     assert "main memory" in error.hint
