@@ -16,7 +16,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
-- `resume`: `step`, `path` of the checkpoint, and `skipped`, newer ones with what is wrong with them
+- `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with what is wrong with them, `changes` to what was
+  before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
 - `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint. Of several
   processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
   `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.run.communication`). Part of it

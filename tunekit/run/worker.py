@@ -41,6 +41,7 @@ from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
+from tunekit.run.stop import forget_request
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 from tunekit.run.watchdog import Watchdog
 
@@ -366,8 +367,13 @@ def main() -> None:
     if supervised:
         follow_supervisor()
     store = open_store()
+    run, place = Run(sys.argv[1]), place_of()
+    if not supervised and place.is_main:
+        # Nobody else says that the run starts, or goes on.
+        forget_request(run)
+        run.begin()
     try:
-        work(Run(sys.argv[1]), place=place_of(), supervised=supervised)
+        work(run, place=place, supervised=supervised)
         del store  # It was the others' too, to the end.
     except TunekitError:
         # It stands in the run folder, for whoever started this.
