@@ -69,7 +69,6 @@ def test_a_run_makes_no_connection(watched, tmp_path):
         "model": str(tmp_path / "model"),
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
         "train": {"max_steps": 1, "global_batch_size": 2},
-        "parallel": {"max_restarts": 1},
         "output": {"dir": str(tmp_path / "run")},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))

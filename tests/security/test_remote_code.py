@@ -9,7 +9,7 @@ import yaml
 from tests.security.entries import ENTRIES, RUNNING
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
-from tunekit.errors import ModelError, PlanError, RecipeError, TunekitError
+from tunekit.errors import DataError, ModelError, PlanError, RecipeError, TunekitError
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.run.checkpoint import complete
 from tunekit.run.origin import read_recipe
@@ -237,6 +237,19 @@ def test_trust_is_asked_for_by_nothing_else_than_its_field():
                 "method": {"type": "sft", "trainer_args": {"trust_remote_code": True}},
             }
         )
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("verb", [api.data_report, api.make_run])
+def test_a_chat_template_that_does_not_end_is_ended_and_named(verb, workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr("tunekit.data.patience.ROW_SECONDS", 0.5)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(workspace / "plain", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(ENDLESS)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template takes more than 0 s for this row"):
+        verb(recipe_for(workspace, str(tmp_path / "model")))
 
 
 ESCAPES = (
