@@ -15,6 +15,7 @@ from tunekit.methods.rewards.rows import check_rows
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.planner.storage import check_disk
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
@@ -25,11 +26,12 @@ from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
-from tunekit.run.origin import continued, read_recipe
+from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
+from tunekit.run.room import free_bytes, place_of_run
 from tunekit.run.run import Run, check_free, find_run
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     recipe = continued(read_recipe(source, overrides)[0])
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
-    lookup.plan(recipe)
+    _check_disk(lookup.plan(recipe))
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
     return data.notes
@@ -231,6 +233,27 @@ def resume(
     return found
 
 
+def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+
+    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        now: Whether it is to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+    """
+    from tunekit.run.stopping import stop_run
+
+    return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
+
+
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
     """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
     place = place_of()
@@ -277,6 +300,7 @@ def make_run(
     *,
     hardware: Hardware | None = None,
     notes: Sequence[str] = (),
+    shares_disk: bool = True,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Plan, prepare the rows, and make the folder of a run that is yet to be started.
@@ -286,6 +310,7 @@ def make_run(
         overrides: Changes to it.
         hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
         notes: What else the user should know.
+        shares_disk: Whether what it writes there is on this machine's disk too.
         on_event: Told how far the rows are, and the plan.
 
     Raises:
@@ -297,8 +322,10 @@ def make_run(
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
     _refuse_untrainable(recipe)
-    lookup = Lookup([None], probe_model, here=hardware)
-    lookup.plan(recipe)
+    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk)
+    planned = lookup.plan(recipe)
+    if shares_disk:
+        _check_disk(planned)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     _check_rewards(recipe, data)
     words = StringIO()
@@ -306,14 +333,17 @@ def make_run(
         prepared = _prepare(recipe, data, _progress_to(on_event))
         final = resolve(
             record(recipe, data),
-            lookup.hardware(None),
+            lookup.hardware_for(recipe),
             model,
             prepared.facts,
             lookup.records,
             lookup.teacher(recipe),
         )
+        if shares_disk:
+            _check_disk(final)
         run = Run.create(final)
         prepared.save(run.path / "data")
+        write_code(run)
     fingerprints.record(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
@@ -416,6 +446,12 @@ def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
     """Check that the rewards of a recipe can be had, and find in each row what they read there."""
     if isinstance(recipe.method, RewardedMethod):
         check_rows(recipe.method.rewards, (*data.train, *data.eval))
+
+
+def _check_disk(planned: Plan) -> None:
+    """Refuse a run for which there is no room where it would lie."""
+    place = place_of_run(planned.recipe)
+    check_disk(planned, free_bytes(place), str(place.absolute()))
 
 
 def _refuse_untrainable(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunekit.errors import TunekitError
+from tunekit.errors import Stopped, TunekitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,6 +161,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
         what: What is read first, in words.
     """
     from tunekit.display import Progress, make_console
+    from tunekit.run.interrupt import before_a_run
     from tunekit.run.place import place_of
 
     progress = Progress(make_console()) if place_of().is_main else None
@@ -169,13 +170,28 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
     try:
         # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, before_a_run)
         start(progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped("interrupted", hint=None, exit_code=130)
         if progress is not None:
             progress.stop()
-            print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+            print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
     finally:
         if progress is not None:
             progress.stop()
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
+) -> None:
+    """End a run: after the step that it is at, with a checkpoint, or at once. It is over when this comes back."""
+    from tunekit import api
+
+    try:
+        print(api.stop(run, now=now, on_wait=lambda words: print(words, flush=True)))
+    except KeyboardInterrupt:
+        print("not waited for; the run was asked to end and will", file=sys.stderr)
+        raise typer.Exit(130) from None

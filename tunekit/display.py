@@ -103,6 +103,8 @@ class Progress:
             self._on_resume(event)
         elif kind == "warning":
             self.console.print(Text(f"warning: {event['message']}", style="yellow"))
+        elif kind == "stop":
+            self.console.print(Text(event["message"], style="yellow"))
         elif kind == "result" and self._run is not None:
             self.console.print(summary(event, self._run))
 

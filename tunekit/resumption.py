@@ -10,7 +10,7 @@ from tunekit.lookup import Lookup
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
-from tunekit.probe.nodes import with_started
+from tunekit.probe.nodes import check_may_go_back, with_started
 from tunekit.recipe.edits import edits
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event
@@ -115,6 +115,8 @@ def resumed(
             f"{run.name} is planned for {plan.layout.num_processes} processes, and the launcher started {started}",
             hint="start as many, or leave it to `tunekit resume` alone",
         )
+    if started > 1:
+        check_may_go_back(run.recipe, "a launcher")
     if plan.num_nodes > 1 and started == 1 and not nodes:
         raise PlanError(f"{run.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
     notes = carry_out(decision)

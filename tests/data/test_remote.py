@@ -121,7 +121,7 @@ def test_user_and_password_open_the_file_and_are_never_told(web, tmp_path):
     assert not [words for words in told if USER in words or "s3cr3t" in words]
     assert refusal(f"{web.address}/rows.jsonl") == (
         f"data.train.path: '{web.address}/rows.jsonl' may not be read (the server answers 401); a user and a password "
-        "may stand in the URL, as https://USER:PASSWORD@HOST/...; they are never shown"
+        "from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/..."
     )
 
 
@@ -130,9 +130,10 @@ def test_a_url_that_is_not_valid_is_not_shown_as_a_password_may_be_what_is_wrong
     assert refusal("https://ada:s3cr3t/7@host/rows.jsonl") == message
 
 
-def test_a_run_writes_a_url_down_as_it_is_but_for_the_password():
-    recipe = tunekit_recipe("https://ada:s3cr3t@host/a.jsonl?v=2")
-    assert record(*recipe).data.train.path == "https://host/a.jsonl?v=2"
+def test_a_run_writes_a_url_down_as_it_is_but_for_its_secrets(monkeypatch):
+    monkeypatch.setenv("PASSWORD_OF_ADA", "s3cr3t")
+    recipe = tunekit_recipe("https://ada:${PASSWORD_OF_ADA}@host/a.jsonl?v=2&token=${PASSWORD_OF_ADA}")
+    assert record(*recipe).data.train.path == "https://host/a.jsonl?v=2&token=[redacted]"
     assert record(*tunekit_recipe("s3://bucket/*.jsonl")).data.train.path == "s3://bucket/*.jsonl"
 
 
@@ -155,7 +156,7 @@ def tunekit_recipe(path):
         (
             "/forbidden.jsonl",
             "data.train.path: 'WEB/forbidden.jsonl' may not be read (the server answers 403); a user and a password "
-            "may stand in the URL, as https://USER:PASSWORD@HOST/...; they are never shown",
+            "from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/...",
         ),
         ("/broken.jsonl", "data.train.path: the server answers 500 for 'WEB/broken.jsonl'; try again later"),
         (

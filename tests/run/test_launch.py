@@ -18,7 +18,7 @@ import tunekit
 from tests.processes import in_processes
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
-from tunekit.errors import ExchangeError, RunError
+from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.run import group
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.group import Group
@@ -241,11 +241,10 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(here):
         if event["event"] == "log" and event["step"] == 1:
             workers_of(os.getpid())[1].suspend()
 
-    with pytest.raises(RunError) as caught:
+    with pytest.raises(StandstillError) as caught:
         launch(run, stop)
     told = caught.value.problem
-    assert "rank 0 waited for the other processes in " in told and "Timed out waiting 20000ms" in told
-    assert told.endswith("no word from rank 1")
+    assert told.startswith("rank 1 (process ") and "gives no sign of life" in told and "rank 0 waited for it" in told
     assert workers_of(os.getpid()) == {}
 
 
@@ -257,28 +256,40 @@ def test_the_first_error_counts_but_not_one_that_another_process_caused(here):
     assert [words["problem"] for words in errors_of(run)] == ["first", "second", "lost"]
 
 
-class Crashed:
-    """Two processes: one that crashed, and one that is still there."""
+class Ended:
+    """Processes of which some ended, with some exit codes."""
+
+    def __init__(self, *codes):
+        self.all = dict(enumerate(codes))
 
     def codes(self):
-        return {0: -signal.SIGSEGV, 1: None}
+        return self.all
 
     def wait(self, seconds):
         pass
 
 
+NO_WORD = "ended with exit code {} and no word of why"
+
+
 @pytest.mark.parametrize(
-    ("told", "shown"),
-    [(ExchangeError("rank 0 waited"), "rank 0 waited; no word from rank 1"), (None, "rank 0 was ended by SIGSEGV")],
+    ("codes", "told", "shown"),
+    [
+        ((-signal.SIGSEGV, None), ExchangeError("rank 0 waited"), "rank 0 waited; no word from rank 1"),
+        ((-signal.SIGSEGV, None), None, "rank 0 was ended by SIGSEGV"),
+        ((2, 7), ExchangeError("rank 0 waited"), f"rank 1 {NO_WORD.format(7)}"),
+        ((2, 0), ExchangeError("rank 0 waited"), f"rank 1 {NO_WORD.format(0)}"),
+        ((-signal.SIGABRT, 7), None, f"rank 1 {NO_WORD.format(7)}"),
+    ],
 )
-def test_what_a_process_said_counts_more_than_how_it_crashed_on_its_way_out(told, shown, here):
+def test_what_a_process_said_counts_more_than_how_it_crashed_on_its_way_out(codes, told, shown, here):
     run = api.make_run("double.yaml", [*MANY, "output.name=crashed"])
 
     @contextlib.contextmanager
     def start():
         if told is not None:
             Record(run, Place(rank=0, num_processes=2)).write_error(told)
-        yield Crashed()
+        yield Ended(*codes)
 
     with pytest.raises(RunError) as caught:
         supervise(run, start, None)

@@ -1,10 +1,12 @@
 """DeepSpeed in real processes: equal to one process, what the plan says, and a model that anyone can load."""
 
+import os
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.processes import in_processes
 from tests.run.engines import made, work_in, worked
 from tests.tiny import save_chats, save_tiny_model
 
@@ -150,10 +152,14 @@ def test_a_single_process_can_have_its_states_elsewhere(folder, alone):
 @pytest.mark.slow
 def test_deepspeed_that_is_skipped_without_a_word_is_noticed(folder):
     # Accelerate runs DDP instead (accelerate 1.15, `PartialState`).
-    environment = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
-    run = made(recipe(folder, "skipped", "full", num_processes=2, strategy="zero2"), environment=environment)
+    run = made(recipe(folder, "skipped", "full", num_processes=2, strategy="zero2"))
     with pytest.raises(AssertionError, match="engine: zero2 planned, ddp found"):
-        work_in(run, 2)
+        in_processes(2, worked_on_a_processor, run)
+
+
+def worked_on_a_processor(folder):
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    worked(folder)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ _COMMON = ("https", "s3", "gs", "az", "hf", "sftp")
 _DRAFT = ".part"
 
 _LOG_IN = {
-    "http": "a user and a password may stand in the URL, as https://USER:PASSWORD@HOST/...; they are never shown",
+    "http": "a user and a password from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/...",
     "s3": "log in with `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "log in with `gcloud auth application-default login`",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",

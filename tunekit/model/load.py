@@ -38,7 +38,7 @@ def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
-            hint="the folder may be incomplete",
+            hint=_about_code(error) or "the folder may be incomplete",
         ) from error
     if template is not None:
         tokenizer.chat_template = _read_template(template)
@@ -123,7 +123,7 @@ def load_model(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
-            hint="see the log for the whole message",
+            hint=_about_code(error) or "see the log for the whole message",
         ) from error
     if is_given:
         _give_unwritten_memory(model)
@@ -176,6 +176,11 @@ def keep_quantised_layout(model: "PreTrainedModel") -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def _about_code(error: Exception) -> str | None:
+    """What to do where transformers would have to run code that comes with a model."""
+    return "read that code, then set trust_remote_code=true" if "trust_remote_code" in str(error) else None
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
@@ -46,6 +47,19 @@ tensor."""
 
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
+
+
+VARIABLES = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "HIP_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "TRL_EXPERIMENTAL_SILENCE",
+    }
+)
+"""Environment variables that a plan may set. Others could make a process load other libraries and modules."""
 
 
 class Reason(Facts):
@@ -146,8 +160,19 @@ class Plan(Facts):
 
     @classmethod
     def from_yaml(cls, text: str, recipe: Recipe) -> "Plan":
-        """The plan that `to_yaml` wrote, with its recipe."""
-        return cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        """The plan that `to_yaml` wrote, with its recipe.
+
+        Raises:
+            PlanError: It sets a variable that no plan sets; some make a process run other code.
+        """
+        plan = cls.model_validate({**yaml.safe_load(text), "recipe": recipe})
+        others = sorted(set(plan.environment) - VARIABLES)
+        if others:
+            raise PlanError(
+                f"the plan sets the environment variable {others[0]}, which no plan of tunekit does",
+                hint="it was changed by hand: export the variable instead",
+            )
+        return plan
 
     @property
     def reduce_dtype(self) -> Dtype:

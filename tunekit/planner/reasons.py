@@ -168,6 +168,14 @@ def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         yield Reason(topic="starts from", choice=choice, why=why)
 
 
+def code_reasons(recipe: Recipe) -> Iterator[Reason]:
+    """Which code is run besides that of the libraries."""
+    model = recipe.model
+    if model.trust_remote_code:
+        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
+        yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
+
+
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
     if model.num_experts and isinstance(recipe.method, ORPOMethod | CPOMethod | RewardMethod):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
+from tunekit.planner.checks import check_recipe, check_retry, choose_attention, choose_dtype
 from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
@@ -23,6 +23,7 @@ from tunekit.planner.padding import padding_of
 from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.reasons import (
     adapter_reason,
+    code_reasons,
     communication_reasons,
     data_reasons,
     deepspeed_reasons,
@@ -47,6 +48,7 @@ from tunekit.planner.reference import reference_of
 from tunekit.planner.saving import saving_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
+from tunekit.planner.storage import saving_reasons
 from tunekit.planner.vllm import why_no_vllm, why_not_in
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -83,6 +85,7 @@ def resolve(
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
+    check_retry(recipe, found.micro_batch_size)
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(
@@ -147,6 +150,7 @@ def resolve(
             *reserve_reasons(setting.reserve_share, setting.why_reserve),
             model_reason(model),
             *origin_reasons(recipe, model),
+            *code_reasons(recipe),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
             kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
@@ -164,6 +168,7 @@ def resolve(
             *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
+            *saving_reasons(recipe, layout, schedule, saving, hardware),
             speed_reason(recipe.data, data, speed),
             *communication_reasons(speed),
             *_beyond_reasons(setting, chosen.candidate, speed),

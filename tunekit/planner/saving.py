@@ -22,6 +22,10 @@ class Saving(Facts):
 
     checkpoint_bytes: int | None = None
     """What a checkpoint is expected to take; None in plans that do not know."""
+    result_bytes: int | None = None
+    """The same of the result."""
+    run_bytes: int | None = None
+    """The same of the run at most, with the rows and the checkpoint that is being written."""
     in_background: bool = False
     """Whether a checkpoint is written while training goes on, from a copy in main memory."""
     metric_for_best_model: str | None = None
@@ -96,8 +100,12 @@ def saving_of(
     metric, greater = metric_of(recipe, data)
     size = checkpoint_bytes(recipe, model, layout, dtype)
     fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes
+    kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1
+    result = result_bytes(recipe, model)
     return Saving(
         checkpoint_bytes=size,
+        result_bytes=result,
+        run_bytes=kept * size + result + ROW_BYTES * (data.num_train_tokens or 0),
         in_background=divides_files(layout) and fits,
         metric_for_best_model=metric,
         greater_is_better=greater,
@@ -113,10 +121,3 @@ def divides_files(layout: Layout) -> bool:
 def copied_bytes(size: int, layout: Layout) -> int:
     """Main memory that each process takes for a copy of its part of a checkpoint of that size."""
     return math.ceil(size / layout.num_shards)
-
-
-def needed_bytes(recipe: Recipe, model: ModelFacts, data: DataFacts, saving: Saving) -> int:
-    """What a run takes on the disk at most: all checkpoints that are kept, the one being written, and the result."""
-    kept = recipe.train.save_total_limit + (saving.metric_for_best_model is not None) + 1
-    rows = ROW_BYTES * (data.num_train_tokens or 0)
-    return kept * (saving.checkpoint_bytes or 0) + result_bytes(recipe, model) + rows

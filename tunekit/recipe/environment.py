@@ -15,9 +15,12 @@ from tunekit.recipe.fields import expands_env, sections_of, takes_list, variant
 from tunekit.recipe.places import Key, Places, Problem
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Section
+from tunekit.redact import is_secret
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_MAY_BE_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*\Z|[^?#]*\?[^#]*\Z)")
+"""What of a URL comes before its user and password, or in its query: no run writes these down."""
 
 
 def expand_environment(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[Problem]]:
@@ -77,6 +80,8 @@ class _Expansion:
                 self.refuse(key, f"{reference[0]} cannot be expanded", "write ${NAME} with a variable's name")
             elif name not in os.environ:
                 self.refuse(key, f"the environment variable {name} is not set", f"export {name}=..., or write the path")
+            elif is_secret(name) and not (key[0] == "data" and _MAY_BE_SECRET.match(text[: reference.start()])):
+                self.refuse(key, f"{reference[0]} holds a secret by its name, and a run writes this down", "rename it")
             return os.environ.get(name, reference[0])
 
         return _REFERENCE.sub(fill, text)

@@ -25,6 +25,7 @@ from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
 from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.schema import NAME_PATTERN, Recipe
+from tunekit.recipe.secrets import find_secrets
 from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
 from tunekit.recipe.train import ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
@@ -85,6 +86,9 @@ def _load(
     laid.apply(list(overrides))
     values, unexpanded = expand_environment(draft.values, draft.places)
     problems = [*draft.problems, *laid.problems, *unexpanded]
+    if find_functions:
+        # One that was loaded before was looked through then; its variables are filled in now.
+        problems += find_secrets(draft.values, draft.places, laid.commanded if isinstance(source, Recipe) else None)
     recipe, invalid = _validate(values, draft.places)
     invalid += _missing_functions(values, draft.places) if find_functions else []
     # What could not be read has been reported; what the schema then says of its place would only repeat it.

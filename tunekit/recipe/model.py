@@ -31,4 +31,5 @@ class ModelSection(Section):
     """Jinja file to use instead of the tokenizer's own chat template. It is saved with the trained model."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for code that you have read."""
+    """Run Python code that comes with the model. Only for code that you have read: of a hub model at the full commit in
+    `revision`, of a folder as it is when the run is made."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tunekit.errors import RecipeError
+from tunekit.redact import redacted
 
 Key = tuple[str | int, ...]
 """A path into the recipe: `("adapter", "rank")`. Numbers are positions in lists."""
@@ -120,4 +121,4 @@ def raise_problems(problems: Iterable[Problem]) -> None:
     """
     lines = [str(problem) for problem in sorted(problems, key=lambda problem: problem.place)]
     if lines:
-        raise RecipeError("\n".join(dict.fromkeys(lines)))
+        raise RecipeError(redacted("\n".join(dict.fromkeys(lines))))

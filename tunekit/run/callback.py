@@ -1,18 +1,16 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
-import math
 from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from tunekit.errors import RunError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.answers import NUM_SHOWN, Answers
 from tunekit.run.communication import Trace
+from tunekit.run.guard import Guard
 from tunekit.run.heart import Heart
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
@@ -32,7 +30,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         record: Where events go, and the status that follows the steps.
         heart: Where the process says at what it is.
-        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
@@ -40,12 +37,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     """The trainer, once there is one."""
     before_training: Callable[[], None]
     """What else is to be done with the model before the first step, when it is where it is trained."""
+    guard: Guard
+    """What sees steps that are not finite, from the first one on."""
 
-    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
         self.heart = heart
         self.plan = record.run.plan
-        self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
@@ -110,6 +108,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if isinstance(method, RewardedMethod):
             self._answers = Answers(self.trainer._logs, method.num_generations)
         self.before_training()
+        self.guard = Guard(self.trainer, self.plan, self.record)
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
 
@@ -139,7 +138,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Measure all that stays, once: the first gradients are still there."""
-        if not self._held_in_step:
+        if not self._held_in_step and not self.guard.leaves_out:
             self._held_in_step = True
             self.held = self._held(model, optimizer)
 
@@ -166,8 +165,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
-        if self.asked_to_stop.is_set():
-            raise KeyboardInterrupt
 
     def on_log(
         self,
@@ -177,7 +174,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float],
         **kwargs: Any,
     ) -> None:
-        """Write what the trainer logged; a loss that is not a number ends the run."""
+        """Write what the trainer logged."""
         # Steps behind the last ones that were logged come with the trainer's own summary.
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         if "eval_loss" in logs:
@@ -196,16 +193,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         seconds = {part: now[part] - before for part, before in self._logged.items()}
         tokens = self.num_tokens - self._logged_tokens
         self._logged, self._logged_tokens = now, self.num_tokens
-        self.record.write("log", step=step, **rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs)
-        if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
-            raise RunError(
-                f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
-                hint="lower train.learning_rate, or look at the rows of this step",
-            )
+        told = {**rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs}
+        self.record.write("log", step=step, **told)
         if self.record.place.is_main:
-            self._tell(step, logs)
+            self._tell(step, told)
 
-    def _tell(self, step: int, logs: dict[str, float]) -> None:
+    def _tell(self, step: int, logs: dict[str, float | None]) -> None:
         """Show answers now and then, and warn of what the figures so far tell."""
         num_steps = self.trainer.state.max_steps
         due = self._shown_step == 0 or step == num_steps or step >= self._shown_step + num_steps / NUM_SHOWN

@@ -1,5 +1,7 @@
 """The model card of a trained model: base, data, recipe, results."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -8,6 +10,10 @@ from tunekit.data.remote import shown
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.places import dotted
+from tunekit.recipe.schema import Recipe
+from tunekit.redact import redacted
+from tunekit.run.origin import CODE, models_of
 from tunekit.run.run import Run
 
 LOSSES = {
@@ -33,12 +39,13 @@ LOSSES = {
 """What the losses of each method are."""
 
 
-def write_card(run: Run, result: dict[str, Any]) -> None:
+def write_card(run: Run, result: dict[str, Any], folder: Path) -> None:
     """Write README.md beside the weights.
 
     Args:
-        run: A run whose model is saved.
+        run: A run that trained to its end.
         result: The fields of its `result` event.
+        folder: Where the weights are.
     """
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter)
@@ -53,6 +60,7 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
     rows = [
         *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"),
         ("Method", recipe.method.type),
         (
@@ -68,7 +76,15 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
     card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run)}"
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
-    ModelCard(card, ignore_metadata_errors=False).save(run.model_path / "README.md")
+    ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The code that comes with the models, where it was run."""
+    for key, section in models_of(recipe):
+        if section.trust_remote_code:
+            at = f"commit {section.revision}" if section.revision else f"as {CODE} of the run has it"
+            yield f"Code that {dotted(key)} brings", f"run (trust_remote_code), {at}"
 
 
 def _from_to(first: float | None, last: float | None) -> str:

@@ -158,6 +158,18 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
     return to
 
 
+def publish_result(draft: Path, to: Path) -> None:
+    """Make the result of a run visible, once all of it is on the disk: in the main process only."""
+    for path in (*draft.rglob("*"), draft):
+        to_disk(path)
+    before = to.with_name(f".replaced-{to.name}")
+    if to.exists():
+        to.rename(before)
+    draft.rename(to)
+    to_disk(to.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
 def clear_drafts(run_folder: Path) -> None:
     """Take away what a save that was cut off has left, and bring back what it was about to replace."""
     checkpoints = run_folder / CHECKPOINTS
@@ -319,6 +331,7 @@ def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
     for rank in range(num):
         name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
         yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
+        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
     if manifest.strategy.startswith("zero"):
         yield from _zero_state(manifest)
     elif manifest.strategy == "fsdp2":

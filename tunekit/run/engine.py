@@ -84,6 +84,8 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
     """What an engine needs before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
         _save_no_checkpoints(trainer)
+    if plan.layout.strategy.startswith("zero"):
+        zero.open_states_as_data(trainer)
     if plan.layout.sp_size > 1:
         zero.divide_every_epoch(trainer)
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:

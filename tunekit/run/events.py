@@ -28,6 +28,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
   weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
+- `stop`: the run is to end; `by` whom or which signal, whether `now`, and what becomes of it as `message`
 - `error`: `message`
 
 A step is told of twice where a run went on from a checkpoint before it: the later word counts.
@@ -39,6 +40,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -63,7 +66,7 @@ class EventLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text."""
-        entry: Event = {"event": event, "time": round(time.time(), 3), **fields}
+        entry: Event = {"event": event, "time": round(time.time(), 3), **without_secrets(fields)}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n")
         if self.listener is not None:

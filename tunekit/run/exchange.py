@@ -2,7 +2,8 @@
 
 import re
 import traceback
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 from tunekit.run.place import Place
 
@@ -49,6 +50,28 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
     cause = DATA_WORKER.search(str(error.__cause__)) or found
     end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
     return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
+
+
+def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
+    """Of each flag whether it is set in any process; all call it together. A few bytes, over the processors' network."""
+    if place.num_processes == 1:
+        return list(flags)
+    import torch
+
+    told = torch.tensor(flags, dtype=torch.uint8)
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+    return [bool(one) for one in told]
+
+
+def of_all(value: T, place: Place) -> list[T]:
+    """What each process says, by rank, in every process; all call it together."""
+    if place.num_processes == 1:
+        return [value]
+    import torch
+
+    said: list[T | None] = [None] * place.num_processes
+    torch.distributed.all_gather_object(said, value)
+    return cast(list[T], said)
 
 
 def exchange_problem(error: RuntimeError, place: Place) -> str | None:

@@ -13,13 +13,10 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
-import psutil
-
+from tunekit.run.alive import identity_of
+from tunekit.run.life import RANKS
 from tunekit.run.place import Place
 from tunekit.run.run import Run
-
-RANKS = "ranks"
-"""Folder of a run folder with what its processes say."""
 
 BEAT_SECONDS = 1.0
 """How often they do."""
@@ -35,7 +32,7 @@ class Beat:
     Attributes:
         rank: Which one it is.
         pid: Its number on its host.
-        process_started: When it started, in seconds since the epoch, by that host's clock.
+        identity: What no other process of that host ever has with this number.
         host: Name of its host.
         time: When it said this, in seconds since the epoch.
         step: The step that it is at.
@@ -43,11 +40,12 @@ class Beat:
         since: When it began that, in seconds since the epoch.
         marks: How many such parts it has begun in this step. All processes go through the same.
         moves: How often it was seen to move in this part: rows, layers, batches.
+        is_warm: Whether its first step is over, in which a model is compiled and buffers are filled.
     """
 
     rank: int
     pid: int
-    process_started: float
+    identity: str
     host: str
     time: float
     step: int
@@ -55,6 +53,7 @@ class Beat:
     since: float
     marks: int = 0
     moves: int = 0
+    is_warm: bool = False
 
     @property
     def position(self) -> tuple[int, int, int]:
@@ -78,11 +77,10 @@ class Heart:
     def __init__(self, run: Run, place: Place) -> None:
         self._file = run.path / RANKS / f"rank-{place.rank}.json"
         self._place = place
-        self._started = psutil.Process().create_time()
+        self._identity = identity_of(os.getpid()) or ""
         self.step, self.at, self._since = 0, "starting", time.time()
         self._marks = self._moves = 0
-        self.is_warm = False
-        """Whether a step is behind it in which all that is done once was done."""
+        self._is_warm = False
         self.thread = threading.get_ident()
         """The thread that works."""
         self._ended = threading.Event()
@@ -92,7 +90,7 @@ class Heart:
         """Say what the process does from here on. It is kept in memory, and costs nothing."""
         if step is not None and step != self.step:
             # Before the first of an attempt it has step 0.
-            self.is_warm = self.step > 0
+            self._is_warm = self.step > 0
             self.step, self._marks = step, 0
         self.at, self._since = at, time.time()
         self._marks += 1
@@ -107,7 +105,7 @@ class Heart:
         return Beat(
             rank=self._place.rank,
             pid=os.getpid(),
-            process_started=self._started,
+            identity=self._identity,
             host=os.uname().nodename,
             time=time.time(),
             step=self.step,
@@ -115,6 +113,7 @@ class Heart:
             since=self._since,
             marks=self._marks,
             moves=self._moves,
+            is_warm=self._is_warm,
         )
 
     def __enter__(self) -> Self:

@@ -23,6 +23,7 @@ from typing import IO, Any, Self
 
 from tunekit.errors import HostLostError, RunError
 from tunekit.planner.facts import Hardware
+from tunekit.redact import is_secret
 from tunekit.run.network import name_interface
 from tunekit.run.node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
 
@@ -35,11 +36,14 @@ ANSWER_SECONDS = 60
 BOUND_SECONDS = LOST_SECONDS + 5
 """After which time a cut is reported: the silence, the time to end what runs on the others, and some for slow hosts."""
 
-NAME = re.compile(r"(?:[^@\s-][^@\s]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")
+NAME = re.compile(r"(?:[\w.][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")
 """A host as it may be named: what ssh knows it by, with a user before it and a port behind it."""
 
 FORWARDED = ("GLOO_", "HF_", "NCCL_", "OMP_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
 """Beginnings of the variables that processes on other hosts get from here. ssh passes none on by itself."""
+
+HUB_TOKEN = "HF_TOKEN"
+"""The one secret among them: models that ask for a login. It goes over the connection, which is encrypted."""
 
 
 class Host:
@@ -262,7 +266,11 @@ class Hosts:
             RunError: A host does not reach the first one. It is named.
         """
         address, port, interfaces = self.meet()
-        given = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(FORWARDED) and (name == HUB_TOKEN or not is_secret(name))
+        }
         adapters = [bool(host.facts["infiniband"]) for host in self.all]
         # NCCL takes InfiniBand where it finds some, and then expects it everywhere.
         mixed = {"NCCL_IB_DISABLE": "1"} if any(adapters) and not all(adapters) else {}
@@ -281,11 +289,11 @@ class Hosts:
                 store=(address, port),
             )
 
-    def end(self, grace_seconds: float = 0) -> list[Host]:
+    def end(self) -> list[Host]:
         """End the processes on all hosts, and return the hosts that did not say that they did."""
         for host in self.all:
-            host.say("end", grace_seconds=grace_seconds)
-        until = time.monotonic() + grace_seconds + LOST_SECONDS
+            host.say("end")
+        until = time.monotonic() + LOST_SECONDS
         while time.monotonic() < until and any(not host.has_ended and not host.is_silent for host in self.all):
             self.poll()
         return [host for host in self.all if not host.has_ended]

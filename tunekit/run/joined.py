@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from tunekit.errors import RunError, TunekitError
+from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.run.events import Listener
 from tunekit.run.group import LAUNCHERS_OWN
 from tunekit.run.place import Place
 from tunekit.run.record import errors_of, forget_errors
 from tunekit.run.run import SEEN_SECONDS, Run
+from tunekit.run.stop import forget_request
 from tunekit.run.worker import work
 
 ASK_SECONDS = 0.2
@@ -121,6 +122,7 @@ def _made(store: Any, place: Place, make: Callable[[], Run]) -> Run:
     """Make the run, tell the others, and see that they see it."""
     try:
         run = make()
+        forget_request(run)
         run.begin()
         forget_errors(run)
         path = Path.cwd() / run.path
@@ -205,6 +207,8 @@ def _leave(store: Any, place: Place) -> None:
 
 def _code(error: BaseException) -> int:
     """Exit code of a process that ends with an error, as the command line has it."""
+    if isinstance(error, Stopped):
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 2 if isinstance(error, TunekitError) else 1

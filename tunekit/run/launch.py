@@ -13,15 +13,27 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tunekit import errors
-from tunekit.errors import DataWorkerError, ExchangeError, HostLostError, RunError, StandstillError, TunekitError
+from tunekit.errors import (
+    DataWorkerError,
+    ExchangeError,
+    HostLostError,
+    RunError,
+    StandstillError,
+    Stopped,
+    TunekitError,
+)
+from tunekit.redact import redacting_pipe
 from tunekit.run.checkpoint import newest_complete
+from tunekit.run.ending import phase_after, stopped, told_of
 from tunekit.run.events import Listener, read_events
+from tunekit.run.go_back import goes_back, may_go_back
 from tunekit.run.group import LOG, Group
 from tunekit.run.heart import Beat, forget_beats
-from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.interrupt import Wishes
 from tunekit.run.place import Place
-from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
+from tunekit.run.record import Record, errors_of, forget_errors
 from tunekit.run.run import Run
+from tunekit.run.stop import Request, forget_request, requested, words_of
 from tunekit.run.watchdog import Pulse
 
 POLL_SECONDS = 0.1
@@ -43,13 +55,15 @@ def launch(run: Run, listener: Listener | None = None) -> None:
 
     Raises:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
+        Stopped: The run was asked to end before it was done.
     """
     recipe, plan = run.recipe, run.plan
+    forget_request(run)
     run.begin()
     forget_errors(run)
     # DeepSpeed wants a process group for one process too.
     alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
-    if alone and not recipe.parallel.max_restarts and not in_notebook():
+    if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
         # It takes the libraries in, which those who only ask for a plan do not need.
         from tunekit.run.worker import work
 
@@ -61,7 +75,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
     def start() -> Iterator[Group]:
         with (
             (run.path / LOG).open("ab") as log,
-            Group(words, plan.environment, log, num=plan.layout.num_processes) as group,
+            redacting_pipe(log) as output,
+            Group(words, plan.environment, output, num=plan.layout.num_processes) as group,
         ):
             yield group
 
@@ -90,6 +105,7 @@ def supervise(
 
     Raises:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
+        Stopped: The run was asked to end before it was done.
     """
     _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
 
@@ -108,6 +124,10 @@ class _Failure:
     is_the_users: bool = False
     """Whether the user has to mend something, so that another try would end in the same way."""
 
+    def is_due_to(self, wishes: Wishes) -> bool:
+        """Whether processes failed because they were to end, and not all at the same moment."""
+        return wishes.asked is not None and not self.is_the_users and type(self.error) is RunError
+
 
 class _Supervisor:
     """Starts the processes of a run, and tells a listener what they write."""
@@ -122,34 +142,69 @@ class _Supervisor:
         self.start = start
         self.listener = listener
         self.record = Record(run, Place())
+        self.wishes = Wishes(run, run.recipe.parallel.grace_seconds, signs=True)
+        self._told: Request | None = None
         _, self.offset = read_events(run.path / "events.jsonl")
 
     def supervise(self, max_restarts: int) -> None:
         """Have the run done, with as many new starts."""
-        try:
-            with remembered_interrupts():
+        with self.wishes:
+            try:
                 failure = self._train(max_restarts)
-        except KeyboardInterrupt:
-            self.record.end("interrupted", INTERRUPTED)
-            raise
-        finally:
+            except KeyboardInterrupt as error:
+                raise self._stopped() from error
+            finally:
+                self._hand_on()
+        if failure is None and self.run.status()["phase"] == "finished":
+            return
+        if failure is None or failure.is_due_to(self.wishes):
+            raise self._stopped()
+        self.record.end("failed", str(failure.error))
+        self._hand_on()
+        raise failure.error
+
+    def _stopped(self) -> Stopped:
+        """What to raise now that all processes are gone, having said it if they have not."""
+        asked = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
+        reason = self.run.status()["exit_reason"]
+        if reason is None:
+            reason = words_of(self.run, asked, is_late=self.wishes.is_late)
+            self.record.end(phase_after(self.run, asked), reason)
             self._hand_on()
-        if failure is not None:
-            self.record.end("failed", str(failure.error))
-            self._hand_on()
-            raise failure.error
+        return stopped(self.run, asked, reason)
+
+    def _mind_wishes(self) -> None:
+        """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
+
+        Raises:
+            KeyboardInterrupt: All are to end at once.
+        """
+        asked = self.wishes.known
+        if asked is not None and asked != self._told:
+            self._told = asked
+            self.record.write("stop", **told_of(self.run, asked))
+        if asked is not None and self.run.status()["phase"] in ("starting", "loading"):
+            raise KeyboardInterrupt
+        self.wishes.check()
 
     def _train(self, max_restarts: int) -> _Failure | None:
         failure = self._train_once()
         for attempt in range(1, max_restarts + 1):
-            if failure is None or failure.is_the_users:
+            if failure is None or failure.is_the_users or self.wishes.asked is not None:
                 break
             step = newest_complete(self.run.path).step
+            self.record.update_status(phase="starting")
             self.record.write("restart", attempt=attempt, step=step, reason=str(failure.error))
             failure = self._train_once()
         return failure
 
     def _train_once(self) -> _Failure | None:
+        failure = self._attempt()
+        while failure is not None and goes_back(self.run, self.record, failure.error):
+            failure = self._attempt()
+        return failure
+
+    def _attempt(self) -> _Failure | None:
         forget_errors(self.run)
         forget_beats(self.run)
         try:
@@ -161,9 +216,10 @@ class _Supervisor:
     def _end_of_all(self) -> _Failure | None:
         """Why processes ended too early, once all of them are gone."""
         pulse = Pulse(self.run)
-        with self.start() as group:
+        with self.start() as group, self.wishes.waiting():
             silent: list[Beat] = []
             while None in (codes := group.codes()).values() and not any(codes.values()) and not silent:
+                self._mind_wishes()
                 self._hand_on()
                 group.wait(POLL_SECONDS)
                 silent = pulse.silent([rank for rank, code in codes.items() if code is None])
@@ -234,6 +290,8 @@ def main() -> None:
     except TunekitError:
         # It stands in the run folder.
         sys.exit(2)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 what the recipe leaves to the run; it comes before a plan, and changes nothing the second time.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +12,29 @@ from typing import Any
 
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.planner.origin import contradictions, taken_over
-from tunekit.probe.origin import is_result, origin_of
+from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
+from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
+from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.load import load_recipe_with_notes
-from tunekit.recipe.methods import DistillationMethod, Method, RewardedMethod, RewardMethod
+from tunekit.recipe.methods import (
+    DistillationMethod,
+    GRPOMethod,
+    Method,
+    RewardedMethod,
+    RewardMethod,
+    RLOOMethod,
+)
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.phrases import show
+from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Conflict
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.run import Run, list_runs
+
+CODE = "code.json"
+"""File of a run folder with the SHA-256 of code that comes with its models, where they lie in folders."""
 
 
 def read_recipe(
@@ -35,7 +49,8 @@ def read_recipe(
 
 
 def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """What of a recipe does not go together with the run that it starts from."""
+    """What of a recipe does not go together with the run that it starts from, or with the code of its models."""
+    yield from _conflicts_of_code(recipe)
     try:
         origin = origin_of(settled(recipe.model))
     except TunekitError as error:
@@ -58,6 +73,78 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
         yield Conflict(
             ("adapter", field), what, "leave it out, or set adapter.type=full to merge that adapter and train all"
         )
+
+
+def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
+    """Code that comes with a model and is not asked for, or whose commit is not known."""
+    method = recipe.method
+    second = isinstance(method, GRPOMethod | RLOOMethod) and method.beta > 0 and isinstance(recipe.adapter, FullAdapter)
+    for key, section in models_of(recipe):
+        try:
+            origin = origin_of(settled(section))
+        except TunekitError:
+            continue  # It is told elsewhere.
+        base = section if origin is None else origin.base
+        where = (*key, "trust_remote_code")
+        if origin is not None and base.trust_remote_code and not section.trust_remote_code:
+            what = f"is false, but {origin.name} is on {base.path!r} with code that comes with it"
+            yield Conflict(where, what, "read that code, then set it to true")
+        if not section.trust_remote_code or is_folder(base):
+            continue
+        if not COMMIT.fullmatch(base.revision or ""):
+            what = f"cannot be true for {base.path!r} of the hub without a commit, as its code could change under you"
+            of_adapter = f"set revision in the {ADAPTER_CONFIG} of {section.path}" if origin else "set model.revision"
+            commit = f"`git ls-remote https://huggingface.co/{base.path} HEAD` tells it"
+            yield Conflict(where, what, f"read the code, then {of_adapter} to the full commit, 40 digits: {commit}")
+        elif second and key == ("model",):
+            what = f"cannot be true for {base.path!r} of the hub with a second model, whose code TRL takes at no commit"
+            yield Conflict(where, what, "download the model and name its folder, or train an adapter")
+
+
+def models_of(recipe: Recipe) -> Iterator[tuple[Key, ModelSection]]:
+    """Every model that a recipe names, with its key."""
+    yield ("model",), recipe.model
+    if isinstance(recipe.method, DistillationMethod):
+        yield ("method", "teacher"), recipe.method.teacher
+    if isinstance(recipe.method, RewardedMethod):
+        for position, reward in enumerate(recipe.method.rewards):
+            if isinstance(reward, ModelReward):
+                yield ("method", "rewards", position, "model"), reward.model
+
+
+def write_code(run: Run) -> None:
+    """Write down what the code of a run's models is, where they bring any."""
+    code = {key: found for key, section in _trusted(run) if (found := code_of(section))}
+    if code:
+        (run.path / CODE).write_text(json.dumps(code, indent=2), encoding="utf-8")
+
+
+def check_run_code(run: Run) -> None:
+    """See that the code of a run's models is what it was.
+
+    Raises:
+        PlanError: The recipe of the run does not allow it.
+        ModelError: It is not.
+    """
+    found = [f"{dotted(one.key)}: {one.what}; {one.hint}" for one in _conflicts_of_code(run.recipe)]
+    if found:
+        raise PlanError("\n".join(found))
+    origin, base = origin_of(run.recipe.model), run.plan.base
+    asked = run.recipe.model if origin is None else origin.base
+    if base.trust_remote_code and (base.path, base.revision) != (asked.path, asked.revision):
+        raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
+    file = run.path / CODE
+    known: dict[str, dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for key, section in _trusted(run):
+        check_code(section, known.get(key, {}))
+
+
+def _trusted(run: Run) -> Iterator[tuple[str, ModelSection]]:
+    """The models of a run whose code may be run, by their keys; of one with an adapter it is the base."""
+    for key, section in models_of(run.recipe):
+        if section.trust_remote_code:
+            origin = origin_of(section)
+            yield dotted(key), section if origin is None else origin.base
 
 
 def continued(recipe: Recipe) -> Recipe:

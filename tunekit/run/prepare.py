@@ -22,6 +22,7 @@ from tunekit.recipe.methods import DistillationMethod, KTOMethod, Method, OnPoli
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.rewards import JsonSchemaReward, ModelReward, Reward
 from tunekit.recipe.schema import DataSource, Recipe, Sources
+from tunekit.redact import redacted, without_secrets
 
 NUM_SAMPLE_PROMPTS = 3
 """Prompts taken from the rows where the recipe names none."""
@@ -34,6 +35,9 @@ STREAM_SKIPPED = "stream_skipped.jsonl"
 
 FILES = {"train": "train.arrow", "eval": "eval.arrow"}
 """Files of the sequences in the data folder of a run, by split."""
+
+PLACES = "train_places.npz"
+"""File of where the rows that are trained on stand in their sources."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,12 @@ class PreparedData:
         folder.mkdir()
         for split in self.splits[int(self.streaming) :]:
             split.prepared.link_to(folder / FILES[split.name])
-        (folder / "report.json").write_text(json.dumps(self.report.to_dict(), ensure_ascii=False), encoding="utf-8")
-        (folder / "report.html").write_text(self.report.to_html(), encoding="utf-8")
+            if split.name == "train":
+                split.places.save(folder / PLACES)
+        (folder / "report.json").write_text(
+            json.dumps(without_secrets(self.report.to_dict()), ensure_ascii=False), encoding="utf-8"
+        )
+        (folder / "report.html").write_text(redacted(self.report.to_html()), encoding="utf-8")
         _save_skipped(folder, self.report.skipped)
 
 
@@ -78,12 +86,14 @@ class PreparedRows:
         folder.mkdir()
         for split in self.splits:
             split.save(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         _save_skipped(folder, self.skipped)
 
 
 def _save_skipped(folder: Path, skipped: Sequence[Skipped]) -> None:
     if skipped:
-        lines = (json.dumps(asdict(bad), ensure_ascii=False) + "\n" for bad in skipped)
+        lines = (json.dumps(without_secrets(asdict(bad)), ensure_ascii=False) + "\n" for bad in skipped)
         (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -236,7 +246,7 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
     if isinstance(recipe.method, RewardMethod):
         prompts = []
     elif prompts is None:
-        prompts = _prompts((*data.eval, *data.train)[0])
+        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
     output = recipe.output.model_copy(update={"sample_prompts": prompts})
     return absolute(recipe).model_copy(update={"output": output})
 
@@ -282,7 +292,7 @@ def _absolute_sources(given: Sources) -> Sources:
 def _absolute_source(source: DataSource) -> DataSource:
     if is_url(source.path):
         # What a run writes down is shown to others, so it keeps no password.
-        return source.model_copy(update={"path": without_user(source.path)})
+        return source.model_copy(update={"path": redacted(without_user(source.path))})
     path = _absolute(source.path)
     if path == source.path and any(sign in path for sign in "*?["):
         path = str(Path(path).resolve())

@@ -7,15 +7,13 @@ import traceback
 from typing import Any
 
 from tunekit.errors import ExchangeError, TunekitError
+from tunekit.redact import without_secrets
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
 from tunekit.run.run import Run
 
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
-
-INTERRUPTED = "interrupted by the user"
-"""Why a run ended that was interrupted."""
 
 
 class Record:
@@ -67,7 +65,7 @@ class Record:
         folder = self.run.path / ERRORS
         folder.mkdir(exist_ok=True)
         draft = folder / f".rank-{self.place.rank}.json"
-        draft.write_text(json.dumps(words, indent=2), encoding="utf-8")
+        draft.write_text(json.dumps(without_secrets(words), indent=2), encoding="utf-8")
         draft.replace(folder / f"rank-{self.place.rank}.json")
 
 

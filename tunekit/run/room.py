@@ -6,8 +6,9 @@ from pathlib import Path
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import gib
+from tunekit.recipe.schema import Recipe
 from tunekit.run.checkpoint import newest_complete
-from tunekit.run.run import Run
+from tunekit.run.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
@@ -17,6 +18,11 @@ def free_bytes(folder: Path) -> int:
     """Bytes that may still be written where a folder lies, or will lie."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(there).free
+
+
+def place_of_run(recipe: Recipe) -> Path:
+    """The folder that a run of a recipe will have, or will be in."""
+    return RUNS if recipe.output.dir is None else Path(recipe.output.dir)
 
 
 def words_of(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
-from tunekit import __version__
 from tunekit.errors import RunError
 from tunekit.recipe.train import TrainSection
 from tunekit.run import fsdp2, zero
@@ -54,9 +53,11 @@ from tunekit.run.checkpoint import (
     to_disk,
 )
 from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.heart import Heart
 from tunekit.run.prepare import FILES
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
+from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -66,7 +67,7 @@ T = TypeVar("T")
 FAILURES = (OSError, RuntimeError, SafetensorError, CheckpointException)
 """What is raised where a file cannot be written, by Python, torch (a plain RuntimeError), safetensors and DCP."""
 
-LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
+LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 """What writes checkpoints; a manifest tells their versions."""
 
 READERS = 4
@@ -117,12 +118,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     Args:
         record: The run, and where events go.
+        heart: Where the process says at what it is.
         train: How many are kept, and by which measure the best is told.
         best: The best evaluation before, where the run goes on.
     """
 
-    def __init__(self, record: Record, train: TrainSection, best: Best | None) -> None:
+    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
         self.record = record
+        self.heart = heart
         self.run = record.run
         self.plan = record.run.plan
         self.train = train
@@ -172,6 +175,16 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """
         if self._saving is not None and kind is not None and issubclass(kind, Exception):
             self._saving.done.wait(SETTLE_SECONDS)
+
+    def summary(self) -> dict[str, Any]:
+        """What the checkpoints took, and the best evaluation, for the result."""
+        return {
+            "num": self.num_saved,
+            "bytes": self.total_bytes,
+            "wait_seconds": self.wait_seconds,
+            "seconds": self.seconds,
+            "best": None if self.best is None else self.best.model_dump(),
+        }
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -234,6 +247,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _save(self, model: Any, trial: Any) -> None:
         """Make a checkpoint of the step that was taken, in place of `Trainer._save_checkpoint`."""
+        self.heart.mark("saving")
         self._finish()
         step = int(self.trainer.state.global_step)
         saving = self._saving = _Save(step, self.best, time.perf_counter())
@@ -458,6 +472,21 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         return told
 
 
+@contextlib.contextmanager
+def result_saved(run: Run, draft: Path) -> Iterator[None]:
+    """While the result is written to a folder beside.
+
+    Raises:
+        RunError: It could not be; nothing of it is left.
+    """
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
+
+
 def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
     """Whether an evaluation is better than the best before; one that is not a number is not."""
     if value != value:
@@ -490,7 +519,7 @@ def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
 
 def _versions() -> dict[str, str]:
     """Versions of what writes checkpoints, as far as it is there."""
-    versions = {"tunekit": __version__}
+    versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)

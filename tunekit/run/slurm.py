@@ -18,7 +18,9 @@ from tunekit.planner.environment import BYTES_PER_TRAINED
 from tunekit.planner.facts import Hardware
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
+from tunekit.redact import redacted, secret_in
 from tunekit.run.cluster import command_of, num_cores, num_local
+from tunekit.run.inside import has_controls
 from tunekit.run.job import write_job
 from tunekit.run.run import Run
 
@@ -67,10 +69,29 @@ def write_script(run: Run, hardware: Hardware, wishes: Wishes) -> Path:
         RunError: The limit is shorter than a save takes.
     """
     path = run.path.resolve() / SCRIPT
-    options = [f"#SBATCH {option}" for option in _options(run, hardware, wishes)]
+    options = [f"#SBATCH {_one_line(option)}" for option in _options(run, hardware, wishes)]
     path.write_text("\n".join(["#!/bin/bash", *options, "", _body(run)]), encoding="utf-8")
     run.update_status(phase="queued")
     return path
+
+
+def _one_line(option: str) -> str:
+    """An option of sbatch as a line of a script has it.
+
+    Raises:
+        RunError: It would be more than that, or it holds a secret: the script stays in the run folder.
+    """
+    name = option.partition("=")[0]
+    if has_controls(option):
+        raise RunError(f"sbatch: {option!r} would be more than one line of the job's script", hint="name it otherwise")
+    if not option.startswith("-"):
+        raise RunError(f"sbatch: {option!r} is no option", hint="write it as --NAME=VALUE")
+    held = secret_in(option)
+    if held is not None:
+        raise RunError(
+            f"sbatch: {redacted(name)} holds {held}", hint="a job finds what is exported where it is submitted"
+        )
+    return option
 
 
 def submit(run: Run, script: Path) -> str:

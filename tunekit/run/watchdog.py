@@ -27,6 +27,7 @@ import psutil
 
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.planner.plan import Plan
+from tunekit.run.alive import is_alive
 from tunekit.run.heart import BEAT_SECONDS, Beat, Heart, beats_of, last_signs
 from tunekit.run.place import Place
 from tunekit.run.record import Record, errors_of
@@ -44,6 +45,9 @@ ASK = signal.SIGUSR2
 STEADY = ("data", "forward", "backward", "optimizer", "logging", "evaluation")
 """What a process must move in all the time, once its first step is over."""
 
+EXCHANGING = ("/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
+"""Files of torch from which it exchanges outside of Python: buffers before a pass, and gradients in a backward pass."""
+
 LOOK_SECONDS = 5 * BEAT_SECONDS
 """How long others on this host are looked at, to see who gives a sign of life and who moves."""
 
@@ -54,15 +58,9 @@ PULSE_MARGIN_SECONDS = 60
 """How much longer than a process may stand still the supervisor waits for a sign of life."""
 
 
-def limit_of(plan: Plan, at: str, *, is_warm: bool) -> int:
-    """How long a process may stand still, in seconds.
-
-    Args:
-        plan: The plan.
-        at: What it is at.
-        is_warm: Whether its first step is over, in which a model is compiled and buffers are filled.
-    """
-    return plan.timeout_seconds if is_warm and at in STEADY else plan.patience_seconds
+def limit_of(plan: Plan, beat: Beat) -> int:
+    """How long a process may stand still where it is, in seconds."""
+    return plan.timeout_seconds if beat.is_warm and beat.at in STEADY else plan.patience_seconds
 
 
 def where(beat: Beat) -> str:
@@ -107,11 +105,12 @@ class Sight:
         mine, hint = self.mine, f"what every process was doing stands in {stacks}"
         silent = [other for other in self.others if other.rank in self.silent]
         if silent:
-            return StandstillError("; ".join(map(no_sign_of, silent)), hint=hint)
+            words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
+            return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
         gone = [rank for rank in range(self.num_processes) if rank not in there]
         behind = [other for other in self.others if other.position < mine.position]
-        waited = f"rank {mine.rank} waited {seconds:.0f} s {where(mine)}"
+        waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
         if gone:
             return ExchangeError(f"{waited} for {_ranks(gone)}, which had ended", hint=hint)
         if behind:
@@ -124,7 +123,7 @@ class Sight:
 
 def no_sign_of(beat: Beat) -> str:
     """What to say of a process that gives no sign of life."""
-    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last {where(beat)}"
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -181,7 +180,7 @@ class Watchdog:
             stood += min(looked - before, 2 * tick)
             if now.has_moved_since(last):
                 last, stood = now, 0.0
-            elif stood > limit_of(plan, now.at, is_warm=heart.is_warm):
+            elif stood > limit_of(plan, now):
                 self._on_standstill(now, stood)
                 stood, looked = 0.0, time.monotonic()
 
@@ -278,8 +277,7 @@ class Pulse:
         return [beat for beat in beats_of(self._run) if beat.rank in ranks and self._is_over(beat)]
 
     def _is_over(self, beat: Beat) -> bool:
-        limit = limit_of(self._plan, beat.at, is_warm=beat.step > 1) + PULSE_MARGIN_SECONDS
-        return self._silent.get(beat.rank, 0.0) > limit
+        return self._silent.get(beat.rank, 0.0) > limit_of(self._plan, beat) + PULSE_MARGIN_SECONDS
 
     def tell(self, silent: Sequence[Beat]) -> None:
         """Have all others write their stacks, and write the error that the silent ones cannot write themselves."""
@@ -297,9 +295,8 @@ def ask_for_stacks(beats: Sequence[Beat]) -> None:
     for beat in beats:
         if beat.host == os.uname().nodename:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(beat.pid)
-                if abs(process.create_time() - beat.process_started) < 1:
-                    _ask(process)
+                if is_alive(beat.pid, beat.identity):
+                    _ask(psutil.Process(beat.pid))
 
 
 def ask_children() -> None:
@@ -326,22 +323,19 @@ def end_children(since: float) -> None:
 
 
 def is_waiting(thread: int) -> bool:
-    """Whether a thread stands in an exchange between processes, as far as its stack tells.
-
-    A backward pass that torch computes outside of Python may do so too.
-    """
+    """Whether a thread stands in an exchange between processes, as far as its stack tells."""
     frame = sys._current_frames().get(thread)
-    for depth, (file, function) in enumerate(_frames(frame)):
+    for depth, file in enumerate(_files(frame)):
         if "/torch/" not in file:
             return False
-        if "/torch/distributed/" in file or (depth == 0 and function == "_engine_run_backward"):
+        if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
             return True
     return False
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+def _files(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_code.co_name
+        yield frame.f_code.co_filename
         frame = frame.f_back
 
 

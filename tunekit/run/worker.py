@@ -8,11 +8,10 @@ import os
 import sys
 import time
 import traceback
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import DataWorkerError, ExchangeError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -20,23 +19,28 @@ from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
+from tunekit.redact import Redacting
 from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
+from tunekit.run.checkpoint import publish_result
+from tunekit.run.ending import Ending
 from tunekit.run.events import Listener
 from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem
 from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
-from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.interrupt import Wishes
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
+from tunekit.run.origin import check_run_code
 from tunekit.run.place import Place, place_of
 from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import INTERRUPTED, Record, errors_of
+from tunekit.run.record import Record
 from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
 from tunekit.run.watchdog import Watchdog
 
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
     from tunekit.run.callback import Watch
+    from tunekit.run.saving import Saver
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -60,38 +65,33 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
+        Stopped: It was asked to end before it was done, and no supervisor says so.
     """
+    send_nothing_at_all()
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
+    with Ending(record, supervised=supervised) as ending:
         try:
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
-                _train(run, record, heart, asked_to_stop, supervised=supervised)
+                has_stopped = _train(run, record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
-            # Where all are interrupted, some end before others, who then see that and not their own interrupt.
-            interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
+            interrupted = ending.is_due_to_a_wish(error)
             if not interrupted:
                 record.write_error(error)
             if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
                 with log.open("a", encoding="utf-8") as stream:
-                    traceback.print_exc(file=stream)
+                    traceback.print_exc(file=Redacting(stream))
+            if interrupted:
+                raise ending.stopped(at_a_boundary=False) from error
             if not supervised:
-                record.end(*_how_it_ended(run, None if interrupted else error))
-            if interrupted and not isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
+                kind = "" if isinstance(error, TunekitError) else f"{type(error).__name__}: "
+                record.end("failed", f"{kind}{error}")
             raise
-
-
-def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
-    """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
-    if isinstance(error, TunekitError):
-        return "failed", str(error)
-    if error is not None:
-        return "failed", f"{type(error).__name__}: {error}"
-    # A launcher ends the others with the same signals where one of them has failed.
-    told = errors_of(run)
-    return ("failed", f"rank {told[0]['rank']}: {told[0]['problem']}") if told else ("interrupted", INTERRUPTED)
+        if has_stopped:
+            stopped = ending.stopped(at_a_boundary=True)
+            if not supervised:
+                raise stopped
 
 
 def log_name(place: Place) -> str:
@@ -99,23 +99,24 @@ def log_name(place: Place) -> str:
     return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event, *, supervised: bool) -> None:
+def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
     recipe, plan = run.recipe, run.plan
     with Watchdog(record, heart, plan, supervised=supervised):
-        _work(run, record, heart, asked_to_stop, recipe, plan)
+        return _work(run, record, heart, wishes, recipe, plan)
 
 
-def _work(run: Run, record: Record, heart: Heart, asked_to_stop: Event, recipe: Recipe, plan: Plan) -> None:
+def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(record, heart, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
         join(plan, record.place)
-        _load_train_save(run, record, watch, recipe, plan)
+        has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
+        return has_stopped
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
@@ -129,14 +130,16 @@ def _work(run: Run, record: Record, heart: Heart, asked_to_stop: Event, recipe: 
         raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
 
 
-def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
+def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
+    """Do all of it, and return whether it was left before its end."""
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.boundary import Boundary, EvaluationLeft
     from tunekit.run.engine import after_wrapping, before_steps
+    from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
-    from tunekit.run.saving import Saver
-    from tunekit.run.stop import Stop
+    from tunekit.run.saving import Saver, result_saved
 
     began = time.time()
     record.enter("loading")
@@ -146,10 +149,14 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
     chat = _is_chat(run, plan)
     start = start_of(run, record.place)
     start.tell(record)
+    source = start.newest.path or start.weights
+    if source is not None:
+        check_states(source)
     start.before_training(trainer, plan, record.place)
     carried = Carried(trainer, plan, record.place, start.newest.path)
 
     def look() -> None:
+        wishes.check()
         start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
         if plan.padding_free:
@@ -163,31 +170,38 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, p
         watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    saver = Saver(record, recipe.train, start.best(plan))
+    saver = Saver(record, watch.heart, recipe.train, start.best(plan))
     saver.attach(trainer)
-    stop = Stop()
-    if "SLURM_JOB_ID" in os.environ:
-        trainer.add_callback(stop)
-    with saver:
-        trainer.train(resume_from_checkpoint=start.checkpoint)
-    if stop.is_early:
-        record.update_status(phase="queued", exit_reason="asked to make room")
-        record.write("phase", phase="queued")
-        return
-    if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
-        trainer.evaluate()
+    boundary = Boundary(plan, wishes, saver)
+    boundary.attach(trainer)
+    try:
+        with saver:
+            trainer.train(resume_from_checkpoint=start.checkpoint)
+        if boundary.has_ended():
+            return True
+        if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
+            trainer.evaluate()
+    except EvaluationLeft:
+        return True
     record.enter("saving")
     watch.heart.mark("saving")
-    save_model(trainer, plan, run.model_path)
-    watch.on_result_saved()
-    _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
-    if record.place.is_main:
-        tokenizer.save_pretrained(run.model_path)
-        result = _summary(run, plan, watch, time.time() - began)
-        record.write("result", **result)
-        write_card(run, result)
+    draft = run.path / ".saving-model"
+    with result_saved(run, draft):
+        save_model(trainer, plan, draft)
+        watch.on_result_saved()
+        for prompt in prompts:
+            if boundary.has_ended():
+                return True
+            _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
+        if record.place.is_main:
+            tokenizer.save_pretrained(draft)
+            result = _summary(run, plan, watch, saver, time.time() - began)
+            write_card(run, result, draft)
+            publish_result(draft, run.model_path)
+            record.write("result", **result)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
+    return False
 
 
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
@@ -200,7 +214,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
-    return RunError(
+    return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
     )
@@ -219,6 +233,7 @@ def _build(
     run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan, schedule: Schedule
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
+    check_run_code(run)
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.load import load_tokenizer
@@ -309,7 +324,7 @@ def _sample(
     model.train(was_training)
 
 
-def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
+def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
     """What a user wants to know at the end, and what later plans learn from."""
     from tunekit.run.callback import rates
     from tunekit.run.memory import highest
@@ -332,6 +347,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "generation_seconds": timing.generation_seconds if timing.generates else None,
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
+        "checkpoints": saver.summary(),
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
@@ -345,6 +361,7 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
 
 def main() -> None:
     """Work as one of the processes of the run whose folder is the only argument."""
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     supervised = is_supervised()
     if supervised:
         follow_supervisor()
@@ -355,8 +372,8 @@ def main() -> None:
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
 
 
 if __name__ == "__main__":

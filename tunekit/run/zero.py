@@ -141,6 +141,30 @@ def planned(plan: Plan) -> dict[str, Any]:
     }
 
 
+def open_states_as_data(trainer: "Trainer") -> None:
+    """Have the engine that a trainer's model will get open its checkpoints without running what they name.
+
+    It opens them as pickles (deepspeed 0.19, `TorchCheckpointEngine.load`).
+    """
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    from tunekit.run.pickles import load_states
+
+    accelerator = trainer.accelerator
+    prepare = accelerator.prepare
+
+    def prepared(*given: Any, **how: Any) -> Any:
+        made = prepare(*given, **how)
+        # None while rows are all that is prepared.
+        if accelerator.deepspeed_engine_wrapped is not None:
+            states = accelerator.deepspeed_engine_wrapped.engine.checkpoint_engine
+            assert type(states) is TorchCheckpointEngine and callable(states.load), type(states)
+            states.load = load_states
+        return made
+
+    accelerator.prepare = prepared
+
+
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     """What runs, by the names of the `engine` event, and the parameters that are not where they should be."""
     from deepspeed import DeepSpeedEngine

@@ -17,6 +17,7 @@ from tunekit.data.remote import without_user
 from tunekit.errors import RecipeError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError, text_of
 from tunekit.recipe.rewards import JudgeReward
+from tunekit.redact import keep_secret
 
 if TYPE_CHECKING:
     from huggingface_hub import InferenceClient
@@ -55,6 +56,7 @@ def judge(section: JudgeReward) -> Judge:
                 hint=f"export {section.api_key_env}=...",
             )
         key = os.environ[section.api_key_env]
+        keep_secret(section.api_key_env)
     client = InferenceClient(base_url=section.base_url, api_key=key, timeout=section.timeout_seconds)
     rules = _RULES.format(instruction=section.instruction, max_score=section.max_score)
 

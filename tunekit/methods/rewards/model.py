@@ -7,6 +7,7 @@ from tunekit.errors import ModelError
 from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.model.load import load_tokenizer
 from tunekit.probe.model import model_folder
+from tunekit.probe.origin import ADAPTER_CONFIG, origin_of
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.rewards import ModelReward
 
@@ -71,7 +72,7 @@ def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "P
     if section.attn_implementation != "auto":
         how["attn_implementation"] = section.attn_implementation
     try:
-        if (Path(folder) / "adapter_config.json").is_file():
+        if origin_of(section) is not None and (Path(folder) / ADAPTER_CONFIG).is_file():
             from peft import AutoPeftModelForSequenceClassification
 
             model = AutoPeftModelForSequenceClassification.from_pretrained(folder, revision=section.revision, **how)

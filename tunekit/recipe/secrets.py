@@ -1,0 +1,50 @@
+"""No secret stands in a recipe: a recipe is shared, and every run keeps a copy of it.
+
+What looks like a key, or is the value of a variable that holds one, is refused without being repeated. Where a secret
+is needed, the recipe names the variable that has it.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from tunekit.recipe.places import Key, Places, Problem
+from tunekit.redact import secret_in
+
+_NAME = re.compile(
+    r"(?:^|_)(?:(?:hub|auth|api|access|bearer|private|secret)_?(?:token|key)|token|passw(?:or)?d|secret|credentials?)$",
+    re.IGNORECASE,
+)
+"""Names of fields that can hold nothing else than a secret."""
+
+_LOG_IN = "take it out, and give it by an environment variable or the provider's login, such as `hf auth login`"
+_IN_URL = "write ${NAME} in its place, and export NAME"
+
+
+def find_secrets(values: Any, places: Places, commanded: Collection[Key] | None = None) -> list[Problem]:
+    """The secrets that stand in a recipe.
+
+    Args:
+        values: What it says, with `${NAME}` as it is written.
+        places: Where that stands.
+        commanded: The keys to look at, with what is below them; all where left out.
+    """
+    return [
+        bad for bad in _below(values, (), places) if commanded is None or any(bad.key[: len(k)] == k for k in commanded)
+    ]
+
+
+def _below(value: Any, key: Key, places: Places) -> Iterator[Problem]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _below(item, (*key, name), places)
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            yield from _below(item, (*key, position), places)
+    elif isinstance(value, str) and value:
+        held = secret_in(value)
+        if held is None and _NAME.search(str(key[-1])) and "trainer_args" in key:
+            held = "a secret by its name"
+        if held is not None:
+            hint = _IN_URL if "URL" in held else _LOG_IN
+            yield Problem(places.of_value(key), f"holds {held}, which no recipe may", key, hint)
