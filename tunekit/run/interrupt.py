@@ -194,7 +194,9 @@ class Wishes:
         if sign == signal.SIGTERM:
             now = time.monotonic() - self._terminated > SAME_SECONDS
             self._terminated = min(self._terminated, time.monotonic())
-        grace = self._grace_seconds if sign == signal.SIGTERM else None
+        # torchrun kills what it handed Ctrl-C on to, after half a minute.
+        is_timed = sign == signal.SIGTERM or (sign == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ)
+        grace = self._grace_seconds if is_timed else None
         self._take(Request(now, sign.name, grace, time.time()))
 
     def _take(self, wish: Request) -> None:
