@@ -1,7 +1,6 @@
 """The life of a group of processes on one machine: what ends it, what is said of it, and that nothing is left."""
 
 import contextlib
-import json
 import os
 import pty
 import select

@@ -268,9 +268,9 @@ def work_on_a_disk_that_is_full(path):
     ("num", "parallel"),
     [
         (1, {}),
-        (2, {"strategy": "ddp"}),
-        (2, {"strategy": "fsdp2"}),
-        (2, {"strategy": "zero2"}),
+        pytest.param(2, {"strategy": "ddp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "fsdp2"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.slow),
         (2, {"strategy": "zero3"}),
     ],
     ids=["single", "ddp", "fsdp2", "zero2", "zero3"],
