@@ -16,6 +16,9 @@ from tunekit.run.run import Run
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
 
+SETTLE_SECONDS = 3
+"""How long the others have to say what they saw, once one has failed."""
+
 
 class Record:
     """Writes events and status of a run in its main process, and in every process the error that ends it.
@@ -73,6 +76,14 @@ class Record:
 def forget_errors(run: Run) -> None:
     """Take away what the processes of an earlier attempt had to say."""
     shutil.rmtree(run.path / ERRORS, ignore_errors=True)
+
+
+def first_error_of(run: Run) -> dict[str, Any]:
+    """What went wrong first in a run of which some process has told already: the others have a while to tell more."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
+        time.sleep(SETTLE_SECONDS / 20)
+    return errors_of(run)[0]
 
 
 def errors_of(run: Run) -> list[dict[str, Any]]:
