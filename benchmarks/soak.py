@@ -115,7 +115,7 @@ class Soak:
             elif self.kill_a_rank():
                 kills[0] += 1
             self.news()
-        code = process.wait(PATIENCE_SECONDS)
+        code = process.wait()
         assert code == 0, f"it ended with {code}:\n{self.log.read_text()[-3000:]}"
         return kills[0], kills[1]
 
@@ -196,7 +196,7 @@ def circumstances(args: argparse.Namespace) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     return (
         f"{datetime.now(UTC).date()}, commit {commit}, {hardware.cpu.name} ({hardware.num_cores} cores), "
-        f"Python {platform.python_version()}, {versions}; `--steps {args.steps} --seed {args.seed}`"
+        f"Python {platform.python_version()}, {versions}; `--steps {args.steps} --span {args.span} --seed {args.seed}`"
     )
 
 
@@ -204,6 +204,7 @@ def main() -> None:
     """Soak, print the table, and with `--save` keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="steps of a run (500)")
+    parser.add_argument("--span", type=int, default=SPAN_STEPS, help=f"most steps before a kill ({SPAN_STEPS})")
     parser.add_argument("--seed", type=int, default=0, help="seed of when and whom (0)")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="these layouts")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
@@ -217,7 +218,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only:
             outcome = soaked(
-                Path(folder) / name.replace(" ", "-"), LAYOUTS[name], steps=args.steps, seed=args.seed, max_kills=1000
+                Path(folder) / name.replace(" ", "-"),
+                LAYOUTS[name],
+                steps=args.steps,
+                seed=args.seed,
+                max_kills=1000,
+                span_steps=args.span,
             )
             failed |= bool(outcome.differences)
             counts = (*outcome.num_kills, *outcome.num_restarts, outcome.num_twice, round(outcome.seconds))
