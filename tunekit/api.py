@@ -21,7 +21,7 @@ from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
-from tunekit.resumption import resumed
+from tunekit.resumption import resumed, run_of
 from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.events import Event
@@ -29,9 +29,10 @@ from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
-from tunekit.run.run import Run, find_run
+from tunekit.run.run import Run, check_free, find_run
 
 if TYPE_CHECKING:
     from tunekit.run.trial import RewardTrial
@@ -152,20 +153,50 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def train(
-    source: Source | Plan, overrides: Sequence[str] = (), *, on_event: Callable[[Event], None] | None = None
+    source: Source | Plan,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Train, in as many processes as the plan has, and return the finished run.
 
     Args:
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
+        resume: Go on with the run of this recipe that has ended early, where there is one.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
 
     Raises:
         TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
     """
-    recipe = source.recipe if isinstance(source, Plan) else source
-    return _start(lambda: make_run(recipe, overrides, on_event=on_event), on_event)
+
+    def make() -> Run:
+        recipe, notes = read_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+        earlier = run_of(recipe)
+        if earlier is not None and resume:
+            return resumed(earlier, recipe=recipe, on_event=on_event)
+        if earlier is not None and recipe.output.dir is None:
+            on = f"`tunekit resume {earlier.path}` goes on with it"
+            notes.append(f"a run of this recipe has ended early: {on}")
+        return make_run(recipe, notes=notes, on_event=on_event)
+
+    return _start(make, on_event)
+
+
+def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
+    """The run of a recipe that has ended early and can be gone on with; None where there is none.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+
+    Raises:
+        TunekitError: The recipe has a fault.
+    """
+    found = run_of(read_recipe(source, overrides)[0])
+    is_over = found is not None and found.state in ENDED_EARLY
+    return found if found is not None and is_over and can_go_on(found) else None
 
 
 def resume(
@@ -269,6 +300,7 @@ def make_run(
     *,
     hardware: Hardware | None = None,
     shares_disk: bool = True,
+    notes: Sequence[str] = (),
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Plan, prepare the rows, and make the folder of a run that is yet to be started.
@@ -278,12 +310,14 @@ def make_run(
         overrides: Changes to it.
         hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
         shares_disk: Whether what it writes there is on this machine's disk too.
+        notes: What else the user should know.
         on_event: Told how far the rows are, and the plan.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
-    recipe, notes = read_recipe(source, overrides)
+    recipe, of_overrides = read_recipe(source, overrides)
+    check_free(recipe)
     if hardware is None:
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
@@ -313,7 +347,7 @@ def make_run(
     fingerprints.record(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *of_overrides, *prepared.notes)})
     return run
 
 

@@ -31,11 +31,29 @@ NodesOption = Annotated[
 ]
 
 
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+    ] = False,
+) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
+    from tunekit.run.place import place_of
 
-    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
+    words = overrides or []
+    if not resume and place_of().num_processes == 1 and sys.stdin.isatty() and sys.stdout.isatty():
+        found = api.unfinished(recipe, words)
+        if found is not None:
+            step, num_steps = found.status()["step"], found.status()["num_steps"]
+            resume = typer.confirm(
+                f"{found.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
+            )
+    _watch(
+        lambda on_event: api.train(recipe, words, resume=resume, on_event=on_event),
+        "the data and the model's files",
+    )
 
 
 def launch(

@@ -1,22 +1,31 @@
 """A run that is gone on with: longer, edited, from an earlier checkpoint, from its weights, in other processes."""
 
+import contextlib
+import io
+import os
+import pty
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
-from tests.run.engines import worked
+from tests.run.engines import work_in, worked
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
+from tunekit.display import run_report
 from tunekit.errors import RunError
 from tunekit.recipe.load import reload_recipe
 from tunekit.resumption import resumed
 from tunekit.run import fingerprints
 from tunekit.run.checkpoint import newest_complete
+from tunekit.run.prospects import prospects
 from tunekit.run.run import Run
 
 SHORT, LONG = 4, 8
@@ -37,7 +46,7 @@ def recipe_for(folder, name, *, adapter="full", scheduler="constant", steps=SHOR
         "adapter": adapter,
         "train": {
             "max_steps": steps,
-            "global_batch_size": 8,
+            "global_batch_size": 6,
             "learning_rate": 1e-3,
             "lr_scheduler_type": scheduler,
             "save_steps": 2,
@@ -328,3 +337,140 @@ def test_of_a_large_file_a_sample_is_read(tmp_path):
         with file.open("r+b") as stream:
             stream.seek(place)
             stream.write(b"\0")
+
+
+def work_on(run):
+    num = run.plan.layout.num_processes
+    if num == 1:
+        worked(run.path.resolve())
+    else:
+        work_in(run.path.resolve(), num)
+
+
+ALONE, DDP = ("single", 1), ("ddp", 2)
+FSDP2, FSDP2_OF_3 = ("fsdp2", 2), ("fsdp2", 3)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "spread"),
+    [("lora", [ALONE, DDP, ALONE, FSDP2, FSDP2_OF_3, ALONE]), ("full", [FSDP2, ALONE, FSDP2])],
+    ids=["lora", "full"],
+)
+def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapter, spread, folder, tmp_path):
+    calm = api.train(recipe_for(folder, tmp_path / "calm", adapter=adapter, steps=2 * len(spread)))
+    strategy, num = spread[0]
+    parallel = {"strategy": strategy, "num_processes": num}
+    run = api.make_run(recipe_for(folder, tmp_path / "run", adapter=adapter, steps=2, parallel=parallel))
+    work_on(run)
+    for part, (strategy, num) in enumerate(spread[1:], start=2):
+        notes = said(
+            run, f"parallel.strategy={strategy}", f"parallel.num_processes={num}", f"train.max_steps={2 * part}"
+        )
+        assert (run.plan.layout.strategy, run.plan.layout.num_processes) == (strategy, num)
+        assert any("random numbers" in note and "drawn afresh" in note for note in notes)
+        work_on(run)
+    wanted, found = losses(calm), losses(run)
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(list(found.values()), list(wanted.values()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved(run), saved(calm), rtol=0, atol=1e-5)
+    assert [event["learning_rate"] for event in events(run, "log")] == [1e-3] * len(wanted)
+
+
+def test_what_deepspeed_divided_is_taken_back_as_it_was(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    with pytest.raises(RunError, match="DeepSpeed reads no checkpoint of single device") as refused:
+        api.resume(run, ["parallel.strategy=zero2", "parallel.num_processes=2", "train.max_steps=8"])
+    assert "parallel.strategy=single parallel.num_processes=1" in refused.value.hint
+
+
+def ended_early(run):
+    """Have a finished run look like one that ended behind its first checkpoint."""
+    shutil.rmtree(run.path / "checkpoints" / "checkpoint-4")
+    run.update_status(phase="interrupted", exit_reason="by the user", step=3)
+    return run
+
+
+@pytest.fixture
+def named_recipe(folder, tmp_path, monkeypatch):
+    """A recipe file without a folder for its runs, and a run of it that has ended early."""
+    monkeypatch.chdir(tmp_path)
+    values = recipe_for(folder, "none", scheduler="cosine")
+    del values["output"]["dir"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    return ended_early(api.train("mine.yaml"))
+
+
+def test_the_same_command_goes_on_with_a_run_where_it_is_asked_to(named_recipe, full):
+    run = named_recipe
+    assert api.unfinished("mine.yaml").path == run.path
+    assert api.unfinished("mine.yaml", ["train.logging_steps=3"]) is None
+    told = []
+    other = api.train("mine.yaml", ["train.logging_steps=3"], resume=True)
+    assert other.path != run.path
+    assert api.train("mine.yaml", resume=True, on_event=told.append).path == run.path
+    assert "goes on from step 2 of 4" in told[0]["notes"]
+    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+    assert api.unfinished("mine.yaml") is None
+
+
+def test_a_new_run_says_that_another_one_ended_early(named_recipe):
+    told = []
+    run = api.train("mine.yaml", on_event=told.append)
+    assert run.path != named_recipe.path
+    plan = next(event for event in told if event["event"] == "plan")
+    assert (
+        f"a run of this recipe has ended early: `tunekit resume {named_recipe.path}` goes on with it" in plan["notes"]
+    )
+
+
+def test_a_folder_that_is_taken_says_how_to_go_on_in_it(full, folder, tmp_path):
+    run = ended_early(copied(full, tmp_path / "run"))
+    recipe = recipe_for(folder, run.path, scheduler="cosine")
+    with pytest.raises(RunError, match="holds a run, which is interrupted") as refused:
+        api.train(recipe)
+    assert f"`tunekit resume {run.path}`, or --resume here, goes on with it" in refused.value.hint
+    # What the command says counts, and what the run has does not fit is refused as ever.
+    with pytest.raises(RunError, match=r"adapter.type full -> lora"):
+        api.train(recipe | {"adapter": "lora"}, resume=True)
+    run = api.train(recipe, ["train.max_steps=5"], resume=True)
+    assert (run.state, run.status()["step"]) == ("finished", 5)
+
+
+def test_what_ended_before_its_first_checkpoint_begins_in_its_folder(full, folder, tmp_path):
+    run = copied(full, tmp_path / "run")
+    shutil.rmtree(run.path / "checkpoints")
+    run.update_status(phase="interrupted", exit_reason="by the user", step=1)
+    run = api.train(recipe_for(folder, run.path, scheduler="cosine"), resume=True)
+    assert run.state == "finished"
+    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+
+
+def test_on_a_terminal_the_command_asks(named_recipe):
+    main, there = pty.openpty()
+    command = [sys.executable, "-m", "tunekit", "train", "mine.yaml"]
+    with subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True) as process:
+        os.close(there)
+        shown = b""
+        while b"go on with it?" not in shown:
+            shown += os.read(main, 1000)
+        os.write(main, b"y\n")
+        with contextlib.suppress(OSError):
+            while True:
+                shown += os.read(main, 1000)
+        assert process.wait(120) == 0, shown.decode()
+    assert b"ended after step 3 of 4" in shown
+    assert named_recipe.state == "finished"
+
+
+def test_a_run_says_what_can_be_done_next(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    assert prospects(run) == f"`tunekit resume {run.path} train.max_steps=N` trains it further"
+    ended_early(run)
+    assert prospects(run) == f"`tunekit resume {run.path}` goes on from step 2 of 4"
+    without_optimizer(run, 2)
+    assert f"`tunekit resume {run.path} --weights-only`" in prospects(run)
+    shutil.rmtree(run.path / "checkpoints")
+    assert "there is no checkpoint to go on from" in prospects(run)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*run_report(run, 200), sep="\n")
+    assert "there is no checkpoint to go on from" in console.export_text()

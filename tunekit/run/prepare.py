@@ -242,6 +242,17 @@ def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
     """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
+    prompts = recipe.output.sample_prompts
+    if isinstance(recipe.method, RewardMethod):
+        prompts = []
+    elif prompts is None:
+        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
+    output = recipe.output.model_copy(update={"sample_prompts": prompts})
+    return absolute(recipe).model_copy(update={"output": output})
+
+
+def absolute(recipe: Recipe) -> Recipe:
+    """The recipe with absolute paths."""
     section = recipe.data.model_copy(
         update={
             "train": _absolute_sources(recipe.data.train),
@@ -249,13 +260,7 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
         }
     )
     model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
-    prompts = recipe.output.sample_prompts
-    if isinstance(recipe.method, RewardMethod):
-        prompts = []
-    elif prompts is None:
-        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
-    output = recipe.output.model_copy(update={"sample_prompts": prompts})
-    return recipe.model_copy(update={"model": model, "data": section, "method": method, "output": output})
+    return recipe.model_copy(update={"model": model, "data": section, "method": method})
 
 
 def _absolute_model(section: ModelSection) -> ModelSection:

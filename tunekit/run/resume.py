@@ -61,6 +61,7 @@ def decide(
     run: Run,
     overrides: Sequence[str] = (),
     *,
+    recipe: Recipe | None = None,
     make_plan: Callable[[Recipe, Plan], Plan],
     is_here: Callable[[Plan], bool],
     checkpoint: str | None = None,
@@ -71,6 +72,7 @@ def decide(
     Args:
         run: The run.
         overrides: Edits of its recipe, besides those in its `recipe.yaml`.
+        recipe: A recipe in the place of that one.
         make_plan: Plans a recipe for the processes that are to go on with it, on the rows of an earlier plan.
         is_here: Whether a plan is one for the devices that there are.
         checkpoint: The checkpoint to go on from; the newest whole one where left out.
@@ -83,7 +85,7 @@ def decide(
     found, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
     before = _recipe_of(run, found)
     saved = _plan_of(run, found, before)
-    recipe = reload_recipe(run.path / "recipe.yaml", overrides)
+    recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
     again = _another_run(run, found)
     _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)

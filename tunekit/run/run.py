@@ -9,6 +9,8 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    ranks/         what each process is at, while it lives
+    stacks/        what every process was doing when one stood still
     code.json      the code that comes with its models, where the recipe allows it, by SHA-256
     left_out.json  steps that were not finite, and are left out whenever they come again
     checkpoints/   the last two, each with a manifest once it is whole
@@ -251,12 +253,31 @@ def find_run(name: str) -> Run:
     return matching[0]
 
 
+def check_free(recipe: Recipe) -> None:
+    """Refuse a recipe whose run folder holds something, or is none of a run's own.
+
+    Raises:
+        RunError: It does, or is not.
+    """
+    if recipe.output.dir is None:
+        return
+    path = Path(recipe.output.dir)
+    _check_own(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / "status.json").is_file():
+        state = Run(path).state
+        on = f"`tunekit resume {path}`, or --resume here, goes on with it"
+        if state == "finished":
+            on = f"`tunekit resume {path} train.max_steps=...` trains it further"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=f"{on}; or name a new folder")
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
 def _new_folder(recipe: Recipe) -> Path:
     if recipe.output.dir is not None:
+        check_free(recipe)
         path = Path(recipe.output.dir)
-        _check_free(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
         _make(path, exist_ok=True)
         return path
     stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -270,7 +291,7 @@ def _new_folder(recipe: Recipe) -> Path:
     raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
 
 
-def _check_free(path: Path) -> None:
+def _check_own(path: Path) -> None:
     """Refuse a run folder that is none of a run's own, whatever is in it."""
     if has_controls(str(path)):
         raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
