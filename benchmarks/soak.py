@@ -12,7 +12,6 @@ the same of each step.
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -20,15 +19,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.exact import DDP, Case, differences, recipe_of
-from tunekit.probe.hardware import probe_hardware
+from benchmarks.exact import DDP, Case, circumstances, differences, recipe_of
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import read_events
 from tunekit.run.heart import beats_of
@@ -36,7 +32,6 @@ from tunekit.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
-PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 
 SPAN_STEPS = 120
 """Most steps that an attempt is given."""
@@ -188,18 +183,6 @@ def soaked(
     )
 
 
-def circumstances(args: argparse.Namespace) -> str:
-    """Where and on what it was done."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    hardware = probe_hardware()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return (
-        f"{datetime.now(UTC).date()}, commit {commit}, {hardware.cpu.name} ({hardware.num_cores} cores), "
-        f"Python {platform.python_version()}, {versions}; `--steps {args.steps} --span {args.span} --seed {args.seed}`"
-    )
-
-
 def main() -> None:
     """Soak, print the table, and with `--save` keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -233,9 +216,7 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if args.save:
-        text = (
-            f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {circumstances(args)}\n\n"
-        )
+        text = f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {settings}; {circumstances()}\n\n"
         RESULTS.write_text(f"{text}{table}\n", encoding="utf-8")
     sys.exit(failed)
 
