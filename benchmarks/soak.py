@@ -216,8 +216,9 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if args.save:
-        text = f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {settings}; {circumstances()}\n\n"
-        RESULTS.write_text(f"{text}{table}\n", encoding="utf-8")
+        command = f"python -m benchmarks.soak --steps {args.steps} --span {args.span} --seed {args.seed} --save"
+        text = f"# Runs that are killed again and again\n\n`{command}`: {circumstances()}\n\n{table}\n"
+        RESULTS.write_text(text, encoding="utf-8")
     sys.exit(failed)
 
 
