@@ -36,8 +36,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
 SPAN_STEPS = 120
 """Most steps that an attempt is given."""
 
-SAVE_STEPS = 20
-
 POLL_SECONDS = 0.005
 
 JITTER_SECONDS = 0.1
@@ -160,7 +158,7 @@ def soaked(
 ) -> Outcome:
     """Train twice, once with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
-    train = {"save_steps": min(SAVE_STEPS, span_steps), "learning_rate": 1e-3, "global_batch_size": 4}
+    train = {"save_steps": max(1, span_steps // 6), "learning_rate": 1e-3, "global_batch_size": 4}
     case = Case(
         "soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps
     )
