@@ -9,16 +9,14 @@ from tunekit.run.carried import check_whole
 from tunekit.run.place import Place
 
 SAMPLE = (
-    "SFT LoRA, dropout, padded",
-    "SFT full, packed",
+    "SFT LoRA, packed, dropout",
     "SFT full, logged every third step",
     "SFT full, cut while saving",
     "SFT full, stream, second passage",
     "DPO full",
-    "GRPO LoRA, two iterations",
-    "SFT full, DDP",
-    "GRPO LoRA, DDP",
-    "SFT full, fsdp2",
+    "GRPO LoRA, DDP, two iterations",
+    "SFT full, DDP, SIGTERM",
+    "SFT LoRA, fsdp2, dropout",
 )
 
 
