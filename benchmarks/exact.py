@@ -176,6 +176,10 @@ def force(plan: Path, changes: Mapping[str, Any]) -> None:
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
 
+class PowerCut(Exception):
+    """What ends a run that nothing else ends."""
+
+
 def attempt(folder: str, cut: Cut | None) -> None:
     """Work on a run as one of its processes, up to a cut if there is one."""
     if os.environ.get("WORLD_SIZE") == "1":
@@ -194,7 +198,7 @@ def attempt(folder: str, cut: Cut | None) -> None:
         if cut is None or (cut.step, cut.where) != (step, where):
             return
         if cut.by == "power":
-            raise ConnectionError("the power is gone")
+            raise PowerCut
         if cut.by == "all" or rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         if cut.by == "twice":
@@ -218,7 +222,7 @@ def attempt(folder: str, cut: Cut | None) -> None:
     try:
         # Behind the last step nothing begins but saving.
         worked(Path(folder), lambda trainer: end_there(trainer.state.global_step, "at"))
-    except (ConnectionError, Stopped):
+    except (PowerCut, Stopped):
         assert cut is not None
         return
     finally:
