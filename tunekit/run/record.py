@@ -10,6 +10,7 @@ from tunekit.errors import ExchangeError, TunekitError
 from tunekit.redact import without_secrets
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
+from tunekit.run.room import with_room
 from tunekit.run.run import Run
 
 ERRORS = "errors"
@@ -36,12 +37,12 @@ class Record:
     def write(self, event: str, **fields: Any) -> None:
         """Write one event, in the main process."""
         if self.place.is_main:
-            self._log.write(event, **fields)
+            with_room(self.run, lambda: self._log.write(event, **fields))
 
     def update_status(self, **changes: Any) -> None:
         """Change the status, in the main process."""
         if self.place.is_main:
-            self.run.update_status(**changes)
+            with_room(self.run, lambda: self.run.update_status(**changes))
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
