@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, launch, plan, resume, sweep, train, try_rewards
+    from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
-    from tunekit.errors import TunekitError
+    from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
@@ -30,6 +30,7 @@ __all__ = [
     "Progress",
     "Recipe",
     "Run",
+    "Stopped",
     "TunekitError",
     "compare",
     "data_report",
@@ -40,6 +41,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "resume",
+    "stop",
     "sweep",
     "train",
     "try_rewards",
@@ -51,6 +53,7 @@ _HOMES = {
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
+    "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
@@ -61,6 +64,7 @@ _HOMES = {
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
     "resume": "tunekit.api",
+    "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",

@@ -15,20 +15,24 @@ from tunekit.methods.rewards.rows import check_rows
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
+from tunekit.planner.storage import check_disk
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.schema import Recipe
+from tunekit.resumption import resumed, run_of
+from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
-from tunekit.run.checkpoint import check_resumable
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
-from tunekit.run.run import Run, find_run
+from tunekit.run.room import free_bytes, place_of_run
+from tunekit.run.run import Run, check_free, find_run
 
 if TYPE_CHECKING:
     from tunekit.run.trial import RewardTrial
@@ -142,50 +146,112 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     recipe = continued(read_recipe(source, overrides)[0])
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
-    lookup.plan(recipe)
+    _check_disk(lookup.plan(recipe))
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
     return data.notes
 
 
 def train(
-    source: Source | Plan, overrides: Sequence[str] = (), *, on_event: Callable[[Event], None] | None = None
+    source: Source | Plan,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Train, in as many processes as the plan has, and return the finished run.
 
     Args:
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
+        resume: Go on with the run of this recipe that has ended early, where there is one.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
 
     Raises:
         TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
     """
-    recipe = source.recipe if isinstance(source, Plan) else source
-    return _start(lambda: make_run(recipe, overrides, on_event=on_event), on_event)
+
+    def make() -> Run:
+        recipe, notes = read_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+        earlier = run_of(recipe)
+        if earlier is not None and resume:
+            return resumed(earlier, recipe=recipe, on_event=on_event)
+        if earlier is not None and recipe.output.dir is None:
+            on = f"`tunekit resume {earlier.path}` goes on with it"
+            notes.append(f"a run of this recipe has ended early: {on}")
+        return make_run(recipe, notes=notes, on_event=on_event)
+
+    return _start(make, on_event)
+
+
+def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
+    """The run of a recipe that has ended early and can be gone on with; None where there is none.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+
+    Raises:
+        TunekitError: The recipe has a fault.
+    """
+    found = run_of(read_recipe(source, overrides)[0])
+    is_over = found is not None and found.state in ENDED_EARLY
+    return found if found is not None and is_over and can_go_on(found) else None
 
 
 def resume(
     run: Run | str | Path,
+    overrides: Sequence[str] = (),
     *,
+    from_: str | None = None,
+    weights_only: bool = False,
     nodes: Sequence[str] | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
-    """Go on with a run that was interrupted, failed or died, in its folder and by its plan, and return it.
+    """Go on with a run that was interrupted, failed or died, or train a finished one further, and return it.
 
     Args:
         run: The run, its folder, or its name in `runs/`.
+        overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
+        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
+        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
         nodes: Machines, named as for `launch`; this one where left out.
         on_event: Called with every event as it happens.
 
     Raises:
-        TunekitError: The run cannot be gone on with, or something that the user can mend went wrong again.
+        TunekitError: The run cannot be gone on with, or not so, or something that the user can mend went wrong again.
     """
+
+    def make() -> Run:
+        found = run if isinstance(run, Run) else find_run(str(run))
+        return resumed(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
+
     if not nodes:
-        return _start(lambda: _resumable(run, on_event), on_event)
-    found = _resumable(run, on_event, nodes)
+        return _start(make, on_event)
+    found = make()
     launch_on(found, nodes, on_event)
     return found
+
+
+def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+
+    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        now: Whether it is to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+    """
+    from tunekit.run.stopping import stop_run
+
+    return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
 
 
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
@@ -200,25 +266,6 @@ def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) ->
 
     launch(run, on_event)
     return run
-
-
-def _resumable(
-    run: Run | str | Path, on_event: Callable[[Event], None] | None, nodes: Sequence[str] | None = None
-) -> Run:
-    """A run that can be gone on with, by these processes, or on machines that are named."""
-    found = run if isinstance(run, Run) else find_run(str(run))
-    newest = check_resumable(found)
-    plan, started = found.plan, place_of().num_processes
-    if started not in (1, plan.layout.num_processes):
-        raise PlanError(
-            f"{found.name} was planned for {plan.layout.num_processes} processes, and the launcher started {started}",
-            hint="start as many, or leave it to `tunekit resume` alone",
-        )
-    if plan.num_nodes > 1 and started == 1 and not nodes:
-        raise PlanError(f"{found.name} was planned for {plan.num_nodes} nodes", hint="name them with --nodes HOST,HOST")
-    if on_event is not None:
-        on_event({"event": "plan", "run": found, "plan": plan, "notes": [f"goes on from step {newest.step}"]})
-    return found
 
 
 def launch(
@@ -252,6 +299,8 @@ def make_run(
     overrides: Sequence[str] = (),
     *,
     hardware: Hardware | None = None,
+    shares_disk: bool = True,
+    notes: Sequence[str] = (),
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Plan, prepare the rows, and make the folder of a run that is yet to be started.
@@ -260,18 +309,23 @@ def make_run(
         source: The recipe.
         overrides: Changes to it.
         hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        shares_disk: Whether what it writes there is on this machine's disk too.
+        notes: What else the user should know.
         on_event: Told how far the rows are, and the plan.
 
     Raises:
         TunekitError: The recipe, the model or the data has a fault, or does not fit.
     """
-    recipe, notes = read_recipe(source, overrides)
+    recipe, of_overrides = read_recipe(source, overrides)
+    check_free(recipe)
     if hardware is None:
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
     _refuse_untrainable(recipe)
-    lookup = Lookup([None], probe_model, here=hardware)
-    lookup.plan(recipe)
+    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk)
+    planned = lookup.plan(recipe)
+    if shares_disk:
+        _check_disk(planned)
     data, model = lookup.data(recipe), lookup.model(recipe.model)
     _check_rewards(recipe, data)
     words = StringIO()
@@ -279,18 +333,21 @@ def make_run(
         prepared = _prepare(recipe, data, _progress_to(on_event))
         final = resolve(
             record(recipe, data),
-            lookup.hardware(None),
+            lookup.hardware_for(recipe),
             model,
             prepared.facts,
             lookup.records,
             lookup.teacher(recipe),
         )
+        if shares_disk:
+            _check_disk(final)
         run = Run.create(final)
         prepared.save(run.path / "data")
         write_code(run)
+    fingerprints.record(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
-        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *prepared.notes)})
+        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *of_overrides, *prepared.notes)})
     return run
 
 
@@ -389,6 +446,12 @@ def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
     """Check that the rewards of a recipe can be had, and find in each row what they read there."""
     if isinstance(recipe.method, RewardedMethod):
         check_rows(recipe.method.rewards, (*data.train, *data.eval))
+
+
+def _check_disk(planned: Plan) -> None:
+    """Refuse a run for which there is no room where it would lie."""
+    place = place_of_run(planned.recipe)
+    check_disk(planned, free_bytes(place), str(place.absolute()))
 
 
 def _refuse_untrainable(recipe: Recipe) -> None:

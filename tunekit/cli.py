@@ -2,7 +2,8 @@
 
 What starts runs is in `tunekit.cli_train`.
 
-Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 130 interrupted.
+Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
+stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, train
+from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.errors import PlanError, TunekitError
 from tunekit.redact import Redacting
 from tunekit.run.silence import send_nothing
@@ -68,7 +69,7 @@ def _tunekit() -> None:
     pass
 
 
-for start in (train, launch, resume):
+for start in (train, launch, resume, stop):
     app.command(rich_help_panel=TRAIN)(start)
 
 

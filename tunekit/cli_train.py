@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunekit.errors import TunekitError
+from tunekit.errors import Stopped, TunekitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +31,29 @@ NodesOption = Annotated[
 ]
 
 
-def train(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+    ] = False,
+) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
+    from tunekit.run.place import place_of
 
-    _watch(lambda on_event: api.train(recipe, overrides or [], on_event=on_event), "the data and the model's files")
+    words = overrides or []
+    if not resume and place_of().num_processes == 1 and sys.stdin.isatty() and sys.stdout.isatty():
+        found = api.unfinished(recipe, words)
+        if found is not None:
+            step, num_steps = found.status()["step"], found.status()["num_steps"]
+            resume = typer.confirm(
+                f"{found.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
+            )
+    _watch(
+        lambda on_event: api.train(recipe, words, resume=resume, on_event=on_event),
+        "the data and the model's files",
+    )
 
 
 def launch(
@@ -110,12 +128,29 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
 def resume(
     run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
+    ] = False,
     nodes: NodesOption = None,
 ) -> None:
-    """Go on with a run that was interrupted, failed or died, from its last complete checkpoint."""
+    """Go on with a run that was interrupted, failed or died, or train a finished one further."""
     from tunekit import api
 
-    _watch(lambda on_event: api.resume(run, nodes=nodes.split(",") if nodes else None, on_event=on_event), "the run")
+    hosts = nodes.split(",") if nodes else None
+    _watch(
+        lambda on_event: api.resume(
+            run, overrides or [], from_=from_, weights_only=weights_only, nodes=hosts, on_event=on_event
+        ),
+        "the run",
+    )
 
 
 def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
@@ -126,6 +161,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
         what: What is read first, in words.
     """
     from tunekit.display import Progress, make_console
+    from tunekit.run.interrupt import before_a_run
     from tunekit.run.place import place_of
 
     progress = Progress(make_console()) if place_of().is_main else None
@@ -134,13 +170,28 @@ def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
     try:
         # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, before_a_run)
         start(progress)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped("interrupted", hint=None, exit_code=130)
         if progress is not None:
             progress.stop()
-            print("interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+            print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
     finally:
         if progress is not None:
             progress.stop()
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
+) -> None:
+    """End a run: after the step that it is at, with a checkpoint, or at once. It is over when this comes back."""
+    from tunekit import api
+
+    try:
+        print(api.stop(run, now=now, on_wait=lambda words: print(words, flush=True)))
+    except KeyboardInterrupt:
+        print("not waited for; the run was asked to end and will", file=sys.stderr)
+        raise typer.Exit(130) from None

@@ -113,7 +113,7 @@ def launch_sky(
     Raises:
         TunekitError: The run cannot be made, or SkyPilot does not start it.
     """
-    run, _ = _make_run_on(source, overrides, on, num_nodes, on_event)
+    run, _ = _make_run_on(source, overrides, on, num_nodes, on_event, shares_disk=False)
     with _failed_unless_given(run):
         task = sky.write_task(run, on)
         words = (
@@ -128,11 +128,13 @@ def _make_run_on(
     on: str | None,
     num_nodes: int | None,
     on_event: Callable[[Event], None] | None,
+    *,
+    shares_disk: bool = True,
 ) -> tuple[Run, Hardware]:
     """A run for the nodes of a cluster, and what these have."""
     hardware = nodes_of(on, num_nodes)
     recipe = with_all_nodes(read_recipe(source, overrides)[0], hardware)
-    return make_run(recipe, hardware=hardware, on_event=on_event), hardware
+    return make_run(recipe, hardware=hardware, shares_disk=shares_disk, on_event=on_event), hardware
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.bandwidth import Exchange
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
+from tunekit.run.prospects import prospects
 from tunekit.run.run import Run
 
 PIPE_WIDTH = 140
@@ -102,6 +103,8 @@ class Progress:
             self._on_resume(event)
         elif kind == "warning":
             self.console.print(Text(f"warning: {event['message']}", style="yellow"))
+        elif kind == "stop":
+            self.console.print(Text(event["message"], style="yellow"))
         elif kind == "result" and self._run is not None:
             self.console.print(summary(event, self._run))
 
@@ -166,7 +169,10 @@ class Progress:
     def _on_resume(self, event: Event) -> None:
         for words in event["skipped"]:
             self.console.print(Text(f"skipped {words}", style="yellow"))
-        self.console.print(Text(f"going on from step {event['step']}", style="dim"))
+        words = f"going on from step {event['step']}"
+        if event.get("weights_only"):
+            words = f"beginning with the weights of {event['path']}"
+        self.console.print(Text(words, style="dim"))
 
     def _on_log(self, event: Event) -> None:
         told = [f"loss {number(float(event['loss']), '.4f')}"] if self._shows_loss else []
@@ -349,6 +355,9 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
         head.append(f"\n{status['comes_from']}", style="dim")
     if status["exit_reason"] and run.state != "finished":
         head.append(f"\n{status['exit_reason']}", style="red")
+    next_words = prospects(run)
+    if next_words is not None:
+        head.append(f"\n{next_words}", style="dim")
     parts: list[RenderableType] = [head, ""]
     curve = loss_curve(run, width)
     if curve:

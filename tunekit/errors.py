@@ -62,9 +62,41 @@ class RunError(TunekitError):
     """A run cannot be started, found or read, or it failed."""
 
 
+class RollbackError(RunError):
+    """A step of a run was not finite, and the run goes back to its newest checkpoint to leave it out."""
+
+
+class MemoryShortError(RunError):
+    """A device of a run is out of memory."""
+
+
 class ExchangeError(RunError):
     """A process of a run waited in vain for another, whose own error says more if it left one."""
 
 
+class StandstillError(RunError):
+    """A process of a run stood still for longer than it may."""
+
+
+class DataWorkerError(RunError):
+    """A process that makes micro-batches for one of a run's ended too early."""
+
+
 class HostLostError(RunError):
     """A host of a run is silent, or what ran there was ended."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run ended because it was asked to: by Ctrl-C, another signal, or `tunekit stop`.
+
+    Args:
+        reason: By whom, at which step, and with which checkpoint.
+        hint: How to go on, where that is possible.
+        exit_code: That of a program that has nothing else to do.
+    """
+
+    def __init__(self, reason: str, *, hint: str | None, exit_code: int) -> None:
+        self.reason = reason
+        self.hint = hint
+        self.exit_code = exit_code
+        super().__init__(reason if hint is None else f"{reason}; {hint}")

@@ -20,6 +20,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.run.history import recorded_runs
 from tunekit.run.origin import continued, settled
 from tunekit.run.prepare import counted_facts
+from tunekit.run.room import free_bytes, place_of_run
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""
@@ -47,6 +48,8 @@ class Lookup:
         machines: Sequence[str | None],
         look: Callable[[ModelSection], ModelFacts] = sketch_model,
         here: Hardware | None = None,
+        *,
+        shares_disk: bool = True,
     ) -> None:
         """Find the machines.
 
@@ -54,12 +57,14 @@ class Lookup:
             machines: Their names, None for this one.
             look: How facts of a model are found.
             here: What counts as this machine; it is looked at where left out.
+            shares_disk: Whether what that writes is on the disk of the machine that asks.
 
         Raises:
             PlanError: There is no such machine.
         """
         self._machines = {name: find_machine(name) for name in machines if name is not None}
         self._here = here
+        self._shares_disk = shares_disk
         self._look = look
         self._models: dict[str, ModelFacts] = {}
         self._data: dict[str, LoadedData] = {}
@@ -76,6 +81,13 @@ class Lookup:
         if self._here is None:
             self._here = probe_hardware()
         return self._here
+
+    def hardware_for(self, recipe: Recipe, machine: str | None = None) -> Hardware:
+        """The same, with what is free on the disk of a recipe's run, where that is one of this machine."""
+        hardware = self.hardware(machine)
+        if machine is not None or not self._shares_disk:
+            return hardware
+        return hardware.model_copy(update={"disk_free_bytes": free_bytes(place_of_run(recipe))})
 
     def model(self, section: ModelSection) -> ModelFacts:
         """Facts of a model."""
@@ -117,7 +129,8 @@ class Lookup:
         recipe = continued(recipe)
         model = model or self.model(recipe.model)
         data = counted_facts(recipe, self.data(recipe))
-        return resolve(recipe, self.hardware(machine), model, data, self.records, self.teacher(recipe))
+        hardware = self.hardware_for(recipe, machine)
+        return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
 
     def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
         """A plan, or why there is none."""

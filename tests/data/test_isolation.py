@@ -36,7 +36,7 @@ def packed(lengths, max_length):
     with tempfile.TemporaryDirectory() as folder:
         with SequenceWriter(Path(folder)) as writer:
             sizes = np.array(lengths, dtype=np.int32)
-            writer.add(Batch(ids, counted, sizes), sizes)
+            writer.add(Batch(ids, counted, sizes), sizes, np.arange(len(sizes), dtype=np.int32))
         report = TokenReport(*[0] * 8, notes=())
         tokens = SourceTokens("documents", Sequences(Path(folder)), report, key=str(lengths))
     return prepare_rows([tokens], Mixing(), max_length=max_length, packing=True).dataset()

@@ -19,6 +19,7 @@ from tunekit.data.chat import common_prefix_length
 from tunekit.data.formats import Format, Row, counted
 from tunekit.data.load import LoadedData
 from tunekit.data.mixture import Mixing, mix
+from tunekit.data.places import Places
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
@@ -141,6 +142,18 @@ class AlignmentSplit:
                     for place in zip(chosen.source[places].tolist(), chosen.index[places].tolist(), strict=True)
                 ]
                 writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema=schema))
+
+    @property
+    def places(self) -> Places:
+        """Where each row stands, in their order."""
+        import numpy as np
+
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        of_rows = np.empty_like(chosen.index)
+        for number, source in enumerate(self.sources):
+            of_source = chosen.source == number
+            of_rows[of_source] = np.array(source.kept)[chosen.index[of_source]]
+        return Places.of([source.rows for source in self.sources], chosen.source, of_rows)
 
     def _row(self, source: int, index: int) -> Row:
         measured = self.sources[source]

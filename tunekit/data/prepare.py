@@ -17,6 +17,7 @@ from tunekit.data.cache import Entry, cached, digest_of, key_of
 from tunekit.data.load import LoadedData
 from tunekit.data.mixture import MIXING_SEED, Mixing, Mixture, mix
 from tunekit.data.pack import best_fit
+from tunekit.data.places import Places
 from tunekit.data.rows import Rows
 from tunekit.data.sequences import Batch, Sequences
 from tunekit.data.tokenize import TokenReport, tokenize
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 ROWS = "rows.arrow"
 """File of what a trainer reads."""
+
+ORIGINS = "origins.npy"
+"""File beside it that says of each sequence, those in packs too, from which source it is and which of its sequences:
+int32, `(2, sequences)`."""
 
 _BATCH_TOKENS = 2**20
 
@@ -129,6 +134,18 @@ class Split:
     tokens: tuple[SourceTokens, ...]
     weights: tuple[float | None, ...]
     prepared: Prepared
+
+    @property
+    def places(self) -> Places:
+        """Where the row of each sequence stands, in the order in which a trainer reads them."""
+        import numpy as np
+
+        source, index = np.load(self.prepared.path.with_name(ORIGINS))
+        of_rows = np.empty_like(index)
+        for number, tokens in enumerate(self.tokens):
+            of_source = source == number
+            of_rows[of_source] = tokens.sequences.rows[index[of_source]]
+        return Places.of(self.rows, source, of_rows)
 
 
 def prepare_data(
@@ -247,6 +264,7 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
     if max_length is not None:
         order, sizes = best_fit(lengths, max_length)
         chosen, lengths = Mixture(chosen.source[order], chosen.index[order]), lengths[order]
+    np.save(path.with_name(ORIGINS), np.stack([chosen.source, chosen.index]).astype(np.int32))
     columns = ("input_ids", "labels", "seq_lengths")[: 2 if sizes is None else 3]
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in columns])
     num_trainable = 0

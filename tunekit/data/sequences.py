@@ -1,8 +1,9 @@
 """Token sequences on disk, with a mark for each token that counts in the loss.
 
 Three flat files in a folder: the token ids of all sequences one behind the other (four bytes each), a byte for each
-token that says whether it counts, and the lengths of the sequences; beside them the lengths of the rows that they were
-made of. A sequence is read when it is asked for, so any number of them takes little memory.
+token that says whether it counts, and the lengths of the sequences. Beside them the lengths of the rows that they were
+made of, and which row each was made of. A sequence is read when it is asked for, so any number of them takes little
+memory.
 """
 
 import os
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a token that does not count in the loss (PyTorch's `ignore_index`)."""
 
-_FILES = ("ids.bin", "counted.bin", "lengths.bin", "row_lengths.bin")
+_FILES = ("ids.bin", "counted.bin", "lengths.bin", "row_lengths.bin", "rows.bin")
 _INT_BYTES = 4
 
 
@@ -55,9 +56,16 @@ class SequenceWriter:
     def __init__(self, folder: Path) -> None:
         self._files: list[BinaryIO] = [(folder / name).open("wb") for name in _FILES]
 
-    def add(self, batch: Batch, row_lengths: "np.ndarray") -> None:
-        """Add sequences, and the lengths in tokens of the rows that they were made of, before anything was cut."""
-        for file, array in zip(self._files, (batch.ids, batch.counted, batch.lengths, row_lengths), strict=True):
+    def add(self, batch: Batch, row_lengths: "np.ndarray", rows: "np.ndarray") -> None:
+        """Add sequences.
+
+        Args:
+            batch: The sequences.
+            row_lengths: Tokens of the rows that they were made of, before anything was cut, int32.
+            rows: Which row of the source each was made of, int32.
+        """
+        arrays = (batch.ids, batch.counted, batch.lengths, row_lengths, rows)
+        for file, array in zip(self._files, arrays, strict=True):
             file.write(array.tobytes())
 
     def __enter__(self) -> Self:
@@ -76,6 +84,7 @@ class Sequences(Sequence[dict[str, list[int]]]):
     Attributes:
         lengths: Tokens of each sequence, int32, `(sequences,)`.
         row_lengths: Tokens of each row before anything was cut, int32, `(rows,)`.
+        rows: Which row each sequence was made of, int32, `(sequences,)`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +94,7 @@ class Sequences(Sequence[dict[str, list[int]]]):
         self._ids, self._counted = (os.open(folder / name, os.O_RDONLY) for name in _FILES[:2])
         for descriptor in (self._ids, self._counted):
             weakref.finalize(self, os.close, descriptor)
-        self.lengths, self.row_lengths = (np.fromfile(folder / name, dtype=np.int32) for name in _FILES[2:])
+        self.lengths, self.row_lengths, self.rows = (np.fromfile(folder / name, dtype=np.int32) for name in _FILES[2:])
         self._starts = np.zeros(len(self.lengths) + 1, dtype=np.int64)
         np.cumsum(self.lengths, out=self._starts[1:])
 

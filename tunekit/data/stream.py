@@ -83,7 +83,7 @@ def _sequences(
                     found[bad] = None
                     file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
         encoded = encoder.encode(rows, range(len(rows)))
-        batch = account.cut(encoded, section.max_length, splits=rows.format == "text")
+        batch, _ = account.cut(encoded, section.max_length, splits=rows.format == "text")
         labels, start = batch.labels, 0
         for length in batch.lengths.tolist():
             part = slice(start, start + length)

@@ -96,9 +96,10 @@ def tokenize(
     batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
     with SequenceWriter(folder) as writer:
         for encoded in _encode_all(encoder, rows, batches):
-            batch = account.cut(encoded, max_length, splits=rows.format == "text")
+            num_before = account.num_rows
+            batch, made_of = account.cut(encoded, max_length, splits=rows.format == "text")
             observed.add(encoded.observed)
-            writer.add(batch, encoded.lengths)
+            writer.add(batch, encoded.lengths, made_of + num_before)
             if on_progress is not None:
                 on_progress(account.num_rows, len(rows))
     if account.num_trainable_tokens == 0:
@@ -163,8 +164,12 @@ class Account:
     num_trainable_tokens: int = 0
     longest_tokens: int = 0
 
-    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> Batch:
-        """Cut or split rows, and keep the sequences that something can be learned from."""
+    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
+        """Cut or split rows, and keep the sequences that something can be learned from.
+
+        Returns:
+            The sequences, and which of the rows each was made of, int32, `(sequences,)`.
+        """
         import numpy as np
 
         ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
@@ -194,7 +199,7 @@ class Account:
         self.num_tokens += len(ids)
         self.num_trainable_tokens += int(num_counted.sum())
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
-        return Batch(ids, counts, sizes.astype(np.int32))
+        return Batch(ids, counts, sizes.astype(np.int32)), rows[kept].astype(np.int32)
 
     def report(self, notes: tuple[str, ...]) -> TokenReport:
         """The account of all rows."""

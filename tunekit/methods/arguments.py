@@ -90,7 +90,8 @@ class Parts:
             "eval_on_start": self.eval_dataset is not None,
             "save_strategy": "steps",
             "save_steps": self.schedule.save_steps,
-            "save_total_limit": 2,
+            # Which checkpoints are kept, `tunekit.run.saving` says.
+            "save_total_limit": None,
             "report_to": "none",
             "disable_tqdm": True,
             **self.engine,

@@ -44,7 +44,11 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
         return self.num_rows + self.num_more
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return self.of_epoch(self.epoch)
+
+    def of_epoch(self, epoch: int) -> Iterator[int]:
+        """The order of an epoch, whichever it is at."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
         rows = torch.randperm(self.num_rows, generator=generator) if self.shuffle else torch.arange(self.num_rows)
         yield from rows.tolist()
         for more in range(self.num_more):

@@ -12,7 +12,7 @@ from tunekit.planner.plan import Reason
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
-from tunekit.recipe.methods import OnPolicyMethod
+from tunekit.recipe.methods import KTOMethod, OnPolicyMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import LrSchedulerType
 
@@ -124,6 +124,25 @@ def _check_batch(recipe: Recipe) -> None:
         raise PlanError(
             f"train.micro_batch_size: {asked} does not divide train.global_batch_size {batch}",
             hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
+        )
+
+
+def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
+    """Check that the micro-batch of a plan can be halved where memory runs out, if that is asked for.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if not recipe.train.retry_out_of_memory:
+        return
+    if isinstance(recipe.method, KTOMethod) and recipe.method.loss_type == "kto":
+        raise PlanError(
+            "train.retry_out_of_memory: the loss of kto depends on which rows share a micro-batch",
+            hint="leave it out, or set train.micro_batch_size lower from the beginning",
+        )
+    if micro_batch_size == 1:
+        raise PlanError(
+            "train.retry_out_of_memory: the micro-batch that fits is 1, which cannot be halved", hint="leave it out"
         )
 
 

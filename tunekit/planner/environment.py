@@ -7,10 +7,17 @@ from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Reason, gib
-from tunekit.recipe.methods import CPOMethod, Method, ORPOMethod
+from tunekit.recipe.methods import CPOMethod, Method, ORPOMethod, RewardedMethod
+from tunekit.recipe.rewards import CodeReward, JudgeReward
 
 LEAST_TIMEOUT_SECONDS = 600
-"""How long a process waits for the others in an exchange at least, before it says that one of them does not answer."""
+"""How long a process may stand still, or wait for the others, at least, before the run is taken for hung."""
+
+PREPARED_ROWS_PER_SECOND = 200
+"""How fast the slowest of processors turns rows into tokens, which TRL does in one process while the others wait."""
+
+REWARD_TRIES = 5
+"""How often a judge is asked for one score at most."""
 
 SLOW_STORAGE = 3
 """How many times slower than assumed storage may be, before a process that reads or writes is taken for a dead one."""
@@ -36,10 +43,39 @@ def timeout_of(wait_bytes: int) -> int:
     return max(LEAST_TIMEOUT_SECONDS, 60 * math.ceil(seconds / 60))
 
 
-def timeout_reasons(layout: Layout, wait_bytes: int) -> Iterator[Reason]:
+def patience_of(wait_bytes: int, num_rows: int, method: Method, num_answers: int) -> int:
+    """How long a process may be at what nobody sees the progress of, in whole minutes, as seconds.
+
+    That is loading, saving, preparing rows, the first step, answers and their rewards.
+
+    Args:
+        wait_bytes: What it reads or writes meanwhile.
+        num_rows: Rows that it prepares.
+        method: The method, whose rewards may wait for others.
+        num_answers: Answers that it has at once.
+    """
+    seconds = max(num_rows / PREPARED_ROWS_PER_SECOND, _reward_seconds(method, num_answers))
+    return max(timeout_of(wait_bytes), 60 * math.ceil(seconds / 60))
+
+
+def _reward_seconds(method: Method, num_answers: int) -> float:
+    """How long rewards may take that have a limit of their own for each answer."""
+    rewards = method.rewards if isinstance(method, RewardedMethod) else ()
+    seconds = 0.0
+    for reward in rewards:
+        if isinstance(reward, JudgeReward | CodeReward):
+            tries = REWARD_TRIES if isinstance(reward, JudgeReward) else 1
+            seconds += tries * reward.timeout_seconds * math.ceil(num_answers / reward.num_parallel)
+    return seconds
+
+
+def timeout_reasons(layout: Layout, wait_bytes: int, forced: int | None, patience_seconds: int) -> Iterator[Reason]:
     """How long they wait, for the plan."""
-    if layout.num_processes > 1:
-        why = f"one of them may read or write {gib(wait_bytes)} meanwhile, {SLOW_STORAGE} times slower than 1 GB/s"
+    why = f"one of them may read or write {gib(wait_bytes)} meanwhile, {SLOW_STORAGE} times slower than 1 GB/s"
+    if forced is not None:
+        choice = f"{forced} s to stand still in a step, {patience_seconds // 60} min while loading or saving"
+        yield Reason(topic="timeout", choice=choice, why=f"parallel.timeout_seconds; {why}")
+    elif layout.num_processes > 1:
         yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min for an exchange", why=why)
 
 

@@ -98,6 +98,8 @@ class Hardware(Facts):
     """Variables for torch that the user has set, and that a plan would decide otherwise."""
     figures: Figures | None = None
     """Of each accelerator."""
+    disk_free_bytes: int | None = None
+    """Free where the run will lie; None where that is not known, as of another machine."""
     note: str | None = None
     """What is to be said of every plan for it."""
 

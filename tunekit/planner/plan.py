@@ -13,12 +13,16 @@ from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
+from tunekit.planner.saving import Saving
 from tunekit.planner.speed import Speed
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import VLLM
 from tunekit.planner.zero import ZeroBuckets
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
+
+EXCHANGE_MARGIN_SECONDS = 60
+"""How much longer than a run is watched an exchange waits."""
 
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
@@ -84,6 +88,8 @@ class Schedule(Facts):
     eval_steps: int | None
     """Steps between evaluations; none without evaluation rows."""
     save_steps: int
+    save_together: int = 1
+    """Steps of whose multiples a checkpoint can be made: it holds no answers, which several steps may learn from."""
 
 
 class Plan(Facts):
@@ -115,7 +121,9 @@ class Plan(Facts):
     environment: Mapping[str, str] = {}
     """Variables that every process finds in its environment."""
     timeout_seconds: int = 600
-    """How long a process waits for the others in an exchange."""
+    """How long a process may stand still in a step, or wait for the others in it."""
+    patience_seconds: int = 600
+    """The same where nobody sees whether it moves: while it loads or saves, in its first step, at answers."""
     vllm: VLLM | None = None
     """What generates the answers that the model learns from; None for transformers."""
     zero_buckets: ZeroBuckets | None = None
@@ -128,6 +136,8 @@ class Plan(Facts):
     data: DataFacts
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
+    saving: Saving = Saving()
+    """What is written to disk."""
     memory: MemoryEstimate
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
@@ -138,6 +148,11 @@ class Plan(Facts):
     """What was looked at first, in its order."""
     change_first: str | None = None
     """What to change in the recipe first if memory runs out after all."""
+
+    @property
+    def exchange_timeout_seconds(self) -> int:
+        """How long the libraries wait in an exchange: longer than a run is watched, which tells more."""
+        return self.patience_seconds + EXCHANGE_MARGIN_SECONDS
 
     def to_yaml(self) -> str:
         """The plan as YAML, without the recipe, which stands beside it in the run folder."""

@@ -259,6 +259,7 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
         warmup_steps=int(warmup),
         eval_steps=None if data.num_eval is None else train.eval_steps or often,
         save_steps=train.save_steps or math.ceil(often / together) * together,
+        save_together=together,
     )
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from tunekit.errors import PlanError
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checks import check_recipe, choose_attention, choose_dtype
+from tunekit.planner.checks import check_recipe, check_retry, choose_attention, choose_dtype
 from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
     longest_wait_bytes,
+    patience_of,
     timeout_of,
     timeout_reasons,
 )
@@ -44,8 +45,10 @@ from tunekit.planner.reasons import (
 )
 from tunekit.planner.records import RunRecord, reserve_share
 from tunekit.planner.reference import reference_of
+from tunekit.planner.saving import saving_of
 from tunekit.planner.speed import Speed, speed_of, step_of
 from tunekit.planner.states import num_trainable_params
+from tunekit.planner.storage import saving_reasons
 from tunekit.planner.vllm import why_no_vllm, why_not_in
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
@@ -82,6 +85,7 @@ def resolve(
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
+    check_retry(recipe, found.micro_batch_size)
     padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
     schedule = schedule_of(recipe, data)
     step = step_of(
@@ -104,9 +108,12 @@ def resolve(
     if step is not None:
         saves = recipe.train.save_steps
         speed = speed_of(step, setting.device, hardware.figures, records, num_steps=num_steps, save_steps=saves)
+    saving = saving_of(recipe, model, data, layout, dtype, spare_bytes=_spare_bytes(setting, chosen))
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
-    wait_bytes = longest_wait_bytes(model, num_trained)
+    wait_bytes, forced_timeout = longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
+    num_answers = found.micro_batch_size * found.gradient_accumulation_steps
+    patience = patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
     return Plan(
         recipe=recipe,
         origin=model.origin,
@@ -122,7 +129,8 @@ def resolve(
         micro_batch_size=found.micro_batch_size,
         gradient_accumulation_steps=found.gradient_accumulation_steps,
         environment=environment,
-        timeout_seconds=timeout_of(wait_bytes),
+        timeout_seconds=forced_timeout or timeout_of(wait_bytes),
+        patience_seconds=max(patience, forced_timeout or 0),
         vllm=setting.vllm(layout),
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
@@ -132,6 +140,7 @@ def resolve(
         num_trainable_params=num_trained,
         data=data,
         schedule=schedule,
+        saving=saving,
         memory=found.memory,
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
@@ -156,9 +165,10 @@ def resolve(
             optimizer_reason(recipe),
             *deepspeed_reasons(layout, recipe.train.optim),
             *environment_reasons(environment, hardware, chosen.candidate.num_nodes),
-            *timeout_reasons(layout, wait_bytes),
+            *timeout_reasons(layout, wait_bytes, forced_timeout, max(patience, forced_timeout or 0)),
             *data_reasons(recipe, data),
             steps_reason(recipe, data, schedule),
+            *saving_reasons(recipe, layout, schedule, saving, hardware),
             speed_reason(recipe.data, data, speed),
             *communication_reasons(speed),
             *_beyond_reasons(setting, chosen.candidate, speed),
@@ -237,6 +247,16 @@ class _Chosen:
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)
+
+
+def _spare_bytes(setting: Setting, chosen: _Chosen) -> int | None:
+    """Main memory that each process may take besides what the plan needs of it; None where that is not known."""
+    memory, devices_per_node = chosen.fit.memory, chosen.candidate.devices_per_node
+    if setting.device.kind == "cpu":
+        return setting.limit_bytes(devices_per_node) - memory.total_bytes
+    if setting.host_limit_bytes is None:
+        return None
+    return (setting.host_limit_bytes - memory.host_bytes) // devices_per_node
 
 
 def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chosen, str]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from tunekit.planner.facts import Facts, Hardware, ModelFacts
-from tunekit.planner.fit import divisors
+from tunekit.planner.fit import Setting, divisors
 from tunekit.planner.memory import MemoryEstimate, Part
-from tunekit.planner.plan import Plan, gib
+from tunekit.planner.plan import Plan, Reason, gib
 from tunekit.planner.resolve import setting_of, what_would_fit
 
 CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
@@ -79,14 +79,7 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: M
         teacher: The model that it learns from, for distillation.
     """
     of_a_node = plan.layout.num_processes // plan.num_nodes
-    if plan.device.kind == "cpu":
-        hardware = Hardware(cpu=plan.device)
-    else:
-        flash_attn = plan.attn_implementation.startswith("flash_attention")
-        accelerators = (plan.device,) * of_a_node
-        hardware = Hardware(accelerators=accelerators, num_nodes=plan.num_nodes, flash_attn=flash_attn)
-    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
-    setting = replace(setting, by_vllm=plan.vllm is not None)
+    setting = _setting_of(plan, model, limit_bytes, teacher)
     for checkpointing in sorted({plan.gradient_checkpointing, True}):
         for size in divisors(plan.micro_batch_size):
             memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=checkpointing)
@@ -96,3 +89,44 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: M
                 changes = " and ".join(change for change in (smaller, again) if change)
                 return f"{changes} would fit with {gib(memory.total_bytes)}, and the result stays the same"
     return what_would_fit(setting)
+
+
+def with_half_the_batch(plan: Plan, model: ModelFacts, teacher: ModelFacts | None = None) -> Plan | None:
+    """The same plan with half the micro-batch, or the most below, and the same global batch; None where it is one row.
+
+    Args:
+        plan: The plan that did not fit.
+        model: Its model.
+        teacher: The model that it learns from, for distillation.
+    """
+    sizes = [size for size in divisors(plan.micro_batch_size) if 2 * size <= plan.micro_batch_size]
+    if not sizes:
+        return None
+    size = max(sizes)
+    setting = _setting_of(plan, model, plan.memory_limit_bytes, teacher)
+    memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=plan.gradient_checkpointing)
+    smaller = plan.model_copy(
+        update={
+            "micro_batch_size": size,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps * plan.micro_batch_size // size,
+            "memory": memory,
+        }
+    )
+    why = f"micro-batches of {plan.micro_batch_size} ran out of memory (train.retry_out_of_memory)"
+    reasons = [
+        Reason(topic="batch", choice=smaller.batch_words, why=why) if reason.topic == "batch" else reason
+        for reason in plan.reasons
+    ]
+    return smaller.model_copy(update={"reasons": tuple(reasons)})
+
+
+def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None) -> Setting:
+    """What a plan was chosen among, on its own devices."""
+    if plan.device.kind == "cpu":
+        hardware = Hardware(cpu=plan.device)
+    else:
+        flash_attn = plan.attn_implementation.startswith("flash_attention")
+        accelerators = (plan.device,) * (plan.layout.num_processes // plan.num_nodes)
+        hardware = Hardware(accelerators=accelerators, num_nodes=plan.num_nodes, flash_attn=flash_attn)
+    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
+    return replace(setting, by_vllm=plan.vllm is not None)

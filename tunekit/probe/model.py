@@ -115,7 +115,7 @@ def sketch_model(model: ModelSection) -> ModelFacts:
     try:
         return probe_model(model)
     except _HubError:
-        fetched = _snapshot(model)
+        fetched = fetched_folder(model)
         if fetched is not None and _has_config_only(fetched):
             return _from_config(_read_config(fetched, model.path), model.path, _has_chat_template(fetched))
         if model.path not in known_models():
@@ -164,11 +164,11 @@ def _near(folder: Path) -> str:
 
 def _cached(model: ModelSection) -> Path | None:
     """Folder of a hub model whose weights were downloaded before; it needs no network."""
-    folder = _snapshot(model)
+    folder = fetched_folder(model)
     return folder if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
-def _snapshot(model: ModelSection) -> Path | None:
+def fetched_folder(model: ModelSection) -> Path | None:
     """Folder of what was fetched of a hub model before."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -92,10 +92,28 @@ def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
             f"parallel.max_restarts: these are the processes of {launch.launcher}, which alone can start them again",
             hint="leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
         )
+    check_may_go_back(recipe, launch.launcher)
     for name, (values, what, hint) in ACCELERATE.items():
         if environment.get(name, "").lower() in values:
             raise PlanError(f"accelerate launch was asked for {what}, which the plan decides ({name})", hint=hint)
     return recipe.model_copy(update={"parallel": asked.model_copy(update={"num_processes": num})})
+
+
+def check_may_go_back(recipe: Recipe, launcher: str) -> None:
+    """Refuse what asks for processes that are started again, where somebody else starts them.
+
+    Raises:
+        PlanError: The recipe asks for it.
+    """
+    for name, asks in (
+        ("train.non_finite: rollback", recipe.train.non_finite == "rollback"),
+        ("train.retry_out_of_memory", recipe.train.retry_out_of_memory),
+    ):
+        if asks:
+            raise PlanError(
+                f"{name}: these are the processes of {launcher}, which alone can start them again",
+                hint="leave it out, or run `tunekit train` without a launcher",
+            )
 
 
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:

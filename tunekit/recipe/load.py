@@ -66,12 +66,12 @@ def load_recipe_with_notes(
     return _load(source, overrides, find_functions=True, conflicts_of=conflicts_of)
 
 
-def reload_recipe(path: Path) -> Recipe:
+def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe as `dump_recipe` wrote it for a run, in which its functions have done their work.
 
     They are not looked up again: where the run is looked at, their module need not be.
     """
-    return _load(path, (), find_functions=False)[0]
+    return _load(path, overrides, find_functions=False)[0]
 
 
 def _load(

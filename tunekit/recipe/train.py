@@ -121,10 +121,16 @@ class TrainSection(Section):
 
     retry_out_of_memory: bool = False
     """Start again from the last checkpoint where memory runs out, once, with half the micro-batch and the same global
-    batch."""
+    batch. A plan whose micro-batch is 1 is refused."""
 
     @model_validator(mode="after")
     def _one_length(self) -> "TrainSection":
         if self.num_epochs is not None and self.max_steps is not None:
             raise ValueError("num_epochs and max_steps are both given; keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_halve(self) -> "TrainSection":
+        if self.retry_out_of_memory and 1 in (self.micro_batch_size, self.global_batch_size):
+            raise ValueError("retry_out_of_memory: a micro-batch of 1 cannot be halved; leave it out")
         return self

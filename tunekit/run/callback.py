@@ -1,19 +1,16 @@
 """Watches a trainer from inside and turns what it sees into events and status."""
 
-import math
 from collections.abc import Callable
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from tunekit.errors import RunError
 from tunekit.planner.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.answers import NUM_SHOWN, Answers
-from tunekit.run.checkpoint import CHECKPOINTS, complete
 from tunekit.run.communication import Trace
+from tunekit.run.guard import Guard
 from tunekit.run.heart import Heart
 from tunekit.run.memory import held_bytes, resident_bytes, zero_held_bytes
 from tunekit.run.record import Record
@@ -33,7 +30,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     Args:
         record: Where events go, and the status that follows the steps.
         heart: Where the process says at what it is.
-        asked_to_stop: Set when the user interrupted; the run ends with the step at the latest.
         full: Whether the weights themselves are trained, and no adapter.
     """
 
@@ -41,12 +37,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     """The trainer, once there is one."""
     before_training: Callable[[], None]
     """What else is to be done with the model before the first step, when it is where it is trained."""
+    guard: Guard
+    """What sees steps that are not finite, from the first one on."""
 
-    def __init__(self, record: Record, heart: Heart, asked_to_stop: Event, *, full: bool) -> None:
+    def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
         self.heart = heart
         self.plan = record.run.plan
-        self.asked_to_stop = asked_to_stop
         self.full = full
         self.held: dict[Part, int] = {}
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
@@ -58,6 +55,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.ranks = Ranks(self.timing, self.trace)
         self.num_tokens = 0
         """Tokens trained on so far by all processes, padding not counted."""
+        self.num_tokens_before = 0
+        """Those before the checkpoint that the run goes on from."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
         events = record.run.events() if record.place.is_main else []
@@ -109,8 +108,25 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if isinstance(method, RewardedMethod):
             self._answers = Answers(self.trainer._logs, method.num_generations)
         self.before_training()
+        self.guard = Guard(self.trainer, self.plan, self.record)
         self.record.enter("training")
         self.timing.attach(self.trainer, optimizer)
+
+    def go_on(self, num_tokens: int) -> None:
+        """Take over what was done before the checkpoint that the run goes on from, if it does.
+
+        Args:
+            num_tokens: Tokens that were trained on.
+        """
+        self.num_tokens = self.num_tokens_before = self._logged_tokens = num_tokens
+        evaluated = [logs["step"] for logs in self.trainer.state.log_history if "eval_loss" in logs]
+        self.evaluated_step = evaluated[-1] if evaluated else None
+
+    def on_pre_optimizer_step(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Say that weights are updated from here on."""
+        self.heart.mark("optimizer")
 
     def on_optimizer_step(
         self,
@@ -122,7 +138,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Measure all that stays, once: the first gradients are still there."""
-        if not self._held_in_step:
+        if not self._held_in_step and not self.guard.leaves_out:
             self._held_in_step = True
             self.held = self._held(model, optimizer)
 
@@ -135,7 +151,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Start the clock of a step."""
-        self.heart.mark("step", state.global_step + 1)
         self.timing.begin_step()
         self.trace.begin_step(self.trainer.accelerator)
         self.timing.mark()
@@ -145,13 +160,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Stop the clock of a step, tell the status, and at times compare the processes."""
         self.timing.end_step()
-        self.heart.mark("data")
+        self.heart.mark("logging")
         is_traced = self.trace.end_step(state.global_step)
         self.record.update_status(step=state.global_step)
         if is_traced or state.global_step % WINDOW_STEPS == 0:
             self.compare_ranks()
-        if self.asked_to_stop.is_set():
-            raise KeyboardInterrupt
 
     def on_log(
         self,
@@ -161,7 +174,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float],
         **kwargs: Any,
     ) -> None:
-        """Write what the trainer logged; a loss that is not a number ends the run."""
+        """Write what the trainer logged."""
         # Steps behind the last ones that were logged come with the trainer's own summary.
         self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         if "eval_loss" in logs:
@@ -180,16 +193,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         seconds = {part: now[part] - before for part, before in self._logged.items()}
         tokens = self.num_tokens - self._logged_tokens
         self._logged, self._logged_tokens = now, self.num_tokens
-        self.record.write("log", step=step, **rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs)
-        if not math.isfinite(logs["loss"]) or not math.isfinite(logs.get("grad_norm", 0.0)):
-            raise RunError(
-                f"step {step}: the loss is {logs['loss']} and the gradient norm {logs.get('grad_norm')}",
-                hint="lower train.learning_rate, or look at the rows of this step",
-            )
+        told = {**rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs}
+        self.record.write("log", step=step, **told)
         if self.record.place.is_main:
-            self._tell(step, logs)
+            self._tell(step, told)
 
-    def _tell(self, step: int, logs: dict[str, float]) -> None:
+    def _tell(self, step: int, logs: dict[str, float | None]) -> None:
         """Show answers now and then, and warn of what the figures so far tell."""
         num_steps = self.trainer.state.max_steps
         due = self._shown_step == 0 or step == num_steps or step >= self._shown_step + num_steps / NUM_SHOWN
@@ -209,13 +218,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """Say where a checkpoint was written, once every process has done its part, and how the processes do."""
-        path = self.record.run.path / CHECKPOINTS / f"checkpoint-{state.global_step}"
-        self.trainer.accelerator.wait_for_everyone()
-        if self.record.place.is_main:
-            complete(path, self.plan, step=state.global_step)
+        """Stop the clock of saving, and say how the processes do."""
         self.timing.saving_seconds += self.timing.mark()
-        self.record.write("checkpoint", step=state.global_step, path=str(path))
         self.compare_ranks()
         self.record.write("ranks", step=state.global_step, ranks=self.ranks.reports)
 
@@ -223,6 +227,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """What comes now is no step."""
+        self.heart.mark("ending")
         self.timing.mark()
 
     def on_result_saved(self) -> None:

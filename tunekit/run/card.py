@@ -1,6 +1,7 @@
 """The model card of a trained model: base, data, recipe, results."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -38,12 +39,13 @@ LOSSES = {
 """What the losses of each method are."""
 
 
-def write_card(run: Run, result: dict[str, Any]) -> None:
+def write_card(run: Run, result: dict[str, Any], folder: Path) -> None:
     """Write README.md beside the weights.
 
     Args:
-        run: A run whose model is saved.
+        run: A run that trained to its end.
         result: The fields of its `result` event.
+        folder: Where the weights are.
     """
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter)
@@ -74,7 +76,7 @@ def write_card(run: Run, result: dict[str, Any]) -> None:
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
     card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run)}"
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
-    ModelCard(redacted(card), ignore_metadata_errors=False).save(run.model_path / "README.md")
+    ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
 
 
 def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from tunekit.planner.facts import Hardware
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.probe.hardware import probe_node
+from tunekit.probe.nodes import check_may_go_back
 from tunekit.recipe.schema import Recipe
 
 
@@ -55,6 +56,7 @@ def command_of(plan: Plan, python: str, folder: str, *, meeting: str) -> str:
     python, folder = shlex.quote(python), shlex.quote(folder)
     if plan.num_nodes == 1:
         return f"{python} -m tunekit.run.launch {folder}"
+    check_may_go_back(plan.recipe, "torchrun")
     torchrun = f"{python} -m torch.distributed.run --nnodes={plan.num_nodes} --nproc-per-node={num_local(plan)}"
     return f"{torchrun} {meeting} -m tunekit.run.worker {folder}"
 

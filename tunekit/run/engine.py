@@ -29,7 +29,7 @@ def join(plan: Plan, place: Place) -> None:
         torch.cuda.set_device(place.local_rank)
     # Ray makes the group itself.
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(backend_of(plan), timeout=timedelta(seconds=plan.timeout_seconds))
+        torch.distributed.init_process_group(backend_of(plan), timeout=timedelta(seconds=plan.exchange_timeout_seconds))
     if plan.device.kind == "cpu" and plan.layout.strategy == "fsdp2":
         fsdp2.let_accelerate_shard_on_a_cpu()
     if plan.layout.strategy.startswith("zero"):
@@ -55,7 +55,7 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     if layout.strategy == "single":
         return {}
     if layout.strategy == "ddp":
-        return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.timeout_seconds}
+        return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.exchange_timeout_seconds}
     if layout.tp_size > 1:
         return tensor_parallel.trainer_args(plan)
     if layout.strategy == "fsdp2":

@@ -16,7 +16,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `sample`: `when` (`before` or `after`), `prompt`, `answer`
 - `checkpoint`: `step`, `path`
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
-- `resume`: `step`, `path` of the checkpoint, and `skipped`, newer ones with what is wrong with them
+- `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with what is wrong with them, `changes` to what was
+  before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
 - `ranks`: `step`, and `ranks`, a `tunekit.run.timing.RankReport` of each process; with every checkpoint. Of several
   processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
   `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.run.communication`). Part of it
@@ -27,13 +28,16 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
   weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
+- `stop`: the run is to end; `by` whom or which signal, whether `now`, and what becomes of it as `message`
 - `error`: `message`
 
 A step is told of twice where a run went on from a checkpoint before it: the later word counts.
 """
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,10 +67,19 @@ class EventLog:
         self.listener = listener
 
     def write(self, event: str, **fields: Any) -> None:
-        """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text."""
+        """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is then.
+        """
         entry: Event = {"event": event, "time": round(time.time(), 3), **without_secrets(fields)}
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n")
+        line = json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n"
+        content = line.encode("utf-8")
+        with self.path.open("ab", buffering=0) as stream:
+            end = stream.tell()
+            if stream.write(content) < len(content):
+                stream.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         if self.listener is not None:
             self.listener(entry)
 

@@ -7,6 +7,7 @@ that the main process alone has read; the others have its shapes. So nothing may
 
 import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.planner.layout import Layout
@@ -51,7 +52,7 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
             "state_dict_type": "SHARDED_STATE_DICT",
         },
         "accelerator_config": accelerator,
-        "ddp_timeout": plan.timeout_seconds,
+        "ddp_timeout": plan.exchange_timeout_seconds,
         **_mesh(plan),
     }
 
@@ -120,6 +121,27 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
         # What was one tensor came apart.
         state |= {copy: state[name] for copy, name in trainer.model.all_tied_weights_keys.items()}
     return state
+
+
+def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
+    """What each process has of weights and optimizer, by the folder that Accelerate loads it from."""
+    from accelerate.utils.fsdp_utils import _get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+
+    options = StateDictOptions()
+    # As `load_fsdp_model` asks for them: of a model with an adapter, the adapter's alone.
+    weights = _get_model_state_dict(trainer.model, sd_options=options, **get_fsdp_ckpt_kwargs())
+    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=options)
+    return {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": optimizer}}
+
+
+def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
+    """Write what each process has to a folder. Called by all together; what fails in one is raised in all."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(states, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:

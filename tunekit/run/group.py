@@ -1,7 +1,7 @@
 """The processes of a run on a machine: how they are started, find each other, and end.
 
 Each is in a session of its own, so that Ctrl-C in a terminal or a notebook reaches only the process that started them,
-the supervisor, which then ends them all. They follow it: when it is gone, whatever the reason, they end by themselves.
+the supervisor, which then asks them to end. They follow it: when it is gone, whatever the reason, they end too.
 
 They find each other through a store of the first one. The supervisor listens on a port that the system gives and hands
 the open socket on, so that no other program can take the port in between.
@@ -30,8 +30,8 @@ STORE_SOCKET = "TUNEKIT_STORE_SOCKET"
 LOG = "launcher.log"
 """File of a run folder with what its processes wrote to standard output and error, rather than to their own logs."""
 
-GRACE_SECONDS = 15
-"""How long processes have to end once they are asked to."""
+GONE_SECONDS = 15
+"""How long the system may take to end processes that were killed."""
 
 FOLLOW_SECONDS = 0.5
 """How often a process looks whether its supervisor is there."""
@@ -127,16 +127,13 @@ class Group:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
 
-    def end(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """End all of them: by asking, and those that are left after a while, or after another Ctrl-C, without."""
-        try:
-            if None in self.codes().values() and grace_seconds:
-                self._signal(signal.SIGTERM)
-                self.wait(grace_seconds)
-        finally:
-            # Also where a process has ended itself: those that load its rows may still be there.
-            self._signal(signal.SIGKILL)
-            self.wait(GRACE_SECONDS)
+    def end(self) -> None:
+        """End all of them. Whatever they are to do before, they were asked to do by other means."""
+        # Also where a process has ended itself: those that load its rows may still be there.
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        self.wait(GONE_SECONDS)
 
     def _start(self) -> None:
         if self._share is not None:
@@ -163,11 +160,6 @@ class Group:
                     start_new_session=True,
                 )
             )
-
-    def _signal(self, sign: signal.Signals) -> None:
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
 
 
 def is_supervised() -> bool:

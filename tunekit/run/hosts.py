@@ -289,11 +289,11 @@ class Hosts:
                 store=(address, port),
             )
 
-    def end(self, grace_seconds: float = 0) -> list[Host]:
+    def end(self) -> list[Host]:
         """End the processes on all hosts, and return the hosts that did not say that they did."""
         for host in self.all:
-            host.say("end", grace_seconds=grace_seconds)
-        until = time.monotonic() + grace_seconds + LOST_SECONDS
+            host.say("end")
+        until = time.monotonic() + LOST_SECONDS
         while time.monotonic() < until and any(not host.has_ended and not host.is_silent for host in self.all):
             self.poll()
         return [host for host in self.all if not host.has_ended]

@@ -13,12 +13,13 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
 from tunekit.run.events import Listener
-from tunekit.run.group import GRACE_SECONDS, LOG
+from tunekit.run.group import LOG
 from tunekit.run.hosts import Hosts, lost_error, unusable
 from tunekit.run.launch import supervise
 from tunekit.run.place import Place
 from tunekit.run.record import Record
 from tunekit.run.run import SEEN_SECONDS, Run
+from tunekit.run.stop import forget_request
 
 RETURN_SECONDS = 600
 """How long a run that may start again waits for a host that was lost."""
@@ -64,6 +65,7 @@ def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) 
     """
     if run.plan.num_nodes != len(names):
         raise RunError(f"{run.path}: the plan is for {run.plan.num_nodes} nodes, not {len(names)}", hint="name as many")
+    forget_request(run)
     run.begin()
     patience = itertools.chain([0], itertools.repeat(RETURN_SECONDS))
     supervise(run, lambda: _started(run, names, next(patience)), listener)
@@ -82,7 +84,7 @@ def _started(run: Run, names: Sequence[str], patience_seconds: float) -> Iterato
         try:
             yield everywhere
         except KeyboardInterrupt:
-            hosts.end(GRACE_SECONDS)
+            hosts.end()
             raise
         # What is said by a process whose peer is gone is not what went wrong, so the hosts come first.
         lost = hosts.end()

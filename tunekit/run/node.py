@@ -67,7 +67,7 @@ class Node:
             while self._turn():
                 pass
         finally:
-            self._end(grace_seconds=0)
+            self._end()
 
     def _turn(self) -> bool:
         """Wait for a message, or a moment; whether there is still somebody there."""
@@ -84,7 +84,7 @@ class Node:
         if asked == "start":
             self._start(**message)
         elif asked == "end":
-            self._end(**message)
+            self._end()
         elif asked in self._answers:
             self._say("answer", **self._answers[asked](**message))
         return True
@@ -142,10 +142,10 @@ class Node:
             for line in lines:
                 self._say("line", text=line.rstrip("\n"))
 
-    def _end(self, grace_seconds: float) -> None:
-        """End the processes of this host: by asking, and after a while without."""
+    def _end(self) -> None:
+        """End the processes of this host."""
         if self._group is not None:
-            self._group.end(grace_seconds)
+            self._group.end()
             self._tell_codes(self._group)
 
     def _tell_codes(self, group: Group) -> None:

@@ -36,6 +36,9 @@ STREAM_SKIPPED = "stream_skipped.jsonl"
 FILES = {"train": "train.arrow", "eval": "eval.arrow"}
 """Files of the sequences in the data folder of a run, by split."""
 
+PLACES = "train_places.npz"
+"""File of where the rows that are trained on stand in their sources."""
+
 
 @dataclass(frozen=True)
 class PreparedData:
@@ -59,6 +62,8 @@ class PreparedData:
         folder.mkdir()
         for split in self.splits[int(self.streaming) :]:
             split.prepared.link_to(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         (folder / "report.json").write_text(
             json.dumps(without_secrets(self.report.to_dict()), ensure_ascii=False), encoding="utf-8"
         )
@@ -81,6 +86,8 @@ class PreparedRows:
         folder.mkdir()
         for split in self.splits:
             split.save(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
         _save_skipped(folder, self.skipped)
 
 
@@ -235,6 +242,17 @@ def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
     """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
+    prompts = recipe.output.sample_prompts
+    if isinstance(recipe.method, RewardMethod):
+        prompts = []
+    elif prompts is None:
+        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
+    output = recipe.output.model_copy(update={"sample_prompts": prompts})
+    return absolute(recipe).model_copy(update={"output": output})
+
+
+def absolute(recipe: Recipe) -> Recipe:
+    """The recipe with absolute paths."""
     section = recipe.data.model_copy(
         update={
             "train": _absolute_sources(recipe.data.train),
@@ -242,13 +260,7 @@ def record(recipe: Recipe, data: LoadedData) -> Recipe:
         }
     )
     model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
-    prompts = recipe.output.sample_prompts
-    if isinstance(recipe.method, RewardMethod):
-        prompts = []
-    elif prompts is None:
-        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
-    output = recipe.output.model_copy(update={"sample_prompts": prompts})
-    return recipe.model_copy(update={"model": model, "data": section, "method": method, "output": output})
+    return recipe.model_copy(update={"model": model, "data": section, "method": method})
 
 
 def _absolute_model(section: ModelSection) -> ModelSection:

@@ -5,16 +5,22 @@ Ray ends the others and starts all of them anew, and they go on from the newest 
 """
 
 import os
+import signal
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
+from tunekit.probe.nodes import check_may_go_back
+from tunekit.run.ending import phase_after, stopped, told_of
 from tunekit.run.events import Listener, read_events
+from tunekit.run.interrupt import Wishes
 from tunekit.run.place import Place
-from tunekit.run.record import INTERRUPTED, Record, errors_of, forget_errors
+from tunekit.run.record import Record, errors_of, forget_errors
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing
+from tunekit.run.stop import Request, forget_request, words_of
 
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
@@ -46,6 +52,8 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     from tunekit.run.engine import backend_of
     from tunekit.run.launch import raised
 
+    check_may_go_back(run.recipe, "Ray")
+    forget_request(run)
     run.begin()
     forget_errors(run)
     plan, folder = run.plan, run.path.resolve()
@@ -53,7 +61,7 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
     trainer = TorchTrainer(
         _work,
         train_loop_config={"folder": str(folder)},
-        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.timeout_seconds),
+        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.exchange_timeout_seconds),
         scaling_config=_scaling(plan),
         run_config=RunConfig(
             name="ray",
@@ -63,19 +71,29 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             worker_runtime_env={"env_vars": dict(plan.environment)},
         ),
     )
+    wishes = Wishes(run, plan.recipe.parallel.grace_seconds, signs=True)
     # In another thread, since Ray takes Ctrl-C to itself in this one and then ends the program. Where the driver goes,
     # Ray ends what it started.
     with ThreadPoolExecutor(1) as pool, ray.init(address, log_to_driver=False):
+        if threading.current_thread() is threading.main_thread():
+            # Ray has taken it, and ends the program without a word to the run.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            _follow(run, pool.submit(trainer.fit), listener)
-        except KeyboardInterrupt:
-            record.end("interrupted", INTERRUPTED)
-            raise
+            with wishes, wishes.waiting():
+                _follow(run, pool.submit(trainer.fit), listener, wishes)
+        except KeyboardInterrupt as error:
+            asked = wishes.known or Request(True, "SIGINT", None, 0.0)
+            reason = words_of(run, asked, is_late=wishes.is_late)
+            record.end(phase_after(run, asked), reason)
+            raise stopped(run, asked, reason) from error
         except TrainingFailedError as error:
             last_line = str(error).strip().splitlines()[-1]
             failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
             record.end("failed", str(failure))
             raise failure from error
+    status = run.status()
+    if status["phase"] != "finished":
+        raise stopped(run, wishes.known or Request(False, "SIGINT", None, 0.0), status["exit_reason"])
 
 
 def _scaling(plan: Plan) -> "ScalingConfig":
@@ -111,10 +129,20 @@ def _work(config: dict[str, Any]) -> None:
     work(Run(config["folder"]), place=place, supervised=True)
 
 
-def _follow(run: Run, training: "Future[Result]", listener: Listener | None) -> None:
-    """Tell a listener what the processes write, until they are done."""
-    offset, is_last = 0, False
+def _follow(run: Run, training: "Future[Result]", listener: Listener | None, wishes: Wishes) -> None:
+    """Tell a listener what the processes write, until they are done.
+
+    Raises:
+        KeyboardInterrupt: They are to end at once, or before there is anything to save.
+    """
+    offset, is_last, told = 0, False, None
     while not is_last:
+        if wishes.known not in (None, told):
+            told = wishes.known
+            Record(run, Place()).write("stop", **told_of(run, told))
+        if wishes.asked is not None and run.status()["phase"] in ("starting", "loading"):
+            raise KeyboardInterrupt
+        wishes.check()
         # Asked before reading, so that what was written last is read.
         is_last = bool(wait([training], POLL_SECONDS).done)
         events, offset = read_events(run.path / "events.jsonl", offset)

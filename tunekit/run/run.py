@@ -9,7 +9,10 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    ranks/         what each process is at, while it lives
+    stacks/        what every process was doing when one stood still
     code.json      the code that comes with its models, where the recipe allows it, by SHA-256
+    left_out.json  steps that were not finite, and are left out whenever they come again
     checkpoints/   the last two, each with a manifest once it is whole
     model/         the result with tokenizer, chat template and model card
 
@@ -19,21 +22,22 @@ A `Run` only reads and writes this folder: it is the same from the process that 
 import html
 import json
 import os
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
+from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside
 from tunekit.run.job import read_job, state_of
+from tunekit.run.life import state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -120,7 +124,10 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The phase; `died` where the process or the cluster's job is gone and had not said that it was done."""
+        """The phase; `died` where the processes or the cluster's job are gone and had not said that they were done.
+
+        `stuck` where the process that is to say so lives, and does not.
+        """
         status = self.status()
         phase = str(status["phase"])
         job = read_job(self.path)
@@ -129,9 +136,7 @@ class Run:
         # A job that was printed waits until somebody submits it.
         if phase in FINAL_PHASES or phase == "queued":
             return phase
-        # Of another machine, such as the first node of a job, nothing can be seen from here.
-        is_here = status.get("host", os.uname().nodename) == os.uname().nodename
-        return "died" if is_here and not _is_alive(status["pid"], status["process_started"]) else phase
+        return state_of_processes(self.path, status)
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -248,12 +253,31 @@ def find_run(name: str) -> Run:
     return matching[0]
 
 
+def check_free(recipe: Recipe) -> None:
+    """Refuse a recipe whose run folder holds something, or is none of a run's own.
+
+    Raises:
+        RunError: It does, or is not.
+    """
+    if recipe.output.dir is None:
+        return
+    path = Path(recipe.output.dir)
+    _check_own(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / "status.json").is_file():
+        state = Run(path).state
+        on = f"`tunekit resume {path}`, or --resume here, goes on with it"
+        if state == "finished":
+            on = f"`tunekit resume {path} train.max_steps=...` trains it further"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=f"{on}; or name a new folder")
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
 def _new_folder(recipe: Recipe) -> Path:
     if recipe.output.dir is not None:
+        check_free(recipe)
         path = Path(recipe.output.dir)
-        _check_free(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
         _make(path, exist_ok=True)
         return path
     stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -267,7 +291,7 @@ def _new_folder(recipe: Recipe) -> Path:
     raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
 
 
-def _check_free(path: Path) -> None:
+def _check_own(path: Path) -> None:
     """Refuse a run folder that is none of a run's own, whatever is in it."""
     if has_controls(str(path)):
         raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
@@ -287,18 +311,10 @@ def _make(path: Path, *, exist_ok: bool) -> None:
 
 
 def _write_status(path: Path, status: dict[str, Any]) -> None:
-    draft = path / f".status-{os.getpid()}.json"
+    draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
     draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
     draft.replace(path / "status.json")
 
 
 def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "process_started": psutil.Process().create_time(), "host": os.uname().nodename}
-
-
-def _is_alive(pid: int, started: float) -> bool:
-    """Whether the process with this number is still the one that started then."""
-    try:
-        return abs(psutil.Process(pid).create_time() - started) < 1
-    except psutil.NoSuchProcess:
-        return False
+    return {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}

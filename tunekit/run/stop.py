@@ -1,25 +1,30 @@
-"""A run that is asked to make room: it saves a checkpoint after the step, and ends to go on later.
+"""The wish that a run ends: a file in its folder, whoever has the wish and wherever the run's processes are.
 
-Schedulers send SIGUSR1 some time before they end a job, to any of its processes or to all.
+`tunekit stop` writes it, and so does every process of the run that gets a signal: then all know of it.
 """
 
 import json
-import signal
-import threading
+import os
 import time
-from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
 
-from transformers import TrainerCallback
-
+from tunekit.run.checkpoint import newest_complete
 from tunekit.run.run import Run
-
-if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 REQUEST = "stop.json"
 """File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
+
+REQUEST_BYTES = 256
+"""Its size."""
+
+COMMAND = "tunekit stop"
+"""Who asks where it is no signal."""
+
+WHO = {"SIGINT": "the user", COMMAND: f"`{COMMAND}`"}
+"""Who asks, in words, where that is not the name of the signal."""
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+"""Exit codes after signals, as shells have them. 0 after SIGUSR1 and `tunekit stop`: they ask for nothing else."""
 
 
 @dataclass(frozen=True)
@@ -28,78 +33,67 @@ class Request:
 
     Attributes:
         now: Whether it is to end at once, rather than with a checkpoint after the step.
+        by: Name of the signal, or `tunekit stop`.
+        grace_seconds: After which time it will be killed; None where nobody will.
         time: When, in seconds since the epoch.
     """
 
     now: bool
+    by: str
+    grace_seconds: float | None
     time: float
 
+    @property
+    def exit_code(self) -> int:
+        """That of the program that trained. For torchrun a process that was stopped is none that failed."""
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else EXIT_CODES.get(self.by, 0)
 
-def request(run: Run, *, now: bool) -> None:
-    """Ask a run to end."""
-    draft = run.path / f".{REQUEST}"
-    draft.write_text(json.dumps({"now": now, "time": time.time()}), encoding="utf-8")
-    draft.replace(run.path / REQUEST)
+
+def request(run: Run, *, now: bool, by: str = COMMAND, grace_seconds: float | None = None) -> None:
+    """Ask a run to end. What was asked before stands where it is more."""
+    before = requested(run)
+    if before is not None:
+        now, by = now or before.now, before.by
+        grace_seconds = before.grace_seconds if grace_seconds is None else grace_seconds
+    _write(run, json.dumps(asdict(Request(now, by, grace_seconds, time.time()))))
 
 
 def requested(run: Run) -> Request | None:
     """What was asked of a run since it began or went on."""
     try:
-        return Request(**json.loads((run.path / REQUEST).read_text(encoding="utf-8")))
+        text = (run.path / REQUEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
+    return Request(**json.loads(text)) if text.endswith("}") else None
 
 
 def forget_request(run: Run) -> None:
     """Take away what an earlier attempt was asked."""
-    (run.path / REQUEST).unlink(missing_ok=True)
+    _write(run, "")
 
 
-class Stop(TrainerCallback):  # type: ignore[misc]
-    """Ends the training of all processes after the same step, with a checkpoint, once one of them gets SIGUSR1.
+def _write(run: Run, text: str) -> None:
+    """Write the file over itself: where one was replaced, other hosts may see the old one for a minute (NFS)."""
+    file = os.open(run.path / REQUEST, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(file, text.ljust(REQUEST_BYTES).encode(), 0)
+    finally:
+        os.close(file)
 
-    It listens while the trainer trains, and in the main thread alone: Python tells no other of signals.
+
+def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
+    """Where a run was stopped, by whom, and what it can be gone on from.
+
+    Args:
+        run: The run, whose processes have ended or end now.
+        asked: What it was asked.
+        is_late: Whether there was no time left for a checkpoint.
     """
-
-    def __init__(self) -> None:
-        self.is_early = False
-        """Whether training ended before its last step."""
-        self._asked = threading.Event()
-        self._previous: Any = None
-
-    def on_train_begin(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
-        """Listen."""
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGUSR1, self._ask)
-
-    def on_step_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
-        """End here if any process was asked to. The last step ends the training by itself."""
-        if _any(self._asked.is_set()) and state.global_step < state.max_steps:
-            self.is_early = True
-            control.should_save = True
-            control.should_training_stop = True
-
-    def on_train_end(
-        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
-    ) -> None:
-        """Listen no more."""
-        if self._previous is not None:
-            signal.signal(signal.SIGUSR1, self._previous)
-
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        self._asked.set()
-
-
-def _any(mine: bool) -> bool:
-    """Whether it is true in any process. One number goes round, over the processors' network."""
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return mine
-    flag = torch.tensor(int(mine))
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    step, saved = run.status()["step"], newest_complete(run.path).step
+    no_layout = run.plan.layout.why_not_resumed is not None
+    checkpoint = f"checkpoint of step {saved}" if saved else "no checkpoint"
+    if not saved and no_layout:
+        checkpoint = "this layout has no checkpoints"
+    elif saved < step and is_late:
+        checkpoint = f"no time left for another checkpoint; {checkpoint}"
+    return f"stopped by {WHO.get(asked.by, asked.by)} at step {step}, {checkpoint}"

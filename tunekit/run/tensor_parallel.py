@@ -30,4 +30,4 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     accelerator: dict[str, Any] = {"gradient_accumulation_kwargs": kwargs}
     if plan.device.kind == "cpu":
         accelerator["use_configured_state"] = True
-    return {"accelerator_config": accelerator, "save_only_model": True, "ddp_timeout": plan.timeout_seconds}
+    return {"accelerator_config": accelerator, "save_only_model": True, "ddp_timeout": plan.exchange_timeout_seconds}

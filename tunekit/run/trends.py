@@ -4,6 +4,7 @@ Each function looks at what was logged so far and says something or nothing. Thr
 that learns well stays without a warning, with the reason beside each; none is a law.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -29,6 +30,20 @@ milliseconds."""
 RISEN_LOSS, UNLEARNED = 1.5, 0.5
 """How many times its lowest a loss is that has risen, when half of what was learned is gone: means over ten batches
 differ by less."""
+
+SPIKE_SPREADS, SPIKE_TIMES = 10, 2.0
+"""How many times their usual distance from their median the last losses a spike is above it, and how many times that
+median at least. Losses of single batches have long tails: of a normal distribution, one value in ten million is eight
+such distances away, and of losses of small batches one in some hundreds. Where they hardly differ, any step would be
+far away; so it has to be twice as much as usual too."""
+
+RECENT = 2 * WINDOW
+"""Logged values that a spike is held against."""
+
+STALLED_SHARE = 0.5
+"""Share of its own earlier speed below which a run stalls, in each of the last logged steps: the fastest of these is
+held against a step that three of four earlier ones were faster than. A machine with other work to do, long rows and
+longer answers slow down some steps, not all of ten; what is left is worth to look at."""
 
 GROWN_GRADIENT = 10
 """How many times the largest tenth of earlier gradients is too large. Gradients of different batches differ by factors,
@@ -65,7 +80,7 @@ COLLAPSED_ENTROPY = 0.1
 
 
 class Trends:
-    """Tells each warning once.
+    """Tells each warning once; what comes and goes, each time that it comes.
 
     Args:
         method: The method, whose settings thresholds are measured by.
@@ -76,7 +91,8 @@ class Trends:
     def __init__(self, method: Method, earlier: Logs = (), told: Sequence[str] = ()) -> None:
         self._method = method
         self._logs = list(earlier)
-        self._told = set(told)
+        again = {find.__name__ for find in RECURRING}
+        self._told = set(told) - again
 
     def add(self, step: int, log: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Take what was logged of a step, and give what there is to warn of now: its name and the words."""
@@ -88,10 +104,14 @@ class Trends:
             self._logs[WINDOW:-WINDOW] = self._logs[WINDOW:-WINDOW:2]
         for find in FINDERS:
             name = find.__name__
-            words = None if name in self._told else find(self._logs, self._method)
-            if words:
+            if name in self._told and find not in RECURRING:
+                continue
+            words = find(self._logs, self._method)
+            if words and name not in self._told:
                 self._told.add(name)
                 yield name, words
+            elif not words:
+                self._told.discard(name)
 
 
 def loss_rises(logs: Logs, method: Method) -> str | None:
@@ -106,6 +126,44 @@ def loss_rises(logs: Logs, method: Method) -> str | None:
     return (
         f"the loss was {lowest:.3g}, and is {last:.3g} over the last {WINDOW} logged steps: the model unlearns; lower "
         "train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def loss_spikes(logs: Logs, method: Method) -> str | None:
+    """A single loss out of all proportion, of methods whose loss tells whether they learn."""
+    losses = _values(logs, "loss")
+    if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) <= RECENT:
+        return None
+    recent, last = losses[-RECENT - 1 : -1], losses[-1]
+    usual = median(recent)
+    spread = median(abs(loss - usual) for loss in recent)
+    if usual <= 0 or last < SPIKE_TIMES * usual or last - usual < SPIKE_SPREADS * spread:
+        return None
+    return (
+        f"the loss is {last:.3g}, and was {usual:.3g} in the middle of the {RECENT} logged steps before, half of which "
+        f"are within {spread:.2g} of that: look at the rows of this step; if it stays, lower train.learning_rate"
+    )
+
+
+def throughput_stalls(logs: Logs, method: Method) -> str | None:
+    """Steps that have become much slower than the run's own earlier ones, with what they wait for."""
+    timed = [log for log in logs if log.get("tokens_per_second") and log.get("step_seconds")]
+    if len(timed) < 3 * WINDOW:
+        return None
+    # Not the first, which warm up.
+    earlier, last = timed[1:-WINDOW], timed[-WINDOW:]
+    usual, fastest = quantiles(map(_speed, earlier), n=4)[0], max(map(_speed, last))
+    if fastest >= STALLED_SHARE * usual:
+        return None
+    grown = []
+    for name, words in PARTS.items():
+        before, now = median(_part(log, name) for log in earlier), median(_part(log, name) for log in last)
+        if now > before / STALLED_SHARE:
+            grown.append((now - before, f"{words} {1000 * before:.3g} → {1000 * now:.3g}"))
+    parts = ", ".join(words for _, words in sorted(grown, reverse=True))
+    return (
+        f"{fastest:,.0f} tokens per second at most in the last {WINDOW} logged steps, and {usual:,.0f} or more in "
+        f"three of four before; what has grown, in ms per token: {parts or 'nothing by twice'}"
     )
 
 
@@ -246,11 +304,21 @@ def entropy_collapses(logs: Logs, method: Method) -> str | None:
     )
 
 
+PARTS: Mapping[str, str] = {
+    "data_seconds": "waiting for rows",
+    "generation_seconds": "generating answers",
+    "optimizer_seconds": "updating weights",
+    "": "computing, and waiting for other processes",
+}
+"""What the time of a step goes to: what is logged of it, and the rest."""
+
 Finder = Callable[[Logs, Method], str | None]
 
 FINDERS: tuple[Finder, ...] = (
     loss_rises,
+    loss_spikes,
     gradient_grows,
+    throughput_stalls,
     chosen_falls,
     margins_saturate,
     reward_is_constant,
@@ -262,10 +330,33 @@ FINDERS: tuple[Finder, ...] = (
 )
 """All of them, each known by its name."""
 
+RECURRING: frozenset[Finder] = frozenset({loss_spikes, gradient_grows, throughput_stalls})
+"""Those that say something only as long as it lasts."""
+
 
 def _values(logs: Logs, name: str) -> list[float]:
-    """What was logged under a name; steps on answers of an earlier one log no rewards."""
-    return [float(log[name]) for log in logs if log.get(name) is not None]
+    """What was logged under a name; steps on answers of an earlier one log no rewards, and fp16 overflows at times."""
+    values = [float(log[name]) for log in logs if log.get(name) is not None]
+    return [value for value in values if math.isfinite(value)]
+
+
+def _seconds(log: Mapping[str, Any]) -> float:
+    """How long the steps since the last logged one took, waiting for their rows included."""
+    return float(log["step_seconds"] + log.get("data_seconds", 0.0))
+
+
+def _num_tokens(log: Mapping[str, Any]) -> float:
+    return float(log["tokens_per_second"] * log["step_seconds"])
+
+
+def _speed(log: Mapping[str, Any]) -> float:
+    return _num_tokens(log) / _seconds(log)
+
+
+def _part(log: Mapping[str, Any], name: str) -> float:
+    """Seconds per token of a part of `PARTS`."""
+    known = sum(log.get(part, 0.0) for part in PARTS)
+    return float((log.get(name, 0.0) if name else _seconds(log) - known) / _num_tokens(log))
 
 
 def _earlier(values: Sequence[float]) -> list[float]:

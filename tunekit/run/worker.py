@@ -8,11 +8,10 @@ import os
 import sys
 import time
 import traceback
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
-from tunekit.errors import ExchangeError, RunError, TunekitError
+from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
@@ -22,28 +21,36 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.train import Optim
 from tunekit.redact import Redacting
 from tunekit.run.card import write_card
+from tunekit.run.carried import Carried
 from tunekit.run.check_reference import check_reference
-from tunekit.run.checkpoint import newest_complete
+from tunekit.run.checkpoint import publish_result
+from tunekit.run.ending import Ending
 from tunekit.run.events import Listener
-from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.exchange import DATA_WORKER_HINT, data_worker_problem, exchange_problem
+from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
-from tunekit.run.interrupt import remembered_interrupts
+from tunekit.run.interrupt import Wishes
 from tunekit.run.isolation import check_isolation
 from tunekit.run.measures import first_and_last
 from tunekit.run.origin import check_run_code
 from tunekit.run.place import Place, place_of
+from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import INTERRUPTED, Record, errors_of
+from tunekit.run.record import Record, first_error_of
+from tunekit.run.room import FULL, disk_full, give_room, hold_room
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
+from tunekit.run.stop import forget_request
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
+from tunekit.run.watchdog import Watchdog, gone_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
     from tunekit.run.callback import Watch
+    from tunekit.run.saving import Saver
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -60,39 +67,42 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
 
     Raises:
         TunekitError: Something that the user can mend went wrong.
+        Stopped: It was asked to end before it was done, and no supervisor says so.
     """
     send_nothing_at_all()
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    with remembered_interrupts(sigterm=not supervised) as asked_to_stop:
+    with Ending(record, supervised=supervised) as ending:
         try:
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
-                _train(run, record, heart, asked_to_stop)
+                has_stopped = _train(run, record, heart, ending.wishes, supervised=supervised)
         except BaseException as error:
-            # Where all are interrupted, some end before others, who then see that and not their own interrupt.
-            interrupted = asked_to_stop.is_set() or isinstance(error, KeyboardInterrupt)
+            interrupted = ending.is_due_to_a_wish(error)
             if not interrupted:
                 record.write_error(error)
             if not interrupted and (isinstance(error, ExchangeError) or not isinstance(error, TunekitError)):
                 with log.open("a", encoding="utf-8") as stream:
                     traceback.print_exc(file=Redacting(stream))
+            if interrupted:
+                raise ending.stopped(at_a_boundary=False) from error
             if not supervised:
-                record.end(*_how_it_ended(run, None if interrupted else error))
-            if interrupted and not isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
+                record.end("failed", _why(run, error))
             raise
 
+        if has_stopped:
+            stopped = ending.stopped(at_a_boundary=True)
+            if not supervised:
+                raise stopped
 
-def _how_it_ended(run: Run, error: BaseException | None) -> tuple[str, str]:
-    """The last phase of a run and why, as its main process knows it; without an error it was interrupted."""
-    if isinstance(error, TunekitError):
-        return "failed", str(error)
-    if error is not None:
-        return "failed", f"{type(error).__name__}: {error}"
-    # A launcher ends the others with the same signals where one of them has failed.
-    told = errors_of(run)
-    return ("failed", f"rank {told[0]['rank']}: {told[0]['problem']}") if told else ("interrupted", INTERRUPTED)
+
+def _why(run: Run, error: BaseException) -> str:
+    """Why a run failed, as one of its processes knows it that has an error of its own."""
+    if isinstance(error, ExchangeError):
+        first = first_error_of(run)
+        if first["kind"] != ExchangeError.__name__:
+            return f"rank {first['rank']}: {first['problem']}"
+    return str(error) if isinstance(error, TunekitError) else f"{type(error).__name__}: {error}"
 
 
 def log_name(place: Place) -> str:
@@ -100,80 +110,118 @@ def log_name(place: Place) -> str:
     return "log.txt" if place.is_main else f"log-{place.rank}.txt"
 
 
-def _train(run: Run, record: Record, heart: Heart, asked_to_stop: Event) -> None:
+def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
     recipe, plan = run.recipe, run.plan
+    with Watchdog(record, heart, plan, supervised=supervised):
+        return _work(run, record, heart, wishes, recipe, plan)
+
+
+def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(record, heart, asked_to_stop, full=isinstance(recipe.adapter, FullAdapter))
+    watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
+        if record.place.is_main:
+            hold_room(run)
         join(plan, record.place)
-        _load_train_save(run, record, watch, recipe, plan)
+        has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
+        return has_stopped
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise disk_full(run, _where(run, watch, "after"), error) from error
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
+        lost = data_worker_problem(error, record.place)
+        if lost is not None:
+            raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
         problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
         if problem is None:
             raise
         hint = f"what the others did last stands in {run.path / 'log*.txt'}"
-        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
+        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
 
 
-def _load_train_save(run: Run, record: Record, watch: "Watch", recipe: Recipe, plan: Plan) -> None:
+def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
+    """Do all of it, and return whether it was left before its end."""
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    from tunekit.run.boundary import Boundary, EvaluationLeft, evaluation_is_due
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
-    from tunekit.run.stop import Stop
+    from tunekit.run.saving import Saver, result_saved
 
     began = time.time()
     record.enter("loading")
+    watch.heart.mark("loading")
     trainer, tokenizer = _build(run, record, watch, recipe, plan, schedule)
     prompts = recipe.output.sample_prompts or []
     chat = _is_chat(run, plan)
-    newest = same_everywhere(newest_complete(run.path), record.place)
-    if newest.path is not None:
-        record.write("resume", step=newest.step, path=str(newest.path), skipped=newest.skipped)
+    start = start_of(run, record.place)
+    start.tell(record)
+    source = start.newest.path or start.weights
+    if source is not None:
+        check_states(source)
+    start.before_training(trainer, plan, record.place)
+    carried = Carried(trainer, plan, record.place, start.newest.path)
+    if start.checkpoint is not None:
+        trainer.args.eval_on_start = evaluation_is_due(run, start.newest.step, record.place)
 
     def look() -> None:
+        wishes.check()
+        start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
         if plan.padding_free:
             asked = "data.packing" if recipe.data.packing else "data.padding_free"
             check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=newest.path is not None)
-        if newest.path is None:
+        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+        if not start.goes_on:
             _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan)
+        carried.restore()
+        watch.go_on(carried.num_tokens)
 
     watch.before_training = look
-    stop = Stop()
-    if "SLURM_JOB_ID" in os.environ:
-        trainer.add_callback(stop)
-    if newest.path is not None:
-        check_states(newest.path)
-    trainer.train(resume_from_checkpoint=None if newest.path is None else str(newest.path))
-    if stop.is_early:
-        record.update_status(phase="queued", exit_reason="asked to make room")
-        record.write("phase", phase="queued")
-        return
-    if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
-        trainer.evaluate()
+    saver = Saver(record, watch.heart, recipe.train, start.best(plan))
+    saver.attach(trainer)
+    boundary = Boundary(plan, wishes, saver)
+    boundary.attach(trainer)
+    try:
+        with saver:
+            trainer.train(resume_from_checkpoint=start.checkpoint)
+        if boundary.has_ended():
+            return True
+        if schedule.eval_steps is not None and watch.evaluated_step != schedule.num_steps:
+            trainer.evaluate()
+    except EvaluationLeft:
+        return True
     record.enter("saving")
-    save_model(trainer, plan, run.model_path)
-    watch.on_result_saved()
-    _sample(record, "after", trainer, tokenizer, prompts, chat=chat)
-    if record.place.is_main:
-        tokenizer.save_pretrained(run.model_path)
-        result = _summary(run, plan, watch, time.time() - began)
-        record.write("result", **result)
-        write_card(run, result)
+    watch.heart.mark("saving")
+    draft = run.path / ".saving-model"
+    with result_saved(run, draft):
+        save_model(trainer, plan, draft)
+        watch.on_result_saved()
+        for prompt in prompts:
+            if boundary.has_ended():
+                return True
+            _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
+        if record.place.is_main:
+            tokenizer.save_pretrained(draft)
+            result = _summary(run, plan, watch, saver, time.time() - began)
+            write_card(run, result, draft)
+            publish_result(draft, run.model_path)
+            record.write("result", **result)
+            give_room(run)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
+    return False
 
 
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
@@ -186,7 +234,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
-    return RunError(
+    return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
         hint=f"{change}\n{found.table()}",
     )
@@ -215,6 +263,7 @@ def _build(
     with loading(plan):
         device = weights_device(plan, record.place)
         model = load_adapted(recipe, plan, device=device)
+    layers = follow_layers(model, watch.heart)
     trainer = build_trainer(
         run,
         recipe,
@@ -230,6 +279,7 @@ def _build(
     keep_trained_in_float32(trainer.model)
     settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
+    follow(trainer, recipe.method, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(
@@ -294,7 +344,7 @@ def _sample(
     model.train(was_training)
 
 
-def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, Any]:
+def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
     """What a user wants to know at the end, and what later plans learn from."""
     from tunekit.run.callback import rates
     from tunekit.run.memory import highest
@@ -310,13 +360,14 @@ def _summary(run: Run, plan: Plan, watch: "Watch", seconds: float) -> dict[str, 
         "first_eval_loss": evals[0] if evals else None,
         "eval_loss": evals[-1] if evals else None,
         "num_tokens": watch.num_tokens,
-        **rates(plan, watch.num_tokens, step_seconds),
+        **rates(plan, watch.num_tokens - watch.num_tokens_before, step_seconds),
         "step_seconds": step_seconds,
         "optimizer_seconds": timing.optimizer_seconds,
         "data_seconds": timing.data_seconds,
         "generation_seconds": timing.generation_seconds if timing.generates else None,
         "evaluation_seconds": timing.evaluation_seconds,
         "saving_seconds": timing.saving_seconds,
+        "checkpoints": saver.summary(),
         "seconds": seconds,
         **highest(ranks),
         "ranks": ranks,
@@ -335,14 +386,19 @@ def main() -> None:
     if supervised:
         follow_supervisor()
     store = open_store()
+    run, place = Run(sys.argv[1]), place_of()
+    if not supervised and place.is_main:
+        # Nobody else says that the run starts, or goes on.
+        forget_request(run)
+        run.begin()
     try:
-        work(Run(sys.argv[1]), place=place_of(), supervised=supervised)
+        work(run, place=place, supervised=supervised)
         del store  # It was the others' too, to the end.
     except TunekitError:
         # It stands in the run folder, for whoever started this.
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 Nothing is left to `auto`: the numbers of the configuration are those that the plan's memory estimate was made with.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.memory import Part
@@ -30,12 +32,12 @@ def join(plan: Plan) -> None:
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__ or plan.device.kind == "cuda"
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if plan.device.kind == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.timeout_seconds), verbose=False)
+    deepspeed.init_distributed(backend, timeout=timedelta(seconds=plan.exchange_timeout_seconds), verbose=False)
 
 
 def trainer_args(plan: Plan) -> dict[str, Any]:
     """Arguments of TRL's config that choose DeepSpeed and divide sequences."""
-    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.timeout_seconds}
+    args: dict[str, Any] = {"deepspeed": config(plan), "ddp_timeout": plan.exchange_timeout_seconds}
     if plan.layout.sp_size > 1:
         args |= _ulysses(plan)
     return args
@@ -231,6 +233,24 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
     }
     kind = plan.device.kind
     return {part: [one for one in tensors if one.device.type == kind] for part, tensors in parts.items()}
+
+
+def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
+    """Have an engine write its files through a function, which is given its own, the states and the path.
+
+    It writes neither its scripts into a checkpoint nor the name of the folder that it took, which `write_latest` does:
+    both are written by the main process alone between exchanges of all.
+    """
+    engine = trainer.model_wrapped
+    files, save = engine.checkpoint_engine, engine.checkpoint_engine.save
+    files.save = lambda state_dict, path: write(save, state_dict, path)
+    engine._copy_recovery_script = lambda save_path: None
+    engine.save_checkpoint = functools.partial(engine.save_checkpoint, save_latest=False)
+
+
+def write_latest(trainer: "Trainer", folder: Path) -> None:
+    """Write where DeepSpeed's states are in a checkpoint, for its loading."""
+    (folder / "latest").write_text(f"global_step{trainer.model_wrapped.global_steps}", encoding="utf-8")
 
 
 def _name(kind: "dtype") -> str:

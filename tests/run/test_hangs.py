@@ -1,0 +1,344 @@
+"""Runs of two processes in which one stands still, is gone, or loses what makes its rows: what ends them, and how.
+
+Each process has a few seconds to move here, where users' have minutes; what a test waits for is far longer.
+"""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import PRELOADED, free_port
+from tests.tiny import save_chats, save_tiny_model
+from tunekit import api
+from tunekit.errors import DataWorkerError, ExchangeError, RunError, StandstillError
+from tunekit.run import watchdog, worker
+from tunekit.run.heart import Beat
+from tunekit.run.launch import supervise
+from tunekit.run.place import place_of
+from tunekit.run.record import Record, errors_of
+from tunekit.run.run import Run
+from tunekit.run.watchdog import Pulse, Sight, limit_of
+
+TIMEOUT_SECONDS = 5
+BOUND_SECONDS = 90
+"""Within which a run must be over that stands still: its timeout, two looks at the others, and a slow machine."""
+
+FAULT_STEP = 3
+
+RECIPE = """\
+model: model
+adapter: full
+data: {train: rows.jsonl, max_length: 64}
+train: {max_steps: 100000, global_batch_size: 4, micro_batch_size: 1, save_steps: 100000, logging_steps: 1}
+parallel: {num_processes: 2, timeout_seconds: 5}
+output: {sample_prompts: []}
+"""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    (folder / "double.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    return workspace
+
+
+def stand_still_here():
+    time.sleep(10_000)
+
+
+def in_forward(fault):
+    """Something that happens to rank 1 in the forward pass of a step."""
+
+    def change(trainer):
+        compute = trainer.compute_loss
+
+        def faulty(*args, **kwargs):
+            if place_of().rank == 1 and trainer.state.global_step == FAULT_STEP - 1:
+                fault()
+            return compute(*args, **kwargs)
+
+        trainer.compute_loss = faulty
+
+    return change
+
+
+def in_row(fault):
+    """Something that happens to the process that makes rank 1's rows."""
+
+    def change(trainer):
+        collate, calls = trainer.data_collator, []
+
+        def faulty(rows):
+            calls.append(1)
+            if place_of().rank == 1 and len(calls) > 10:
+                assert torch.utils.data.get_worker_info() is not None
+                fault()
+            return collate(rows)
+
+        trainer.data_collator = faulty
+
+    return change
+
+
+def fail_slowly():
+    """An error that the others would be heard of first, if those who see a peer leave were believed first."""
+    write = Record.write_error
+
+    def write_late(self, error):
+        time.sleep(4)
+        write(self, error)
+
+    Record.write_error = write_late
+    torch.distributed.destroy_process_group()
+    raise ValueError("what went wrong first")
+
+
+FAULTS = {
+    "sleep": in_forward(stand_still_here),
+    "stop": in_forward(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "leave": in_forward(lambda: os._exit(0)),
+    "slow error": in_forward(fail_slowly),
+    "row kill": in_row(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "row sleep": in_row(stand_still_here),
+}
+
+
+def work_with(fault, folder, environment):
+    """What each process does."""
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    build = worker.build_trainer
+
+    def build_faulty(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        FAULTS[fault](trainer)
+        return trainer
+
+    worker.build_trainer = build_faulty
+    # As in a process of a user's: this one was forked by a server, from which its own would be too.
+    multiprocessing.set_start_method("fork", force=True)
+    os.setsid()
+    try:
+        worker.work(Run(folder), place=place_of(), supervised=True)
+    except RunError:
+        os._exit(2)
+
+
+class Forked:
+    """Processes that a supervisor looks after, forked from one that has imported the libraries."""
+
+    def __init__(self, fault, folder):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, "tunekit.run.worker"])
+        shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        self.all = []
+        for rank in range(2):
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1, **shared}
+            self.all.append(context.Process(target=work_with, args=(fault, folder, environment)))
+            self.all[-1].start()
+
+    def codes(self):
+        return {rank: process.exitcode for rank, process in enumerate(self.all)}
+
+    def wait(self, seconds):
+        until = time.monotonic() + seconds
+        for process in self.all:
+            process.join(max(0.0, until - time.monotonic()))
+
+
+def end_of(name, fault, *, num_workers=0):
+    """The error with which a run with a fault ends, the run, and how long it took from the fault to the end."""
+    run = api.make_run("double.yaml", [f"output.name={name}"])
+    path = run.path.resolve()
+    plan = path / "plan.yaml"
+    words = plan.read_text(encoding="utf-8")
+    assert f"timeout_seconds: {TIMEOUT_SECONDS}\n" in words
+    plan.write_text(
+        re.sub("dataloader_num_workers: .*", f"dataloader_num_workers: {num_workers}", words), encoding="utf-8"
+    )
+    last = []
+
+    @contextlib.contextmanager
+    def start():
+        processes = Forked(fault, path)
+        try:
+            yield processes
+        finally:
+            for process in processes.all:
+                process.kill()
+                process.join()
+
+    with pytest.raises((RunError, RuntimeError)) as caught:
+        supervise(Run(path), start, lambda event: last.append(time.monotonic()))
+    return caught.value, Run(path), time.monotonic() - [0.0, *last][-4]
+
+
+def stacks_of(run, rank):
+    return (run.path / "stacks" / f"rank-{rank}.txt").read_text(encoding="utf-8")
+
+
+def test_a_rank_that_stands_still_is_named_with_the_place_and_the_stacks_of_all(here):
+    error, run, seconds = end_of("sleep", "sleep")
+    assert isinstance(error, StandstillError)
+    assert re.fullmatch(rf"rank 1 stood still for \d+ s, in forward of step {FAULT_STEP}", error.problem)
+    assert str(run.path / "stacks") in error.hint
+    assert "stand_still_here" in stacks_of(run, 1)
+    assert "stand_still_here" not in stacks_of(run, 0) and "torch" in stacks_of(run, 0)
+    assert seconds < BOUND_SECONDS
+    assert run.state == "failed" and "rank 1 stood still" in run.status()["exit_reason"]
+
+
+def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
+    error, run, seconds = end_of("stop", "stop")
+    assert isinstance(error, StandstillError)
+    assert re.fullmatch(
+        r"rank 1 \(process \d+ on .*\) gives no sign of life, last heard of in .*"
+        rf"; rank 0 waited for it \d+ s, in forward of step {FAULT_STEP}",
+        error.problem,
+    )
+    assert "_sync_buffers" in stacks_of(run, 0), "which is where it waits"
+    assert seconds < BOUND_SECONDS
+
+
+def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_lost_it(here):
+    error, run, seconds = end_of("leave", "leave")
+    assert error.problem == "rank 1 ended with exit code 0 and no word of why"
+    assert seconds < BOUND_SECONDS
+    assert json.loads((run.path / "errors" / "rank-0.json").read_text())["kind"] == "ExchangeError"
+
+
+def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(here):
+    error, _, _ = end_of("slow", "slow error")
+    assert "rank 1:\nTraceback" in str(error) and "what went wrong first" in str(error)
+
+
+def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
+    error, _, seconds = end_of("row-kill", "row kill", num_workers=1)
+    assert isinstance(error, DataWorkerError)
+    assert re.search(r"process \d+, which makes micro-batches for rank 1, was ended by a signal \(Killed\)", str(error))
+    assert "main memory" in error.hint
+    assert seconds < BOUND_SECONDS
+
+
+def test_a_process_that_makes_no_rows_any_more_is_told_with_its_stack(here):
+    error, run, seconds = end_of("row-sleep", "row sleep", num_workers=1)
+    assert isinstance(error, StandstillError)
+    assert re.fullmatch(r"rank 1 stood still for \d+ s, waiting for the rows of step \d+", error.problem)
+    assert "stand_still_here" in stacks_of(run, 1), "that of the process that makes them"
+    assert seconds < BOUND_SECONDS
+
+
+def beat(rank, at="forward", step=7, *, marks=2, moves=0, host="here"):
+    """What a process says of itself."""
+    return Beat(rank, 100 + rank, "id", host, 0.0, step, at, 0.0, marks=marks, moves=moves, is_warm=True)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "seen", "kind", "words"),
+    [
+        (beat(0), [beat(1)], {}, StandstillError, "rank 0 stood still for 60 s, in forward of step 7"),
+        (
+            beat(0, "backward", marks=3),
+            [beat(1), beat(2, "backward", marks=3)],
+            {"waits": True},
+            ExchangeError,
+            "rank 0 waited 60 s, in backward of step 7, for rank 1, which stood in forward of step 7",
+        ),
+        (
+            beat(1, "data", marks=1),
+            [beat(0, "forward")],
+            {},
+            StandstillError,
+            "rank 1 stood still for 60 s, waiting for the rows of step 7",
+        ),
+        (
+            beat(0),
+            [beat(1)],
+            {"waits": True},
+            ExchangeError,
+            "rank 0 waited 60 s, in forward of step 7, for the other processes",
+        ),
+        (
+            beat(0),
+            [beat(1, "data", step=6)],
+            {"silent": [1]},
+            StandstillError,
+            "rank 1 (process 101 on here) gives no sign of life, last heard of waiting for the rows of step 6; "
+            "rank 0 waited for it 60 s, in forward of step 7",
+        ),
+        (
+            beat(0, "saving"),
+            [],
+            {"num_processes": 3},
+            ExchangeError,
+            "rank 0 waited 60 s, in saving of step 7, for ranks 1, 2, which had ended",
+        ),
+    ],
+)
+def test_who_is_behind_hangs_and_who_is_before_waits(mine, others, seen, kind, words):
+    defaults = {"waits": False, "silent": [], "moving": [], "num_processes": 1 + len(others)}
+    error = Sight(mine, others=others, **(defaults | seen)).verdict(60.0, Path("stacks"))
+    assert (type(error), error.problem) == (kind, words)
+
+
+def test_who_waits_for_one_that_moves_is_patient_and_who_is_waited_for_is_not():
+    behind, ahead = beat(1, "generation", marks=1, moves=3), beat(0, "forward", marks=2)
+    seen = {"waits": True, "silent": [], "num_processes": 2}
+    assert Sight(ahead, others=[behind], moving=[1], **seen).is_patient
+    assert not Sight(ahead, others=[behind], moving=[], **seen).is_patient
+    assert not Sight(behind, others=[ahead], moving=[0], **seen).is_patient
+    # Answers differ in length: who has made more tokens is not further.
+    assert beat(0, "generation", moves=9).position == beat(1, "generation", moves=2).position
+
+
+def test_only_a_warm_step_has_the_short_limit(here):
+    plan = api.make_run("double.yaml", ["output.name=limits"]).plan
+    assert (plan.timeout_seconds, plan.patience_seconds) == (5, 600)
+    warm = {at: limit_of(plan, beat(0, at)) for at in ("data", "backward", "evaluation", "saving", "generation")}
+    assert warm == {"data": 5, "backward": 5, "evaluation": 5, "saving": 600, "generation": 600}
+    assert limit_of(plan, dataclasses.replace(beat(0, "forward"), is_warm=False)) == 600
+
+
+def test_a_supervisor_hears_that_one_of_its_processes_gives_no_sign(here, monkeypatch):
+    """Nobody else is left to see it where all stand still. The clock is moved, and not waited for."""
+    run, clock = api.make_run("double.yaml", ["output.name=pulse"]), [1000.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    (run.path / "ranks").mkdir()
+    pulse = Pulse(run)
+    file = run.path / "ranks" / "rank-1.json"
+
+    def wait(seconds, *, beats):
+        found = []
+        for second in range(seconds):
+            clock[0] += 1
+            if beats:
+                file.write_text(json.dumps(dataclasses.asdict(beat(1))), encoding="utf-8")
+                os.utime(file, (second, second))
+            found += pulse.silent([0, 1])
+        return found
+
+    assert wait(300, beats=True) == []
+    assert wait(64, beats=False) == [], "5 s and a minute more"
+    clock[0] += 10_000
+    assert pulse.silent([0, 1]) == [beat(1)], "what it slept itself counts as a second or two"
+    pulse.tell([beat(1)])
+    (told,) = errors_of(run)
+    assert told["rank"] == 1 and told["kind"] == "StandstillError"
+    assert re.search(r"gives no sign of life, .* for \d\d s$", told["problem"])
+    assert pulse.silent([0]) == [], "one that has ended is not waited for"

@@ -1,0 +1,40 @@
+"""How a run was gone on with last, as the command that did so leaves it to the processes: `resume.json`."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from tunekit.run.run import Run
+
+CONTINUATION = "resume.json"
+"""File of a run folder that says it."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """How a run goes on.
+
+    Attributes:
+        step: The step of the checkpoint.
+        changes: What is otherwise than before, a phrase each.
+        weights: The checkpoint, below the run folder, of which only the weights are taken, while there is no newer one.
+    """
+
+    step: int = 0
+    changes: tuple[str, ...] = ()
+    weights: str | None = None
+
+
+def write_continuation(run: Run, continuation: Continuation) -> None:
+    """Leave it to the processes; they find this one or the one before."""
+    draft = run.path / f".{CONTINUATION}"
+    draft.write_text(json.dumps(asdict(continuation), indent=2), encoding="utf-8")
+    draft.replace(run.path / CONTINUATION)
+
+
+def read_continuation(run: Run) -> Continuation:
+    """How a run was gone on with last; of one that never was, nothing."""
+    try:
+        said = json.loads((run.path / CONTINUATION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Continuation()
+    return Continuation(said["step"], tuple(said["changes"]), said["weights"])

@@ -1,0 +1,59 @@
+"""Failures after which a run goes back to its newest checkpoint by itself, whatever `parallel.max_restarts` says.
+
+A step that was not finite is left out when it comes again (see `tunekit.run.guard`, which also counts them). Where
+memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
+"""
+
+from tunekit.errors import MemoryShortError, RollbackError
+from tunekit.planner.plan import Plan
+from tunekit.planner.shortage import with_half_the_batch
+from tunekit.probe.model import probe_model
+from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.schema import Recipe
+from tunekit.run.checkpoint import newest_complete
+from tunekit.run.record import Record
+from tunekit.run.run import Run
+
+EARLIER_PLAN = "plan_out_of_memory.yaml"
+"""File of a run folder with the plan that memory did not suffice for, where another one was made for it."""
+
+
+def may_go_back(recipe: Recipe) -> bool:
+    """Whether a run may have to be started again, so that another process has to watch it."""
+    return recipe.train.non_finite == "rollback" or recipe.train.retry_out_of_memory
+
+
+def goes_back(run: Run, record: Record, error: Exception) -> bool:
+    """Whether a run that failed is to be started again, once everything is prepared for that, and told."""
+    if isinstance(error, RollbackError):
+        words = "the step will be left out"
+    elif isinstance(error, MemoryShortError) and run.recipe.train.retry_out_of_memory:
+        smaller = _with_less(run)
+        if smaller is None:
+            return False
+        words = f"now with micro-batches of {smaller.batch_words}, and the same global batch"
+    else:
+        return False
+    record.update_status(phase="starting")
+    attempt = 1 + sum(event["event"] == "restart" for event in run.events())
+    reason = f"{error.problem}; {words}"
+    record.write("restart", attempt=attempt, step=newest_complete(run.path).step, reason=reason)
+    return True
+
+
+def _with_less(run: Run) -> Plan | None:
+    """The plan that is tried where memory ran out, written into the folder; None where there is none, or was one."""
+    earlier = run.path / EARLIER_PLAN
+    if earlier.exists():
+        return None
+    plan = run.plan
+    method = plan.recipe.method
+    teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
+    smaller = with_half_the_batch(plan, probe_model(plan.recipe.model), teacher)
+    if smaller is None:
+        return None
+    (run.path / "plan.yaml").replace(earlier)
+    draft = run.path / ".plan.yaml"
+    draft.write_text(smaller.to_yaml(), encoding="utf-8")
+    draft.replace(run.path / "plan.yaml")
+    return smaller

@@ -1,0 +1,38 @@
+"""What can be done with a run that has ended, for whoever looks at it. Nothing heavy is loaded."""
+
+from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
+from tunekit.run.continuation import read_continuation
+from tunekit.run.run import Run
+
+ENDED_EARLY = ("failed", "interrupted", "died")
+"""States of a run that is over and did not train to its end."""
+
+
+def has_checkpoints(run: Run) -> bool:
+    """Whether anything of a run was saved, whole or not."""
+    began = read_continuation(run).weights is not None
+    return began or any((run.path / CHECKPOINTS).glob("checkpoint-*"))
+
+
+def can_go_on(run: Run) -> bool:
+    """Whether a run has a whole checkpoint."""
+    return newest_complete(run.path).path is not None
+
+
+def prospects(run: Run) -> str | None:
+    """What can be done next, in a sentence; None for a run that is not over."""
+    state, name = run.state, run.path
+    if state not in ("finished", *ENDED_EARLY):
+        return None
+    newest = newest_complete(run.path)
+    if state == "finished":
+        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains it further"
+    anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=NEW` begins anew"
+    if newest.path is not None:
+        back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"
+        num_steps = run.status()["num_steps"]
+        return f"`tunekit resume {name}` goes on from step {newest.step} of {num_steps}{back}"
+    if newest.skipped:
+        words = "; ".join(newest.skipped)
+        return f"no checkpoint is whole ({words}): `tunekit resume {name} --weights-only`, or {anew}"
+    return f"there is no checkpoint to go on from: {anew}"
