@@ -73,16 +73,7 @@ def test_what_deepspeed_saves_is_opened_whole(tmp_path):
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    scaler = DynamicLossScaler(
-        init_scale=2**16,
-        scale_factor=2,
-        scale_window=1000,
-        min_scale=1,
-        delayed_shift=1,
-        consecutive_hysteresis=False,
-        raise_error_at_min_scale=True,
-        dtype=torch.float16,
-    )
+    scaler = DynamicLossScaler(2**16, 1000, 1, 1, False, dtype=torch.float16)
     state = {
         "scaler": scaler,
         "none": LossScaler(1.0),
