@@ -41,7 +41,7 @@ PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 SPAN_STEPS = 120
 """Most steps that an attempt is given."""
 
-SAVE_STEPS = 10
+SAVE_STEPS = 20
 
 POLL_SECONDS = 0.005
 
@@ -165,7 +165,7 @@ def soaked(
 ) -> Outcome:
     """Train twice, once with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
-    train = {"save_steps": SAVE_STEPS, "learning_rate": 1e-3}
+    train = {"save_steps": min(SAVE_STEPS, span_steps), "learning_rate": 1e-3, "global_batch_size": 4}
     case = Case(
         "soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps
     )

@@ -124,9 +124,9 @@ def test_a_step_that_is_left_out_is_told_with_its_rows(skipping):
 
 def test_a_run_that_goes_on_leaves_the_same_steps_out(folder, skipping):
     run = Run(made(recipe_for(folder, "cut", non_finite="skip")))
-    with faulty(Fault("gradient", 2), Fault("loss", 5, micro_batch=3), Fault("crash", 6)):
-        with pytest.raises(RuntimeError, match="it fails here"):
-            work(run)
+    faults = Fault("gradient", 2), Fault("loss", 5, micro_batch=3), Fault("crash", 6)
+    with faulty(*faults), pytest.raises(RuntimeError, match="it fails here"):
+        work(run)
     assert newest_complete(run.path).step == 4
     with faulty() as seen:
         work(run)

@@ -88,9 +88,10 @@ def test_a_manifest_has_the_checksum_of_every_file_and_no_pickle_of_arguments_is
     }
     assert (manifest["step"], manifest["num_processes"], manifest["strategy"]) == (8, 1, "single")
     assert manifest["versions"]["torch"] == version("torch")
-    for name in ("recipe.yaml", "plan.yaml"):
+    for name in ("recipe.yaml", "plan.yaml", "fingerprints.json"):
         assert read[name] == (finished.path / name).read_bytes()
     assert manifest["recipe"] == hashlib.sha256(read["recipe.yaml"]).hexdigest()
+    assert manifest["made_of"] == hashlib.sha256(read["fingerprints.json"]).hexdigest()
     assert not list(finished.path.rglob("training_args.bin"))
 
 
@@ -282,7 +283,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         filler = folder / "full" / "filler"
         free = shutil.disk_usage(filler.parent).free
         # The first checkpoint fits, the second does not.
-        filler.write_bytes(b"\0" * (free - int(1.9 * size) - 2**17))
+        filler.write_bytes(b"\0" * (free - int(1.5 * size) - 2**19))
         told = in_processes(num, work_on_a_disk_that_is_full, run.path, seconds=200)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told

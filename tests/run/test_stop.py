@@ -245,6 +245,9 @@ def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_st
         assert working.codes() == [143, 143]
     assert run.status()["exit_reason"] == "stopped by SIGTERM at step 3, checkpoint of step 3"
     assert [event["step"] for event in events(run, "eval")] == [0]
+    resumed(run, tmp_path, 2)
+    assert [event["step"] for event in events(run, "eval")][:3] == [0, 3, 6]
+    torch.testing.assert_close(saved(run), calm(2), rtol=0, atol=0)
 
 
 def test_what_has_no_steps_ends_at_once(folder, tmp_path):

@@ -4,12 +4,14 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 from tests.security.entries import ENTRIES, RUNNING
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
-from tunekit.errors import ModelError, PlanError, RecipeError, TunekitError
+from tunekit.errors import DataError, ModelError, PlanError, RecipeError, TunekitError
 from tunekit.recipe.load import dump_recipe, load_recipe
+from tunekit.run.checkpoint import complete
 from tunekit.run.origin import read_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -96,7 +98,8 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(part, entry, workspace,
     except TunekitError as error:
         assert "own" in str(error)
     else:
-        assert entry not in RUNNING or part == "generate"
+        # The report of the data loads the tokenizer alone.
+        assert entry not in RUNNING or part == "generate" or (entry, part) == ("data", "model")
     assert not sentinel.exists()
 
 
@@ -142,7 +145,13 @@ def test_code_that_is_asked_for_runs_is_written_down_and_may_not_change(workspac
 def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path, sentinel):
     own = bring_code(workspace, tmp_path / "own", sentinel, parts=["model"])
     run = api.make_run(recipe_for(workspace, str(workspace / "plain")))
-    origin = {"folder": own, "base": {"path": own, "trust_remote_code": True}, "start": own, "runs": []}
+    origin = {
+        "folder": own,
+        "base": {"path": own, "trust_remote_code": True},
+        "start": own,
+        "runs": [],
+        "adapter": None,
+    }
     lines = [line for line in (run.path / "plan.yaml").read_text().splitlines() if not line.startswith("origin:")]
     (run.path / "plan.yaml").write_text("\n".join([*lines, f"origin: {json.dumps(origin)}\n"]))
     from tunekit.run.worker import work
@@ -156,9 +165,12 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
 def test_a_plan_sets_no_variable_that_loads_other_code(name, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = api.make_run(recipe_for(workspace, str(workspace / "plain")))
-    text = (run.path / "plan.yaml").read_text()
-    assert "\nenvironment: {}\n" in text
-    (run.path / "plan.yaml").write_text(text.replace("environment: {}", f"environment: {{{name}: /tmp/x}}"))
+    plan_before = run.plan
+    plan = yaml.safe_load((run.path / "plan.yaml").read_text())
+    (run.path / "plan.yaml").write_text(yaml.safe_dump(plan | {"environment": {name: "/tmp/x"}}))
+    run.update_status(phase="failed")
+    (run.path / "checkpoints" / "checkpoint-1").mkdir(parents=True)
+    complete(run.path / "checkpoints" / "checkpoint-1", plan_before, step=1)
     with pytest.raises(PlanError, match=name):
         api.resume(run)
 
@@ -211,7 +223,7 @@ def test_an_adapter_names_the_commit_of_its_base(workspace, tmp_path):
 def test_code_of_another_repository_is_refused(workspace, tmp_path, sentinel):
     own = bring_code(workspace, tmp_path / "own", sentinel, parts=["model"])
     edit(tmp_path / "own" / "config.json", auto_map={"AutoConfig": "evil/other--own.OwnConfig"})
-    with pytest.raises(ModelError, match="runs code of another repository, evil/other"):
+    with pytest.raises(RecipeError, match="runs code of another repository, evil/other"):
         api.make_run(recipe_for(workspace, {"path": own, "trust_remote_code": True}))
     assert not sentinel.exists()
 
@@ -225,6 +237,19 @@ def test_trust_is_asked_for_by_nothing_else_than_its_field():
                 "method": {"type": "sft", "trainer_args": {"trust_remote_code": True}},
             }
         )
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("verb", [api.data_report, api.make_run])
+def test_a_chat_template_that_does_not_end_is_ended_and_named(verb, workspace, tmp_path, monkeypatch):
+    monkeypatch.setattr("tunekit.data.patience.ROW_SECONDS", 0.5)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(workspace / "plain", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(ENDLESS)
+    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template takes more than 0 s for this row"):
+        verb(recipe_for(workspace, str(tmp_path / "model")))
 
 
 ESCAPES = (

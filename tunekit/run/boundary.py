@@ -19,7 +19,10 @@ from tunekit.planner.environment import BYTES_PER_TRAINED
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, ORPOMethod
+from tunekit.run.exchange import same_everywhere
 from tunekit.run.interrupt import MARGIN_SECONDS, Wishes
+from tunekit.run.place import Place
+from tunekit.run.run import Run
 from tunekit.run.saving import Saver
 from tunekit.run.stop import COMMAND
 
@@ -186,6 +189,16 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         distributed.all_reduce(told, distributed.ReduceOp.MAX)
         found: list[float] = told.tolist()
         return found
+
+
+def evaluation_is_due(run: Run, step: int, place: Place) -> bool:
+    """Whether the evaluation of a step that a run goes on from was left, or not begun; the main process says it."""
+    schedule = run.plan.schedule
+    assert schedule is not None
+    if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):
+        return False
+    done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
+    return not same_everywhere(done, place)
 
 
 @contextlib.contextmanager

@@ -330,7 +330,7 @@ FINDERS: tuple[Finder, ...] = (
 )
 """All of them, each known by its name."""
 
-RECURRING: frozenset[Finder] = frozenset({loss_spikes, throughput_stalls})
+RECURRING: frozenset[Finder] = frozenset({loss_spikes, gradient_grows, throughput_stalls})
 """Those that say something only as long as it lasts."""
 
 
