@@ -372,7 +372,8 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_and_named(here):
     assert tunekit.resume(run).state == "finished"
     (resumed,) = [event for event in run.events() if event["event"] == "resume"]
     assert resumed["step"] == 2
-    assert resumed["skipped"] == [f"checkpoint-4: model.safetensors has {size - 1:,} bytes instead of {size:,}"]
+    what = f"model.safetensors has {size - 1:,} bytes instead of {size:,}"
+    assert resumed["skipped"] == [f"checkpoint-4: {what}; kept as checkpoint-4.bad"]
     assert losses(run) == losses(whole)
 
 
@@ -392,7 +393,7 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
     alive = api.make_run("double.yaml", ["output.name=alive"])
     empty.update_status(phase="failed")
     for run, words in (
-        (finished, "is finished; `tunekit train` makes another run"),
+        (finished, f"is finished, after 6 steps; ask for more: tunekit resume {finished.path} train.max_steps=12"),
         (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
         (
             alive,
