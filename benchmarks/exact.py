@@ -13,6 +13,7 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.processes import in_processes
+import yaml
+
+from tests.processes import PRELOADED, in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
+from tunekit.errors import Stopped, TunekitError
 
 RESULTS = Path(__file__).parent / "results" / "exact.md"
+
+MODULES = (
+    "tunekit.run.worker",
+    "tunekit.run.callback",
+    "tunekit.run.engine",
+    "tunekit.run.saving",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+)
+"""What most of the processes import."""
 
 NUM_ROWS = 22
 BATCH = 8
@@ -36,13 +50,21 @@ TIMES = ("seconds", "_per_second", "time", "mfu")
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a run is cut off: after so many steps, at the beginning of the next one or within it."""
+    """Where a run is cut off after so many steps, and how.
+
+    Attributes:
+        step: Steps before.
+        where: At the beginning of the next one, within it, or while its checkpoint is saved.
+        by: Losing its power, or SIGTERM: to one process, to all, or twice, which leaves no time for a checkpoint.
+    """
 
     step: int
-    where: Literal["at", "in"] = "at"
+    where: Literal["at", "in", "saving"] = "at"
+    by: Literal["power", "one", "all", "twice"] = "power"
 
     def __str__(self) -> str:
-        return f"{self.where} {self.step}"
+        sent = {"power": "", "one": "SIGTERM to one ", "all": "SIGTERM ", "twice": "SIGTERM twice "}
+        return f"{sent[self.by]}{self.where} {self.step}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +99,7 @@ class Case:
 
     @property
     def num_processes(self) -> int:
+        """Processes that it takes."""
         return int(self.parallel.get("num_processes", 1))
 
 
@@ -133,8 +156,16 @@ def recipe_of(case: Case, folder: Path, name: str) -> dict[str, Any]:
             **case.train,
         },
         "parallel": dict(case.parallel),
-        "output": {"sample_prompts": ["hi"], "dir": str(folder / name)},
+        "output": {"sample_prompts": [] if kind == "reward" else ["hi"], "dir": str(folder / name)},
     }
+
+
+def force(plan: Path, changes: Mapping[str, Any]) -> None:
+    """Change a plan, and in its sections what is given of them."""
+    values = yaml.safe_load(plan.read_text(encoding="utf-8"))
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
+    plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
 
 def attempt(folder: str, cut: Cut | None) -> None:
@@ -145,12 +176,22 @@ def attempt(folder: str, cut: Cut | None) -> None:
             del os.environ[name]
     from tests.run.engines import worked
     from tunekit.run.callback import Watch
+    from tunekit.run.carried import Carried
+    from tunekit.run.interrupt import SAME_SECONDS
 
-    begin = Watch.on_step_begin
+    begin, save = Watch.on_step_begin, Carried._save
+    rank = int(os.environ.get("RANK", "0"))
 
     def end_there(step: int, where: str) -> None:
-        if cut is not None and cut.step == step and cut.where == where:
+        if cut is None or (cut.step, cut.where) != (step, where):
+            return
+        if cut.by == "power":
             raise ConnectionError("the power is gone")
+        if cut.by == "all" or rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if cut.by == "twice":
+            time.sleep(2 * SAME_SECONDS)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def at_begin(self: Watch, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         end_there(state.global_step, "at")
@@ -159,16 +200,21 @@ def attempt(folder: str, cut: Cut | None) -> None:
     def within(self: Watch, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         end_there(state.global_step, "in")
 
+    def saving(self: Carried, folder: str) -> None:
+        end_there(self.trainer.state.global_step, "saving")
+        save(self, folder)
+
     Watch.on_step_begin = at_begin  # type: ignore[method-assign]
     Watch.on_substep_end = within  # type: ignore[method-assign]
+    Carried._save = saving  # type: ignore[method-assign]
     try:
         # Behind the last step nothing begins but saving.
         worked(Path(folder), lambda trainer: end_there(trainer.state.global_step, "at"))
-    except ConnectionError:
+    except (ConnectionError, Stopped):
         assert cut is not None
         return
     finally:
-        Watch.on_step_begin = begin  # type: ignore[method-assign]
+        Watch.on_step_begin, Carried._save = begin, save  # type: ignore[method-assign]
         del Watch.on_substep_end
     assert cut is None, f"it was not cut off {cut}"
 
@@ -182,20 +228,24 @@ class Outcome:
 
     @property
     def is_exact(self) -> bool:
+        """Whether nothing differs."""
         return not self.differences
 
 
 def played(case: Case, folder: Path) -> Outcome:
     """Train a case in one go and in several, and compare."""
     from tunekit.run.run import Run
+    from tunekit.run.stop import forget_request
 
     began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
     runs = []
     for kind, cuts in (("calm", ()), ("cut", case.cuts)):
-        run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}"), **case.plan))
+        run = Run(made(recipe_of(case, folder, f"{name}-{kind}-{os.getpid()}")))
+        force(run.path / "plan.yaml", case.plan)
         for cut in (*cuts, None):
+            forget_request(run)
             if case.apart:
                 in_processes(case.num_processes, attempt, str(run.path), cut)
             else:
@@ -234,7 +284,15 @@ def _logged(run: Any) -> dict[str, dict[int, Any]]:
     return dict(sorted(found.items()))
 
 
-IGNORED = ("training_args.bin", "manifest.json", "README.md", "result.json", "trainer_state.json")
+IGNORED = (
+    "training_args.bin",
+    "manifest.json",
+    "README.md",
+    "trainer_state.json",
+    "recipe.yaml",
+    "plan.yaml",
+    ".metadata",
+)
 """Files of a checkpoint or a result that hold paths and times besides; what is logged is compared elsewhere."""
 
 
@@ -281,9 +339,8 @@ def _unlike(one: Any, other: Any, where: str) -> Iterator[str]:
             yield where
         for place, (this, that) in enumerate(zip(one, other, strict=False)):
             yield from _unlike(this, that, f"{where}/{place}")
-    elif isinstance(one, int | float | str | bytes | bool | None):
-        if one != other:
-            yield f"{where} ({one} and {other})"
+    elif one != other:
+        yield f"{where} ({one} and {other})"
 
 
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
@@ -300,6 +357,17 @@ EVERYWHERE = (Cut(1, "in"), Cut(3), Cut(4, "in"))
 """Within an accumulation, at the end of the first epoch, and in the middle of the second."""
 TWICE = (Cut(1, "in"), Cut(3))
 """The first two of them."""
+
+WITHIN: dict[str, Any] = {
+    "train": {"save_steps": 2},
+    "plan": {"schedule": {"save_steps": 1}},
+    "cuts": (Cut(1), Cut(3, "in")),
+    "steps": 4,
+}
+"""A run that is cut off between the steps that are taken on the same answers."""
+
+SELDOM: dict[str, Any] = {"train": {"save_steps": 4}}
+"""So that it is the wish to stop that has a checkpoint made."""
 
 CASES: tuple[Case, ...] = (
     Case("SFT full", cuts=TWICE, data={"eval": True}, train={"eval_steps": 2}),
@@ -327,7 +395,7 @@ CASES: tuple[Case, ...] = (
     Case("SFT full, stream", data=STREAM, cuts=TWICE),
     Case("SFT LoRA, stream, dropout", adapter=LORA, data=STREAM, cuts=TWICE),
     Case("SFT full, stream, packed", data={**STREAM, "packing": True}, cuts=TWICE, train={"global_batch_size": 4}),
-    Case("SFT full, stream, second epoch twice", data=STREAM, steps=8, cuts=(Cut(4), Cut(5), Cut(7))),
+    Case("SFT full, stream, second passage", data=STREAM, steps=7, cuts=(Cut(4), Cut(6))),
     Case("SFT full, stream, not shuffled", data={**STREAM, "shuffle": False}, cuts=TWICE),
     Case("SFT full, stream of two", data={**STREAM, "sources": [{}, {}]}, num_sources=2, cuts=TWICE),
     Case(
@@ -368,14 +436,11 @@ CASES: tuple[Case, ...] = (
         "GRPO LoRA, two iterations",
         {**GRPO, "num_iterations": 2},
         adapter="lora",
-        train={"save_steps": 2},
-        cuts=(Cut(3), Cut(4, "in")),
+        **WITHIN,
     ),
     Case("GRPO full, reference follows", {**GRPO, "beta": 0.1, "trainer_args": FOLLOWING}),
     Case("RLOO LoRA", RLOO, adapter="lora", cuts=TWICE),
-    Case(
-        "RLOO full, two iterations", {**RLOO, "num_iterations": 2}, train={"save_steps": 2}, cuts=(Cut(3), Cut(4, "in"))
-    ),
+    Case("RLOO full, two iterations", {**RLOO, "num_iterations": 2}, **WITHIN),
     Case("distillation full", DISTILLATION, cuts=TWICE),
     Case("distillation LoRA", DISTILLATION, adapter=LORA, cuts=TWICE),
     Case("SFT full, DDP", parallel=DDP, cuts=TWICE, data={"eval": True}),
@@ -395,11 +460,18 @@ CASES: tuple[Case, ...] = (
         {**GRPO, "num_iterations": 2},
         adapter="lora",
         parallel=DDP,
-        train={"save_steps": 2},
-        cuts=(Cut(3),),
+        **WITHIN,
     ),
     Case("RLOO LoRA, DDP", RLOO, adapter="lora", parallel=DDP),
     Case("distillation LoRA, DDP", DISTILLATION, adapter="lora", parallel=DDP),
+    Case("SFT full, SIGTERM", cuts=(Cut(1, "in", "one"), Cut(3, "at", "twice"), Cut(4, "saving", "one")), **SELDOM),
+    Case(
+        "SFT full, DDP, SIGTERM",
+        parallel=DDP,
+        cuts=(Cut(1, "in", "one"), Cut(2, "at", "all"), Cut(4, "saving", "all")),
+        **SELDOM,
+    ),
+    Case("GRPO LoRA, DDP, SIGTERM", GRPO, adapter="lora", parallel=DDP, cuts=(Cut(1, "in", "one"),), **SELDOM),
     *(
         Case(
             f"SFT {adapter}, {strategy}",
@@ -422,14 +494,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     lines = []
+    PRELOADED.extend(MODULES)
     with tempfile.TemporaryDirectory() as folder:
         for case in dict.fromkeys(case for words in args.only for case in CASES if words in case.name):
             try:
                 outcome = played(case, Path(folder))
                 said = "; ".join(outcome.differences[:6]) or "the same"
                 seconds = f"{outcome.seconds:.0f} s"
-            except Exception as error:
-                said, seconds = f"{type(error)} {str(error)[-1500:]}", ""
+            except (AssertionError, TunekitError) as error:
+                said, seconds = str(error)[-1500:], ""
             lines.append(f"| {case.name} | {case.num_processes} | {', '.join(map(str, case.cuts))} | {said} |")
             print(lines[-1], seconds, flush=True)
 

@@ -41,7 +41,7 @@ from benchmarks.faulted import (
     Outcome,
     Prepared,
 )
-from benchmarks.injected import PLACES, Fault
+from benchmarks.injected import PLACES, Fault, Happening
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
@@ -89,7 +89,7 @@ def _kills_in_phases(engine: Engine) -> Iterator[Case]:
 def _kills_in_saves(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     """After each file of a save and whatever else is done to folders, each on one of the processes."""
     victims = _victims(engine)
-    done = [happening for happening in prepared.happenings if not happening.path.startswith("model")]
+    done = [happening for happening in prepared.happenings if _is_of_checkpoint(happening)]
     deleted = [happening for happening in done if happening.what == "deleted"]
     few = (deleted[0], deleted[len(deleted) // 2], deleted[-1])
     begun = [happening for happening in done if happening.what == "begun" and happening.apart]
@@ -106,13 +106,16 @@ def _kills_in_saves(engine: Engine, prepared: Prepared) -> Iterator[Case]:
         yield Case("save", engine.name, f"{who} killed: {happening.path.partition('/')[2]} {happening.what}", fault)
 
 
+def _is_of_checkpoint(happening: Happening) -> bool:
+    """Whether something belongs to a checkpoint, and not to the result."""
+    return happening.path.startswith("checkpoints")
+
+
 def _kills_in_result(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     """After each file of the result."""
     victims = _victims(engine)
     done = [
-        happening
-        for happening in prepared.happenings
-        if happening.path.startswith("model") and happening.what != "begun"
+        happening for happening in prepared.happenings if not _is_of_checkpoint(happening) and happening.what != "begun"
     ]
     for number, happening in enumerate(done if engine.num_processes == 1 and engine.adapter == "full" else done[:1]):
         who, does, rank = victims[number % len(victims)]
@@ -146,11 +149,8 @@ def _damages(engine: Engine, prepared: Prepared) -> Iterator[Case]:
 
 NOT_FINITE, OUT_OF_MEMORY = "not a number", "out of memory"
 
-PATIENT = {"recipe": ("parallel.timeout_seconds=8",), "plan": (("patience_seconds", 20),)}
-"""How long a process may stand still: in a step, once the first is over, and otherwise."""
-
-HUNG_SECONDS = 90
-"""How long a group may take that hangs: 20 s to start and come to where it hangs, 20 until its time is up, 20 until all
+HUNG_SECONDS = 100
+"""How long a group may take that hangs: 30 s to start and come to where it hangs, 20 until its time is up, 20 until all
 have said what they see, 15 until those are killed that do not end when they are asked to, and 15 for good measure."""
 
 
@@ -172,13 +172,16 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     yield case(f"{words}: retried", OUT_OF_MEMORY, recipe=("train.retry_out_of_memory=true",), ends="close")
     if engine.num_processes == 1:
         return
-    hung = PATIENT | {"says": (rank,), "within_seconds": HUNG_SECONDS, "step": BROKEN_STEP + 1}
+    # The first step has more time, as loading has.
+    hung: dict[str, Any] = {"recipe": ("parallel.timeout_seconds=8",), "step": BROKEN_STEP + 1}
+    hung |= {"says": (rank,), "within_seconds": HUNG_SECONDS}
     yield case(f"{rank} sleeps", "sleep", leaves_stacks=True, **hung)
     yield case(f"{rank} sleeps in a backward pass", "sleep", "backward", leaves_stacks=True, **hung)
     yield case(f"{rank} is stopped by a signal", "stop", **hung)
-    yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | {"step": 0}))
+    early = {"step": 0, "plan": (("patience_seconds", 20),)}
+    yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | early))
     yield case(f"{rank} exits with code 3", "exit", says=(rank, "exit code 3"), within_seconds=HUNG_SECONDS)
-    worker = hung | {"says": (rank, "data|rows"), "plan": (*PATIENT["plan"], ("dataloader_num_workers", 1))}
+    worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
     yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
     yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
     yield case(
@@ -195,17 +198,15 @@ def _full_disks(engine: Engine, prepared: Prepared) -> Iterator[Case]:
         Fault("fill the disk", "data", 0, BROKEN_SAVE), **full,
     )  # fmt: skip
     done = [happening for happening in prepared.happenings if happening.what in ("written", "begun")]
-    for inner in ("checkpoints", "model"):
-        begun = [happening for happening in done if happening.path.startswith(inner) and happening.what == "begun"]
-        written = [happening for happening in done if happening.path.startswith(inner) and happening.what == "written"]
-        chosen = [*begun[:1], *written[:-1]]
-        for happening in chosen if is_first else chosen[1::4] if inner == "checkpoints" else []:
-            step = BROKEN_SAVE if inner == "checkpoints" else 0
+    for step in (BROKEN_SAVE, 0):
+        files = [happening for happening in done if _is_of_checkpoint(happening) == bool(step)]
+        begun = [happening for happening in files if happening.what == "begun"]
+        # When one is written the next one begins.
+        chosen = [*begun[:1], *(happening for happening in files if happening.what == "written")][:-1]
+        for happening in chosen if is_first else chosen[1::4] if step else []:
             fault = Fault("fill the disk", "file", 0, step, happening.what, happening.path)
-            begins = "stopped" if step else "late"
-            yield Case(
-                "disk", engine.name, f"full when {happening.path} is {happening.what}", fault, begins=begins, **full
-            )
+            words = f"full when {happening.path.partition('/')[2] or happening.path} is {happening.what}"
+            yield Case("disk", engine.name, words, fault, begins="stopped" if step else "late", **full)
     readable = {"says": ("read-only|[Rr]ead-only",), "within_seconds": HUNG_SECONDS}
     yield Case("disk", engine.name, "read-only from the beginning", disk="read-only", **readable)
     fault = Fault("make it read-only", "data", 0, BROKEN_SAVE)

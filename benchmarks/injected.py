@@ -39,10 +39,13 @@ CREATE, CLOSE_WRITE, MOVED_FROM, MOVED_TO, DELETE, IS_FOLDER = 0x100, 0x8, 0x40,
 WORDS = {CREATE: "begun", CLOSE_WRITE: "written", MOVED_TO: "renamed", DELETE: "deleted"}
 """What can be done to a file, by its flag."""
 
+WAIT_SECONDS = 60
+"""How long a checkpoint may take to be there."""
+
 BALLAST = "ballast"
 """File in a run folder that fills its disk."""
 
-NOT_WATCHED = ("data", "errors", "ranks", "logs")
+NOT_WATCHED = ("data", "errors", "ranks", "stacks")
 """Folders of a run folder in which nothing lies that it goes on from."""
 
 
@@ -72,7 +75,8 @@ class Fault:
         rank: The process in which it happens.
         step: The step in which it does; for files that with which their checkpoint is saved, and 0 for the result.
         what: For files: what has just been done.
-        path: For files: to which, in the run folder.
+        path: For files: to which, in the run folder. Otherwise what is to be there before it happens, for checkpoints
+            may be written while training goes on.
         mark: A file that says that it has happened, for it does so once.
     """
 
@@ -147,7 +151,7 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
 
     Injection(Path(folder), fault).patch()
     group.subprocess.Popen = Forked  # type: ignore[misc]
-    answer: dict[str, Any] = {"kind": None}
+    answer: dict[str, Any] = {"kind": None, "is_told": False}
     try:
         if resumes:
             from tunekit import api
@@ -158,9 +162,9 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
 
             launch(Run(folder))
     except TunekitError as error:
-        answer = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
+        answer = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint, "is_told": True}
     except BaseException as error:  # noqa: BLE001 - it is the outcome
-        answer = {"kind": type(error).__name__, "problem": str(error), "hint": None}
+        answer = {"kind": type(error).__name__, "problem": str(error), "hint": None, "is_told": False}
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     (beside / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
     sys.stderr.flush()
@@ -223,6 +227,8 @@ class Injection:
 
     def _happen(self, value: Any = None) -> Any:
         assert self.fault is not None
+        if self.fault.at != "file" and self.fault.path:
+            _wait_for(self.folder / self.fault.path)
         try:
             os.close(os.open(self.fault.mark, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -246,6 +252,7 @@ class Injection:
         if trainer.state.global_step == fault.step:
             self._files.listen()
         elif trainer.state.global_step > fault.step and fault.does == "record":
+            _wait_for(self.folder / "checkpoints" / f"checkpoint-{fault.step}")
             self._files.listen_no_more()
 
     def _on_train_end(self) -> None:
@@ -259,6 +266,15 @@ class Injection:
         assert self.fault is not None
         if (happening.what, happening.path) == (self.fault.what, self.fault.path):
             self._happen()
+
+
+def _wait_for(path: Path) -> None:
+    """Wait until something is there, and what follows it is over."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    for _ in range(20):
+        time.sleep(0.05)
 
 
 def _do(fault: Fault, run: Path, value: Any) -> Any:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.soak [--steps N] [--seed N] [--only NAME ...] [--save]
 
-A tiny model is trained by `tunekit train` in one process and in two, once in peace, and once with SIGKILL after a random
-number of steps and milliseconds, over and over: of a random rank, so that the supervisor starts all anew, or of the
-supervisor itself, so that its workers have to end by themselves and `tunekit resume` goes on. So also checkpoints are
-hit while they are written. In the end both runs must have the same weights, the same optimizer, and have logged the
-same of each step.
+A tiny model is trained by `tunekit train` in one process and in two, once in peace, and once with SIGKILL after a
+random number of steps and milliseconds, over and over: of a random rank, so that the supervisor starts all anew, or of
+the supervisor itself, so that its workers have to end by themselves and `tunekit resume` goes on. So also checkpoints
+are hit while they are written. In the end both runs must have the same weights, the same optimizer, and have logged
+the same of each step.
 """
 
 import argparse
@@ -38,10 +38,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 
-SPAN_STEPS = 60
+SPAN_STEPS = 120
 """Most steps that an attempt is given."""
 
-SAVE_STEPS = 10
+SAVE_STEPS = 20
 
 POLL_SECONDS = 0.005
 
@@ -152,7 +152,7 @@ class Soak:
 
     def wait_for_end_of_workers(self) -> None:
         """See that workers whose supervisor is gone end by themselves."""
-        gone, left = psutil.wait_procs([psutil.Process(beat.pid) for beat in self.living()], timeout=PATIENCE_SECONDS)
+        _, left = psutil.wait_procs([psutil.Process(beat.pid) for beat in self.living()], timeout=PATIENCE_SECONDS)
         assert not left, f"{left} are there without their supervisor"
 
     def living(self) -> list[Any]:
@@ -165,7 +165,7 @@ def soaked(
 ) -> Outcome:
     """Train twice, once with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
-    train = {"save_steps": SAVE_STEPS, "learning_rate": 1e-3}
+    train = {"save_steps": min(SAVE_STEPS, span_steps), "learning_rate": 1e-3, "global_batch_size": 4}
     case = Case(
         "soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps
     )
@@ -209,8 +209,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     lines = [
-        "| layout | steps | ranks killed | supervisors killed | new starts by the supervisor | by `resume` | steps done "
-        "again | seconds | result |",
+        "| layout | steps | ranks killed | supervisors killed | new starts by the supervisor | by `resume` | again "
+        "| seconds | result |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     failed = False

@@ -8,21 +8,35 @@ turn; the table gives the median over the turns with the lowest and the highest.
 the end of its first tenth to its last logged step, divided by the steps: evaluations there are none, and what a
 checkpoint makes it wait is in it.
 
-`of a step` is measured otherwise, where it can be: by a clock around what the processes do for it, in the run with it,
-as a share of the time of the step. It tells more than a ratio near 1 on a machine that does other things besides.
-
 What the model is decides what a checkpoint costs in steps: its bytes and the time of a step are told too. No figure
 here is one of an accelerator.
 """
 
+import argparse
+import json
 import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.faulted import started
 from benchmarks.injected import Forked
+from tests.tiny import save_chats, save_tiny_model
+from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
@@ -38,14 +52,12 @@ class Way:
         parallel: Of the recipe's section.
         plan: Changes to the plan.
         without: What is switched off, in this benchmark's processes alone: one of OFF.
-        clocked: What a clock is put around: functions of `CLOCKED`.
     """
 
     train: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     without: str = ""
-    clocked: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,13 @@ class Measured:
 
     Attributes:
         step_seconds: Time of a step, with what comes between steps.
-        share: Of that, what the clock saw; None without one.
+        alone_seconds: The median step, without what comes between steps.
         wait_seconds: How long the training waited for a checkpoint; median, None without checkpoints.
         checkpoint_bytes: What one takes.
     """
 
     step_seconds: float
-    share: float | None
+    alone_seconds: float
     wait_seconds: float | None
     checkpoint_bytes: int | None
 
@@ -84,15 +96,16 @@ def _no_thread(*names: str) -> Callable[[], None]:
 OFF: dict[str, Callable[[], None]] = {"heart": _no_thread("heart", "watchdog")}
 """What can be switched off, by name."""
 
-CLOCKED: dict[str, Callable[[Callable[[Any], Any]], None]] = {}
-"""What a clock can be put around, by name."""
-
 DDP, FSDP2 = {"num_processes": 2, "strategy": "ddp"}, {"num_processes": 2, "strategy": "fsdp2"}
 
 COMPARISONS: dict[str, tuple[Way, Way]] = {
     "a checkpoint every 10 steps, one process": (Way({"save_steps": 10}), Way()),
     "a checkpoint every 10 steps, DDP x2": (Way({"save_steps": 10}, DDP), Way({}, DDP)),
     "a checkpoint every 10 steps, FSDP2 x2": (Way({"save_steps": 10}, FSDP2), Way({}, FSDP2)),
+    "checkpoints while training goes on, beside training that waits, FSDP2 x2": (
+        Way({"save_steps": 10}, FSDP2, {"saving": {"in_background": True}}),
+        Way({"save_steps": 10}, FSDP2, {"saving": {"in_background": False}}),
+    ),
     "a supervisor, one process": (Way({}, {"max_restarts": 1}), Way()),
     "signs of life and the watchdog, one process": (Way(), Way(without="heart")),
     "signs of life and the watchdog, DDP x2": (Way({}, DDP), Way({}, DDP, without="heart")),
@@ -113,3 +126,170 @@ def run_way(folder: str, without: str) -> None:
     if without:
         OFF[without]()
     launch(Run(folder))
+
+
+def make_run(recipe: dict[str, Any], planned: dict[str, Any]) -> None:
+    """Make the folder of a run."""
+    from tunekit import api
+
+    file = api.make_run(recipe).path / "plan.yaml"
+    plan = yaml.safe_load(file.read_text())
+    for section, changes in planned.items():
+        plan[section] |= changes
+    file.write_text(yaml.safe_dump(plan))
+
+
+def save_source(folder: Path, hidden: int) -> None:
+    """A model, and rows of one length, so that no step and no process has more to do than another."""
+    save_tiny_model(folder / "model", hidden=hidden, layers=4)
+    save_chats(folder / "rows.jsonl", ((f"{n:04} " + "say it " * 10, f"{n:04} " + "said " * 24) for n in range(64)))
+
+
+class Bench:
+    """A folder with a model and rows, and what is run on them.
+
+    Args:
+        folder: Where.
+        hidden: Width of the model.
+        batch: Rows of a step.
+        num_steps: Steps of a run.
+    """
+
+    def __init__(self, folder: Path, *, hidden: int, batch: int, num_steps: int) -> None:
+        self.folder = folder
+        self.batch = batch
+        self.num_steps = num_steps
+        self._num_runs = 0
+        _in_process(save_source, folder, hidden)
+
+    def run(self, way: Way) -> Measured:
+        """Train, and say how long it took."""
+        self._num_runs += 1
+        folder = self.folder / str(self._num_runs)
+        train = {"max_steps": self.num_steps, "global_batch_size": self.batch, "learning_rate": 1e-4}
+        train |= {"logging_steps": 1, "gradient_checkpointing": False, "save_steps": self.num_steps}
+        recipe = {
+            "model": str(self.folder / "model"),
+            "data": {"train": str(self.folder / "rows.jsonl"), "max_length": 256},
+            "adapter": "full",
+            "train": train | way.train,
+            "parallel": {"strategy": "single", "num_processes": 1} | way.parallel,
+            "output": {"dir": str(folder / "run"), "sample_prompts": []},
+        }
+        _in_process(make_run, recipe, way.plan)
+        _in_process(run_way, str(folder / "run"), way.without)
+        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+        measured = measured_in([json.loads(line) for line in lines])
+        shutil.rmtree(folder)
+        return measured
+
+
+def measured_in(events: list[dict[str, Any]]) -> Measured:
+    """What the events of a run tell."""
+    logs = [event for event in events if event["event"] == "log"]
+    first = len(logs) // 10
+    seconds = (logs[-1]["time"] - logs[first]["time"]) / (len(logs) - 1 - first)
+    # The last one is that of the end, behind the last step.
+    saved = [event for event in events if event["event"] == "checkpoint"][:-1]
+    return Measured(
+        step_seconds=seconds,
+        alone_seconds=statistics.median(event["step_seconds"] for event in logs[first:]),
+        wait_seconds=statistics.median(event["wait_seconds"] for event in saved) if saved else None,
+        checkpoint_bytes=saved[-1]["bytes"] if saved else None,
+    )
+
+
+def _in_process(function: Callable[..., None], *args: Any) -> None:
+    process = started(function, *args)
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{function.__name__}: exit code {process.exitcode}")
+
+
+def compared(turns: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
+    """The figures of a comparison, medians over its turns."""
+    ratios = [one.step_seconds / other.step_seconds for one, other in turns]
+    found: dict[str, Any] = {
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "step_seconds": statistics.median(one.step_seconds for one, _ in turns),
+        "step_seconds_without": statistics.median(other.step_seconds for _, other in turns),
+    }
+    for number, name in enumerate(("wait_seconds", "wait_seconds_without")):
+        waits = [turn[number].wait_seconds for turn in turns]
+        if None not in waits:
+            found[name] = statistics.median(waits)  # type: ignore[type-var]
+            found["checkpoint_bytes"] = turns[0][number].checkpoint_bytes
+    return found
+
+
+def show(table: dict[str, dict[str, Any]]) -> None:
+    """Print the table."""
+    shown = Table("with", caption="ratio: time of a step with, to that without; medians")
+    for column in ("ratio", "lowest to highest", "step", "step without", "wait for a checkpoint", "its size"):
+        shown.add_column(column, justify="right")
+    for name, row in table.items():
+        waits = [f"{row[key] * 1e3:.0f} ms" for key in ("wait_seconds", "wait_seconds_without") if key in row]
+        shown.add_row(
+            name,
+            f"{row['ratio']:.3f}",
+            f"{row['lowest']:.3f} to {row['highest']:.3f}",
+            f"{row['step_seconds'] * 1e3:.1f} ms",
+            f"{row['step_seconds_without'] * 1e3:.1f} ms",
+            " / ".join(waits),
+            f"{row['checkpoint_bytes'] / 2**20:.0f} MiB" if waits else "",
+        )
+    Console(width=160).print(shown)
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and on what it was measured."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    hardware = probe_hardware()
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
+        "load": os.getloadavg(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def main() -> None:
+    """Measure, print the table, and with `--save` keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each comparison (5)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a run (50)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model (256)")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a step (8)")
+    parser.add_argument("--only", default="", help="comparisons in whose names this occurs")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    args = parser.parse_args()
+
+    chosen = {name: ways for name, ways in COMPARISONS.items() if args.only in name}
+    turns: dict[str, list[tuple[Measured, Measured]]] = {name: [] for name in chosen}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder).resolve(), hidden=args.hidden, batch=args.batch, num_steps=args.steps)
+        for turn in range(args.repeats):
+            for name, ways in chosen.items():
+                if turn % 2:
+                    second, first = bench.run(ways[1]), bench.run(ways[0])
+                else:
+                    first, second = bench.run(ways[0]), bench.run(ways[1])
+                turns[name].append((first, second))
+                ratio = first.step_seconds / second.step_seconds
+                print(f"turn {turn + 1} of {args.repeats}, {name}: {ratio:.3f}", file=sys.stderr, flush=True)
+
+    table = {name: compared(found) for name, found in turns.items()}
+    where = circumstances()
+    print(f"commit {where['commit']}, {where['date']}, {where['machine']}, load {where['load'][0]:.1f}")
+    show(table)
+    if args.save:
+        settings = {key: value for key, value in vars(args).items() if key not in ("only", "save")}
+        RESULTS.write_text(json.dumps({**where, "settings": settings, "comparisons": table}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

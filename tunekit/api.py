@@ -299,8 +299,8 @@ def make_run(
     overrides: Sequence[str] = (),
     *,
     hardware: Hardware | None = None,
-    notes: Sequence[str] = (),
     shares_disk: bool = True,
+    notes: Sequence[str] = (),
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Plan, prepare the rows, and make the folder of a run that is yet to be started.
@@ -309,8 +309,8 @@ def make_run(
         source: The recipe.
         overrides: Changes to it.
         hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
-        notes: What else the user should know.
         shares_disk: Whether what it writes there is on this machine's disk too.
+        notes: What else the user should know.
         on_event: Told how far the rows are, and the plan.
 
     Raises:

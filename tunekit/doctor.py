@@ -29,6 +29,8 @@ STACK = (
     "datasets",
     "bitsandbytes",
     "huggingface-hub",
+    "jinja2",
+    "pyyaml",
     "matplotlib",
     "nvidia-ml-py",
     "flash-attn",
@@ -36,6 +38,7 @@ STACK = (
     "liger-kernel",
     "deepspeed",
     "torchao",
+    "ray",
     "vllm",
     "gradio",
 )

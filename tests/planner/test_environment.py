@@ -4,12 +4,14 @@ import pytest
 
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
-from tunekit.planner.environment import timeout_of
+from tunekit.planner.environment import patience_of, timeout_of
 from tunekit.planner.facts import Hardware
 from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.hardware import with_nodes
+
+JUDGE = {"type": "judge", "base_url": "http://x/v1", "model": "m", "instruction": "Be strict."}
 
 
 def why(plan: Plan, topic: str) -> str:
@@ -59,6 +61,22 @@ def test_the_one_thread_that_torchrun_sets_is_nobodys_wish():
 def test_a_process_waits_three_times_as_long_as_another_may_read_or_write(wait_bytes, seconds):
     """3 x 810 GB at 1 GB/s are 2,430 s, in whole minutes 41."""
     assert timeout_of(wait_bytes) == seconds
+
+
+def test_a_forced_timeout_holds_in_steps_and_not_while_a_model_is_read():
+    plan = resolve(recipe(parallel={"timeout_seconds": 30}), laptop(), LLAMA_1B, ROWS)
+    assert (plan.timeout_seconds, plan.patience_seconds, plan.exchange_timeout_seconds) == (30, 600, 660)
+    assert why(plan, "timeout").startswith("30 s to stand still in a step, 10 min while loading or saving; parallel.")
+    longer = resolve(recipe(parallel={"timeout_seconds": 7200}), laptop(), LLAMA_1B, ROWS)
+    assert (longer.timeout_seconds, longer.patience_seconds) == (7200, 7200)
+
+
+def test_patience_is_for_the_slowest_of_what_nobody_sees():
+    """1M rows at 200 a second are 5,000 s; 64 answers, 8 at once, five tries of 60 s each, 2,400 s."""
+    sft, grpo = recipe().method, recipe(method={"type": "grpo", "rewards": [JUDGE]}).method
+    assert patience_of(0, 1_000_000, sft, 64) == 5040
+    assert patience_of(0, 0, grpo, 64) == 2400
+    assert patience_of(810 * 10**9, 1000, grpo, 64) == 2460
 
 
 def test_the_wait_is_for_a_checkpoint_where_all_is_trained_and_for_the_weights_where_little_is():

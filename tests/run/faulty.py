@@ -113,7 +113,7 @@ def _digest(trainer: Any) -> str:
 
 
 class Forked:
-    """The processes of a run as a supervisor sees them, forked from one that has the libraries, so that they start fast.
+    """The processes of a run as a supervisor sees them, forked from one that has the libraries: they start fast.
 
     Args:
         folder: The run folder.

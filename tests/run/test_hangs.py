@@ -1,15 +1,17 @@
-"""Runs of two processes in which one stands still, is gone, or loses what makes its rows: what ends them, and the words.
+"""Runs of two processes in which one stands still, is gone, or loses what makes its rows: what ends them, and how.
 
 Each process has a few seconds to move here, where users' have minutes; what a test waits for is far longer.
 """
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +19,14 @@ import torch
 from tests.processes import PRELOADED, free_port
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
-from tunekit.errors import DataWorkerError, RunError, StandstillError
-from tunekit.run import worker
+from tunekit.errors import DataWorkerError, ExchangeError, RunError, StandstillError
+from tunekit.run import watchdog, worker
+from tunekit.run.heart import Beat
 from tunekit.run.launch import supervise
 from tunekit.run.place import place_of
-from tunekit.run.record import Record
+from tunekit.run.record import Record, errors_of
 from tunekit.run.run import Run
+from tunekit.run.watchdog import Pulse, Sight, limit_of
 
 TIMEOUT_SECONDS = 5
 BOUND_SECONDS = 90
@@ -220,12 +224,12 @@ def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_lost_it(her
 
 
 def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(here):
-    error, run, _ = end_of("slow", "slow error")
+    error, _, _ = end_of("slow", "slow error")
     assert "rank 1:\nTraceback" in str(error) and "what went wrong first" in str(error)
 
 
 def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
-    error, run, seconds = end_of("row-kill", "row kill", num_workers=1)
+    error, _, seconds = end_of("row-kill", "row kill", num_workers=1)
     assert isinstance(error, DataWorkerError)
     assert re.search(r"process \d+, which makes micro-batches for rank 1, was ended by a signal \(Killed\)", str(error))
     assert "main memory" in error.hint
@@ -238,3 +242,103 @@ def test_a_process_that_makes_no_rows_any_more_is_told_with_its_stack(here):
     assert re.fullmatch(r"rank 1 stood still for \d+ s, waiting for the rows of step \d+", error.problem)
     assert "stand_still_here" in stacks_of(run, 1), "that of the process that makes them"
     assert seconds < BOUND_SECONDS
+
+
+def beat(rank, at="forward", step=7, *, marks=2, moves=0, host="here"):
+    """What a process says of itself."""
+    return Beat(rank, 100 + rank, "id", host, 0.0, step, at, 0.0, marks=marks, moves=moves, is_warm=True)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "seen", "kind", "words"),
+    [
+        (beat(0), [beat(1)], {}, StandstillError, "rank 0 stood still for 60 s, in forward of step 7"),
+        (
+            beat(0, "backward", marks=3),
+            [beat(1), beat(2, "backward", marks=3)],
+            {"waits": True},
+            ExchangeError,
+            "rank 0 waited 60 s, in backward of step 7, for rank 1, which stood in forward of step 7",
+        ),
+        (
+            beat(1, "data", marks=1),
+            [beat(0, "forward")],
+            {},
+            StandstillError,
+            "rank 1 stood still for 60 s, waiting for the rows of step 7",
+        ),
+        (
+            beat(0),
+            [beat(1)],
+            {"waits": True},
+            ExchangeError,
+            "rank 0 waited 60 s, in forward of step 7, for the other processes",
+        ),
+        (
+            beat(0),
+            [beat(1, "data", step=6)],
+            {"silent": [1]},
+            StandstillError,
+            "rank 1 (process 101 on here) gives no sign of life, last heard of waiting for the rows of step 6; "
+            "rank 0 waited for it 60 s, in forward of step 7",
+        ),
+        (
+            beat(0, "saving"),
+            [],
+            {"num_processes": 3},
+            ExchangeError,
+            "rank 0 waited 60 s, in saving of step 7, for ranks 1, 2, which had ended",
+        ),
+    ],
+)
+def test_who_is_behind_hangs_and_who_is_before_waits(mine, others, seen, kind, words):
+    defaults = {"waits": False, "silent": [], "moving": [], "num_processes": 1 + len(others)}
+    error = Sight(mine, others=others, **(defaults | seen)).verdict(60.0, Path("stacks"))
+    assert (type(error), error.problem) == (kind, words)
+
+
+def test_who_waits_for_one_that_moves_is_patient_and_who_is_waited_for_is_not():
+    behind, ahead = beat(1, "generation", marks=1, moves=3), beat(0, "forward", marks=2)
+    seen = {"waits": True, "silent": [], "num_processes": 2}
+    assert Sight(ahead, others=[behind], moving=[1], **seen).is_patient
+    assert not Sight(ahead, others=[behind], moving=[], **seen).is_patient
+    assert not Sight(behind, others=[ahead], moving=[0], **seen).is_patient
+    # Answers differ in length: who has made more tokens is not further.
+    assert beat(0, "generation", moves=9).position == beat(1, "generation", moves=2).position
+
+
+def test_only_a_warm_step_has_the_short_limit(here):
+    plan = api.make_run("double.yaml", ["output.name=limits"]).plan
+    assert (plan.timeout_seconds, plan.patience_seconds) == (5, 600)
+    warm = {at: limit_of(plan, beat(0, at)) for at in ("data", "backward", "evaluation", "saving", "generation")}
+    assert warm == {"data": 5, "backward": 5, "evaluation": 5, "saving": 600, "generation": 600}
+    assert limit_of(plan, dataclasses.replace(beat(0, "forward"), is_warm=False)) == 600
+
+
+def test_a_supervisor_hears_that_one_of_its_processes_gives_no_sign(here, monkeypatch):
+    """Nobody else is left to see it where all stand still. The clock is moved, and not waited for."""
+    run, clock = api.make_run("double.yaml", ["output.name=pulse"]), [1000.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    (run.path / "ranks").mkdir()
+    pulse = Pulse(run)
+    file = run.path / "ranks" / "rank-1.json"
+
+    def wait(seconds, *, beats):
+        found = []
+        for second in range(seconds):
+            clock[0] += 1
+            if beats:
+                file.write_text(json.dumps(dataclasses.asdict(beat(1))), encoding="utf-8")
+                os.utime(file, (second, second))
+            found += pulse.silent([0, 1])
+        return found
+
+    assert wait(300, beats=True) == []
+    assert wait(64, beats=False) == [], "5 s and a minute more"
+    clock[0] += 10_000
+    assert pulse.silent([0, 1]) == [beat(1)], "what it slept itself counts as a second or two"
+    pulse.tell([beat(1)])
+    (told,) = errors_of(run)
+    assert told["rank"] == 1 and told["kind"] == "StandstillError"
+    assert re.search(r"gives no sign of life, .* for \d\d s$", told["problem"])
+    assert pulse.silent([0]) == [], "one that has ended is not waited for"

@@ -1,23 +1,29 @@
 """Processes that somebody else's launcher started agree on one run, or on none."""
 
+import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.processes import in_processes
+from tests.processes import free_port, in_processes
 from tests.run.test_launch import RECIPE, losses, work_in_place
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
-from tunekit.errors import PlanError, RunError
+from tunekit.errors import DataError, PlanError, RunError, StandstillError
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe
 from tunekit.run import joined
+from tunekit.run.attempts import go_on_with
 from tunekit.run.joined import meeting_point, train_joined
 from tunekit.run.place import Place, place_of
-from tunekit.run.run import list_runs
+from tunekit.run.record import Record
+from tunekit.run.run import Run, list_runs
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 MPIRUN = {
@@ -206,3 +212,56 @@ def test_a_run_is_shared_by_the_processes_of_a_launcher(workspace, name):
     assert run.state == "finished" and set(losses(run)) == {1, 2, 3, 4, 5, 6}
     (engine,) = [event for event in run.events() if event["event"] == "engine"]
     assert engine["num_processes"] == 2
+
+
+def ended_once(folder, rank, step, processes):
+    """Kill a rank of a run once it has a checkpoint."""
+    manifest = folder / "checkpoints" / f"checkpoint-{step}" / "manifest.json"
+    while not manifest.exists():
+        assert all(process.poll() is None for process in processes), "it ended too early"
+        time.sleep(0.05)
+    beat = json.loads((folder / "ranks" / f"rank-{rank}.json").read_text(encoding="utf-8"))
+    os.kill(beat["pid"], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspace):
+    """Two agents on this machine, as on two nodes. The one whose process is well does not count the restart."""
+    changes = ["train.max_steps=60", "train.save_steps=20"]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=7"]
+    words = ["-m", "tunekit", "train", "double.yaml", "output.dir=elastic", *changes]
+    with (workspace / "agents.txt").open("w+", encoding="utf-8") as told:
+        agents = [
+            subprocess.Popen([*agent, *meeting, *words], cwd=workspace, stdout=told, stderr=subprocess.STDOUT)
+            for _ in range(2)
+        ]
+        try:
+            ended_once(workspace / "elastic", 1, 20, agents)
+            codes = [process.wait(200) for process in agents]
+        finally:
+            for process in agents:
+                process.kill()
+        told.seek(0)
+        assert codes == [0, 0], told.read()
+    run = Run(workspace / "elastic")
+    assert run.state == "finished"
+    (restart,) = [event for event in run.events() if event["event"] == "restart"]
+    (resumed,) = [event for event in run.events() if event["event"] == "resume"]
+    assert restart["attempt"] == 1 and restart["step"] == resumed["step"] >= 20
+    with contextlib.chdir(workspace):
+        whole = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=whole", *changes])
+        in_processes(2, work_in_place, str(whole.path))
+        assert losses(run) == losses(whole)
+
+
+def test_an_attempt_after_a_fault_of_the_users_says_it_again_and_does_not_train(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=faulty"])
+    Record(run, Place(rank=1, num_processes=2)).write_error(DataError("no such column", hint="rename it"))
+    with pytest.raises(DataError, match="no such column; rename it"):
+        go_on_with(run, None)
+    Record(run, Place(rank=1, num_processes=2)).write_error(StandstillError("rank 1 stood still"))
+    assert go_on_with(run, None) is run
+    (restart,) = [event for event in run.events() if event["event"] == "restart"]
+    assert (restart["attempt"], restart["step"], restart["reason"]) == (1, 0, "rank 1 stood still")

@@ -125,7 +125,7 @@ def newest(workspace, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), [("early", "loading the model"), ("late", "  lr ")])
-def test_one_ctrl_c_in_a_terminal_ends_all_processes(workspace, name, words):
+def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_are_steps(workspace, name, words):
     terminal = Terminal(workspace, "train", "double.yaml", *MANY, f"output.name={name}")
     terminal.read_until(words)
     workers = workers_of(terminal.pid)
@@ -133,9 +133,12 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes(workspace, name, words):
     terminal.press(CTRL_C)
     assert terminal.code() == 130
     assert are_gone(workers.values(), 0.5)
-    assert "Traceback" not in terminal.seen and "interrupted" in terminal.seen
+    assert "Traceback" not in terminal.seen and "go on with: tunekit resume" in terminal.seen
     run = newest(workspace, name)
-    assert (run.state, run.status()["exit_reason"]) == ("interrupted", "interrupted by the user")
+    step = run.status()["step"]
+    saved = f"checkpoint of step {step}" if name == "late" else "no checkpoint"
+    assert (run.state, run.status()["exit_reason"]) == ("interrupted", f"stopped by the user at step {step}, {saved}")
+    assert ("stopping after step" in terminal.seen) == (step > 0) == (newest_complete(run.path).step > 0)
     assert [event["phase"] for event in run.events() if event["event"] == "phase"][-1] == "interrupted"
 
 
@@ -160,30 +163,18 @@ def test_the_end_of_the_supervisor_ends_all_processes(workspace, sign, state):
         process.send_signal(sign)
         process.communicate(timeout=60)
     assert are_gone(workers.values())
-    assert process.returncode == (130 if sign == signal.SIGTERM else -signal.SIGKILL)
+    assert process.returncode == (143 if sign == signal.SIGTERM else -signal.SIGKILL)
     assert newest(workspace, name).state == state
 
 
-def test_another_ctrl_c_waits_for_nobody(here):
-    """One process is stopped and cannot end when it is asked to; it is waited for, but not once more is asked."""
-    assert group.GRACE_SECONDS > 10, "the second one comes after 1 s"
-    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=impatient"])
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        words = ["tunekit.run.worker", str(run.path.resolve())]
-        with (
-            (run.path / group.LOG).open("ab") as log,
-            pytest.raises(KeyboardInterrupt),
-            Group(words, run.plan.environment, log, num=2),
-        ):
-            workers = workers_of(os.getpid())
-            workers[1].suspend()
-            while workers[1].status() != psutil.STATUS_STOPPED:
-                time.sleep(0.05)
-            signal.setitimer(signal.ITIMER_REAL, 1)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def test_a_process_that_cannot_react_ends_with_its_group(here):
+    run = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=stiff"])
+    words = ["tunekit.run.worker", str(run.path.resolve())]
+    with (run.path / group.LOG).open("ab") as log, Group(words, run.plan.environment, log, num=2):
+        workers = workers_of(os.getpid())
+        workers[1].suspend()
+        while workers[1].status() != psutil.STATUS_STOPPED:
+            time.sleep(0.05)
     assert are_gone(workers.values(), 0.5)
 
 
@@ -398,7 +389,7 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
         (
             alive,
             f"is starting in process {os.getpid()} of {os.uname().nodename}; "
-            "wait for its end, or interrupt it first; if it was cut off, resume it there",
+            f"wait for its end, or stop it first: tunekit stop {alive.path}",
         ),
     ):
         with pytest.raises(RunError) as caught:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -18,6 +17,7 @@ from tunekit.data.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.run.alive import identity_of
 from tunekit.run.events import EventLog, read_events
 from tunekit.run.prepare import record
 from tunekit.run.run import Run, find_run, list_runs
@@ -62,7 +62,8 @@ def test_a_finished_run_has_everything_in_its_folder(finished):
     run, _ = finished
     names = {path.name for path in run.path.iterdir()}
     assert names == {
-        "recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "log.txt", "data", "checkpoints", "fingerprints.json", "model", "ranks",
+        "recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "log.txt", "data", "checkpoints",
+        "fingerprints.json", "model", "ranks", "stop.json",
     }  # fmt: skip
     model = {path.name for path in run.model_path.iterdir()}
     assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= model
@@ -74,7 +75,7 @@ def test_status_says_how_it_ended(finished):
     status = run.status()
     assert (status["phase"], status["step"], status["num_steps"]) == ("finished", 3, 3)
     assert status["pid"] == os.getpid()
-    assert status["process_started"] == psutil.Process().create_time()
+    assert status["identity"] == identity_of(os.getpid())
     assert status["exit_reason"] == "trained to the end"
     assert run.state == "finished"
 
@@ -258,7 +259,7 @@ def test_an_interrupted_run_says_so(here):
     with pytest.raises(KeyboardInterrupt):
         tunekit.train(recipe(), ["output.name=interrupted"], on_event=interrupt)
     run = find_run("interrupted")
-    assert (run.state, run.status()["exit_reason"]) == ("interrupted", "interrupted by the user")
+    assert (run.state, run.status()["exit_reason"]) == ("interrupted", "stopped by the user at step 1, no checkpoint")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

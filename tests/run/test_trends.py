@@ -12,7 +12,7 @@ from tests.run.test_dpo import logged
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
 from tunekit.run.run import Run
-from tunekit.run.trends import Trends
+from tunekit.run.trends import RECURRING, Trends
 
 REWARDS = """
 def constant(completions, **columns):
@@ -92,7 +92,8 @@ def grpo(*rewards, **fields):
 
 
 def warned(run) -> set[str]:
-    names = [event["trend"] for event in logged(run, "warning")]
+    recurring = {find.__name__ for find in RECURRING}
+    names = [event["trend"] for event in logged(run, "warning") if event["trend"] not in recurring]
     assert len(set(names)) == len(names), "each is told once"
     return set(names)
 
@@ -197,6 +198,49 @@ def test_what_is_warned_of_is_known_by_numbers():
     collapse = {"entropy": lambda step: 2.0 if step <= 10 else 0.1, **some}
     assert told(grpo, collapse) == {"entropy_collapses": 20}
     assert told(grpo, {**collapse, "reward": lambda step: step / 30}) == {}
+
+
+def occurrences(logs, method=None) -> list[tuple[int, str]]:
+    """What is warned of and at which steps, each time, where these are logged from step 1 on."""
+    trends = Trends(method or SFTMethod())
+    return [(step, name) for step, log in enumerate(logs, start=1) for name, _ in trends.add(step, log)]
+
+
+def test_a_loss_far_above_the_last_ones_is_told_each_time_that_it_comes():
+    def losses(**spikes):
+        return [{"loss": spikes.get(f"at_{step}", 1.0 + 0.05 * (step % 3))} for step in range(1, 51)]
+
+    # The middle of the last ones is 1.05, and half of them are within 0.05 of that.
+    assert occurrences(losses(at_30=2.2)) == [(30, "loss_spikes")]
+    assert occurrences(losses(at_30=2.05)) == []
+    # Two in a row are one spike.
+    assert occurrences(losses(at_30=2.2, at_31=2.3, at_45=5.0)) == [(30, "loss_spikes"), (45, "loss_spikes")]
+    # Twice as much is nothing where losses differ so much anyway.
+    spread = [{"loss": 1.0 + 0.2 * (step % 4) + 1.3 * (step == 30)} for step in range(1, 51)]
+    assert occurrences(spread) == []
+    assert occurrences(losses(at_30=50.0), GRPOMethod()) == []
+    # Before there are enough to compare with.
+    assert occurrences(losses(at_15=3.0)) == []
+
+
+def test_steps_that_become_slow_are_told_with_what_they_wait_for():
+    def timed(step, *, slow):
+        # 1000 tokens in a second, of which 100 ms update weights; rows are there in 10 ms, or in 1.5 s.
+        return {
+            "tokens_per_second": 1000.0,
+            "step_seconds": 1.0 + 0.3 * (step % 2),
+            "optimizer_seconds": 0.1,
+            "data_seconds": 1.5 if slow else 0.01,
+        }
+
+    logs = [timed(step, slow=41 <= step <= 55 or 70 <= step <= 78) for step in range(1, 101)]
+    # Ten slow steps in a row are needed, and the second time there are nine.
+    assert occurrences(logs) == [(50, "throughput_stalls")]
+    trends = Trends(SFTMethod())
+    told = [words for step, log in enumerate(logs, start=1) for _, words in trends.add(step, log)]
+    # Of the slow steps, those of 1300 tokens are the fastest, and three of four earlier ones had 1.01 s for 1000.
+    assert told[0].startswith("464 tokens per second at most in the last 10 logged steps, and 990 or more in three")
+    assert told[0].endswith("what has grown, in ms per token: waiting for rows 0.01 → 1.33")
 
 
 def test_a_run_that_goes_on_knows_what_was_logged_and_told_before():

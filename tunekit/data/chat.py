@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats import Row
+from tunekit.data.patience import template_in_time
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -122,14 +123,15 @@ class ChatRenderer:
                 hint="set data.loss_on=assistant, or take the weights out of the rows",
             )
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                _unweighted(messages),
-                tools=cast(Any, tools),
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (TemplateError, TypeError) as error:
+            with template_in_time(place):
+                rendered = self._tokenizer.apply_chat_template(
+                    _unweighted(messages),
+                    tools=cast(Any, tools),
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except (TemplateError, TypeError, OverflowError, MemoryError) as error:
             raise _refusal(error, place) from error
         return cast(str, rendered)
 
@@ -261,15 +263,16 @@ class ChatRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            texts, ranges = render_jinja_template(
-                conversations=[list(messages)],
-                tools=cast(Any, tools),
-                chat_template=self._template,
-                return_assistant_tokens_mask=True,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens_map,
-            )
-        except (TemplateError, TypeError) as error:
+            with template_in_time(place):
+                texts, ranges = render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=cast(Any, tools),
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=True,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._tokenizer.special_tokens_map,
+                )
+        except (TemplateError, TypeError, OverflowError, MemoryError) as error:
             raise _refusal(error, place) from error
         return texts[0], ranges[0]
 

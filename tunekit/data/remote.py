@@ -230,11 +230,11 @@ def _find_on_the_web(url: str, key: str) -> WebFile:
     try:
         with _client(url) as client, client.stream("GET", without_user(url)) as answer:
             return _web_file(answer, url, key)
-    except httpx2.InvalidURL as error:
+    except httpx2.InvalidURL:
         # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
         raise DataError(
             f"{key}.path: the URL is not valid", hint="in a user or password, write : / @ as %3A %2F %40"
-        ) from error
+        ) from None
     except (httpx2.HTTPError, OSError) as error:
         raise _unreachable(url, error, key) from error
 

@@ -1,8 +1,9 @@
 """Token sequences on disk, with a mark for each token that counts in the loss.
 
 Three flat files in a folder: the token ids of all sequences one behind the other (four bytes each), a byte for each
-token that says whether it counts, and the lengths of the sequences; beside them the lengths of the rows that they were
-made of, and which row each was made of. A sequence is read when it is asked for, so any number of them takes little memory.
+token that says whether it counts, and the lengths of the sequences. Beside them the lengths of the rows that they were
+made of, and which row each was made of. A sequence is read when it is asked for, so any number of them takes little
+memory.
 """
 
 import os

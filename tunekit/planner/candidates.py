@@ -284,6 +284,9 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
         why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
+    if layout.strategy not in ("single", "ddp") and recipe.method.trainer_args.get("sync_ref_model"):
+        why = "a checkpoint of divided weights has no reference that follows the model"
+        return Refusal(why, "use ddp, or leave method.trainer_args.sync_ref_model out")
     without_vllm = why_not_in(recipe, layout) if setting.by_vllm else None
     if without_vllm is not None:
         return Refusal(without_vllm, "leave method.generation.use_vllm out")

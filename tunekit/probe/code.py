@@ -35,14 +35,27 @@ def code_of(section: ModelSection) -> dict[str, str]:
     folder = Path(section.path)
     if not section.trust_remote_code or not folder.is_dir():
         return {}
-    for name in _NAMING:
-        if (folder / name).is_file():
-            _refuse_others_code(json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map"), section.path)
+    refuse_others_code(folder, section.path)
     files = sorted(folder.rglob("*.py"))
     return {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def _refuse_others_code(classes: Any, path: str) -> None:
+def refuse_others_code(folder: Path, path: str) -> None:
+    """Refuse a model that runs code of which the commit is not the model's.
+
+    Args:
+        folder: Its small files.
+        path: What the recipe calls it.
+
+    Raises:
+        ModelError: It does.
+    """
+    for name in _NAMING:
+        if (folder / name).is_file():
+            _check_classes(json.loads((folder / name).read_text(encoding="utf-8")).get("auto_map"), path)
+
+
+def _check_classes(classes: Any, path: str) -> None:
     named = classes.values() if isinstance(classes, dict) else [classes]
     for name in (one for item in named for one in (item if isinstance(item, list) else [item])):
         if isinstance(name, str) and "--" in name:

@@ -32,6 +32,7 @@ from tunekit.planner.model_config import (
     text_config,
 )
 from tunekit.planner.origin import Origin
+from tunekit.probe.code import refuse_others_code
 from tunekit.probe.origin import origin_of
 from tunekit.recipe.model import ModelSection
 
@@ -90,9 +91,10 @@ def _probe(model: ModelSection) -> ModelFacts:
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or (os.sep != "/" and os.sep in model.path):
         raise ModelError(f"model.path: no folder {model.path!r}", hint=_near(folder))
     cached = _cached(model)
-    if cached is not None:
-        return _read_folder(cached, model.path)
-    return _read_folder(_fetch_headers(model), model.path, stored=_hub_tensors(model))
+    found = cached or _fetch_headers(model)
+    if model.trust_remote_code:
+        refuse_others_code(found, model.path)
+    return _read_folder(found, model.path, stored=None if cached else _hub_tensors(model))
 
 
 def sketch_model(model: ModelSection) -> ModelFacts:

@@ -42,6 +42,7 @@ _SAVE = "use train.save_steps"
 _LOG = "use train.logging_steps"
 _RUN = "the run folder records this: use the output section"
 _RESUME = "every run begins afresh"
+_EXACT = "a run goes on as if it had not been cut off"
 _HUB = "tunekit does not upload while it trains"
 _GENERATION = "answers are generated for one optimizer step at a time"
 _ENGINE = "use method.generation.use_vllm"
@@ -67,6 +68,7 @@ OWNED = {
     "do_eval": _EVAL,
     "do_predict": _EVAL,
     "do_train": "`tunekit train` trains",
+    "enable_jit_checkpoint": _SAVE,
     "eos_token": "the tokenizer of the model has it",
     "eval_on_start": _EVAL,
     "eval_packing": "use data.packing",
@@ -77,6 +79,7 @@ OWNED = {
     "fsdp_config": _DEVICES,
     "gradient_accumulation_steps": _BATCHES,
     "gradient_checkpointing": "use train.gradient_checkpointing",
+    "ignore_data_skip": _EXACT,
     "learning_rate": "use train.learning_rate",
     "length_column_name": "rows are not grouped by length: use data.shuffle",
     "load_best_model_at_end": "the last state is what a run ends with",
@@ -104,6 +107,7 @@ OWNED = {
     "report_to": _RUN,
     "resume_from_checkpoint": _RESUME,
     "run_name": "use output.name",
+    "save_only_model": _EXACT,
     "save_steps": _SAVE,
     "save_strategy": _SAVE,
     "save_total_limit": _SAVE,

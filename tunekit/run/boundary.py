@@ -19,14 +19,22 @@ from tunekit.planner.environment import BYTES_PER_TRAINED
 from tunekit.planner.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, ORPOMethod
+from tunekit.run.exchange import same_everywhere
 from tunekit.run.interrupt import MARGIN_SECONDS, Wishes
+from tunekit.run.place import Place
+from tunekit.run.run import Run
 from tunekit.run.saving import Saver
+from tunekit.run.stop import COMMAND
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 LONG_SECONDS = 1e9
 """What stands for an end that is not in sight, where infinity would not be told apart from a number that is none."""
+
+
+WHO = ("", COMMAND, "SIGINT", "SIGUSR1", "SIGTERM")
+"""Who may ask, by the number that processes tell each other; nobody is the first."""
 
 
 class EvaluationLeft(Exception):
@@ -125,12 +133,14 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """End the training with the checkpoint that is just written if that was wished meanwhile."""
-        if not self.has_stopped and self._told()[0]:
-            self._stop(control, saves=False)
+        if not self.has_stopped and (asked := self._told()[0]):
+            self._stop(asked, control, saves=False)
 
     def has_ended(self) -> bool:
         """Whether the run is to end here, behind the last step. Asked by all processes together."""
-        self.has_stopped = self.has_stopped or bool(self._told()[0])
+        if not self.has_stopped and (asked := self._told()[0]):
+            self.has_stopped = True
+            self._wishes.learn(WHO[round(asked)])
         return self.has_stopped
 
     def _measured(self, trainer: Any) -> Any:
@@ -153,21 +163,22 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             return False
         can_save = state.global_step > 0 and not num_more and self._plan.layout.why_not_resumed is None
         self._wishes.is_late = can_save and not fits
-        self._stop(control, saves=can_save and fits)
+        self._stop(asked, control, saves=can_save and fits)
         return True
 
-    def _stop(self, control: "TrainerControl", *, saves: bool) -> None:
+    def _stop(self, asked: float, control: "TrainerControl", *, saves: bool) -> None:
         self.has_stopped = True
+        self._wishes.learn(WHO[round(asked)])
         control.should_training_stop = True
         control.should_evaluate = False
         control.should_save = saves
 
     def _told(self) -> Sequence[float]:
-        """Whether any process is to end, minus the least time that is left to one, and the longest step and save."""
+        """Who asks any process to end (0: nobody), minus the least time that is left, and the longest step and save."""
         wishes = self._wishes
         wishes.check()
         mine = [
-            float(wishes.asked is not None),
+            0.0 if wishes.asked is None else WHO.index(wishes.asked.by),
             -min(wishes.seconds_left, LONG_SECONDS),
             self._step_seconds,
             wishes.save_seconds,
@@ -178,6 +189,16 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         distributed.all_reduce(told, distributed.ReduceOp.MAX)
         found: list[float] = told.tolist()
         return found
+
+
+def evaluation_is_due(run: Run, step: int, place: Place) -> bool:
+    """Whether the evaluation of a step that a run goes on from was left, or not begun; the main process says it."""
+    schedule = run.plan.schedule
+    assert schedule is not None
+    if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):
+        return False
+    done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
+    return not same_everywhere(done, place)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ here, by each process into its own file, and looked for before anything is loade
 """
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class Carried:
 
         saved = manifest_of(source)
         if (saved.num_processes, saved.strategy) == (self.place.num_processes, self.plan.layout.strategy):
-            check_whole(source, self.plan, self.place)
+            check_whole(source, saved.strategy, self.place)
             own: dict[str, Any] = torch.load(source / carried_name(self.place), weights_only=True)
             return own
         files = [source / carried_name(Place(rank=rank)) for rank in range(saved.num_processes)]
@@ -113,14 +112,14 @@ class Carried:
         }
         if isinstance(self.method, RewardedMethod) and state.global_step % self.method.num_iterations:
             carried["answers"] = trainer._buffered_inputs
-        torch.save(carried, os.path.join(folder, carried_name(self.place)))
+        torch.save(carried, Path(folder) / carried_name(self.place))
         if self._reference_follows() and self.place.is_main:
             from safetensors.torch import save_model
 
-            save_model(trainer.ref_model, os.path.join(folder, REFERENCE))
+            save_model(trainer.ref_model, str(Path(folder) / REFERENCE))
 
     def restore(self) -> None:
-        """Give the trainer what it carried. Called when training begins, after passes that are not those of training."""
+        """Give the trainer what it carried, once passes are over that are not those of training."""
         if not self.state:
             return
         trainer, carried = self.trainer, self.state
@@ -133,7 +132,8 @@ class Carried:
             trainer._num_tokens = carried["num_tokens"]
         elif not isinstance(self.method, OnPolicyMethod):
             trainer._total_train_tokens = carried["num_tokens"]
-        if "answers" in carried:
+        # Of micro-batches of another size they are generated anew.
+        if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:
             trainer._buffered_inputs = carried["answers"]
         if self._reference_follows():
             from safetensors.torch import load_model
@@ -165,7 +165,7 @@ def _plain(value: Any) -> float | int:
     return value if isinstance(value, int) else float(value)
 
 
-def check_whole(folder: Path, plan: Plan, place: Place) -> None:
+def check_whole(folder: Path, strategy: str, place: Place) -> None:
     """See that a checkpoint has everything that a process goes on with exactly.
 
     Raises:
@@ -174,7 +174,6 @@ def check_whole(folder: Path, plan: Plan, place: Place) -> None:
     alone = place.num_processes == 1
     needed = ["trainer_state.json", "scheduler.pt", "rng_state.pth" if alone else f"rng_state_{place.rank}.pth"]
     needed.append(carried_name(place))
-    strategy = plan.layout.strategy
     if strategy.startswith("zero"):
         needed.append("latest")
     else:

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Number of what a manifest says and a checkpoint holds."""
 
-COPIES = ("recipe.yaml", "plan.yaml")
+COPIES = ("recipe.yaml", "plan.yaml", "fingerprints.json")
 """Files of the run folder of which a checkpoint holds a copy, as they were then."""
 
 READERS = 8
@@ -64,8 +64,8 @@ class Manifest(Facts):
     """Type of the products. A gradient scaler belongs to float16."""
     recipe: str
     """SHA-256 of the recipe."""
-    data: str | None
-    """SHA-256 of the rows; None for a stream, whose rows are nowhere."""
+    made_of: str | None
+    """SHA-256 of the fingerprints of model, tokenizer and rows; None in runs that were made without."""
     versions: Mapping[str, str]
     """Of tunekit and of the libraries that wrote it."""
     best: Best | None
@@ -128,11 +128,6 @@ def as_written(file: Path) -> Written:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
         return Written(size=stream.tell(), sha256=digest.hexdigest())
-
-
-def fingerprint(*files: Path) -> str:
-    """SHA-256 of files, one behind the other."""
-    return hashlib.sha256(b"".join(as_written(file).sha256.encode() for file in files)).hexdigest()
 
 
 def publish(run_folder: Path, manifest: Manifest) -> Path:

@@ -34,8 +34,10 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 A step is told of twice where a run went on from a checkpoint before it: the later word counts.
 """
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,10 +67,19 @@ class EventLog:
         self.listener = listener
 
     def write(self, event: str, **fields: Any) -> None:
-        """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text."""
+        """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is then.
+        """
         entry: Event = {"event": event, "time": round(time.time(), 3), **without_secrets(fields)}
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n")
+        line = json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n"
+        content = line.encode("utf-8")
+        with self.path.open("ab", buffering=0) as stream:
+            end = stream.tell()
+            if stream.write(content) < len(content):
+                stream.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         if self.listener is not None:
             self.listener(entry)
 

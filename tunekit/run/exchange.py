@@ -53,7 +53,7 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
 
 
 def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
-    """Of each flag whether it is set in any process; all call it together. A few bytes, over the processors' network."""
+    """Of each flag whether it is set in any process; all call it together. They go over the processors' network."""
     if place.num_processes == 1:
         return list(flags)
     import torch

@@ -34,6 +34,7 @@ def goes_back(run: Run, record: Record, error: Exception) -> bool:
         words = f"now with micro-batches of {smaller.batch_words}, and the same global batch"
     else:
         return False
+    record.update_status(phase="starting")
     attempt = 1 + sum(event["event"] == "restart" for event in run.events())
     reason = f"{error.problem}; {words}"
     record.write("restart", attempt=attempt, step=newest_complete(run.path).step, reason=reason)

@@ -132,10 +132,9 @@ class Guard:
             # Where gradients alone are not finite, any row may be why.
             numbers = bad if is_loss else range(len(self._batches))
             mine = self.rows.name(step, {number: self._batches[number] for number in numbers})
-            found = of_all((bad, norm if bad_norm else None, mine), place)
-            problem = _problem(step, [losses for losses, _, _ in found], [norm for _, norm, _ in found])
-            rows = list(dict.fromkeys(row for _, _, own in found for row in own))
-            self._decide(step, f"{problem}, for {_listed(rows)}", rows)
+            found = of_all((bad, mine), place)
+            rows = list(dict.fromkeys(row for _, own in found for row in own))
+            self._decide(step, f"{_problem(step, [losses for losses, _ in found])}, for {_listed(rows)}", rows)
 
     def _numbers(self, norm: "Tensor | float") -> tuple[list[float], float]:
         """The losses of the micro-batches and the norm, brought here at once."""
@@ -222,14 +221,13 @@ def _write(run_folder: Path, one: dict[str, Any]) -> None:
     draft.replace(run_folder / LEFT_OUT)
 
 
-def _problem(step: int, losses: Sequence[dict[int, float]], norms: Sequence[float | None]) -> str:
-    """What is wrong with a step, by what each process found: losses of micro-batches, and the norm."""
+def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
+    """What is wrong with a step, by the losses of micro-batches that each process found to be bad."""
     bad = {rank: next(iter(own.values())) for rank, own in enumerate(losses) if own}
-    if bad:
-        told = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
-        return f"step {step}: the loss is {' and '.join(told)}"
-    norm = next(norm for norm in norms if norm is not None)
-    return f"step {step}: the gradient norm is {norm}, and the loss is finite"
+    if not bad:
+        return f"step {step}: the gradient norm is not finite, and the loss is"
+    told = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
+    return f"step {step}: the loss is {' and '.join(told)}"
 
 
 def _listed(rows: list[str]) -> str:

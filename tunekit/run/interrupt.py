@@ -122,6 +122,11 @@ class Wishes:
         if self.asked is not None:
             self._take(Request(True, self.asked.by, None, time.time()))
 
+    def learn(self, by: str) -> None:
+        """Know what another process was asked, and all have agreed to follow."""
+        if self.asked is None:
+            self._take(Request(False, by, None, time.time()))
+
     def check(self) -> None:
         """End here if that is wished and nothing is to be waited for.
 
@@ -143,6 +148,8 @@ class Wishes:
                 if _is_free(sign, before):
                     self._previous[sign] = signal.signal(sign, self._on_signal)
         _follow_forks()
+        # The main process of a scheduler's takes it away, while others may begin.
+        self._earlier = requested(self._run) if self._give_up is not None else None
         self._forks = _Forks(self._grace_seconds)
         _forks.append(self._forks)
         self._thread.start()
@@ -157,6 +164,7 @@ class Wishes:
             signal.signal(sign, handler)
         if self._listens:
             signal.set_wakeup_fd(self._previous_wakeup)
+        os.write(self._pipe[1], b"\0")
         self._thread.join()
         for end in self._pipe:
             os.close(end)
@@ -208,20 +216,20 @@ class Wishes:
             self._give_sign()
             known = self.known
             heard = requested(self._run)
-            if heard is not None:
+            if heard is not None and heard != self._earlier:
                 self._take(heard)
             self._mind_time()
             wish = self.known
             if wish is None:
                 continue
             if heard is None or (wish.now and not heard.now) or (heard.grace_seconds is None and self._is_timed):
-                request(
-                    self._run, now=wish.now, by=wish.by, grace_seconds=self.seconds_left if self._is_timed else None
-                )
-            if wish != self._told:
+                seconds = self.seconds_left if self._is_timed else None
+                request(self._run, now=wish.now, by=wish.by, grace_seconds=seconds)
+            if wish != self._told and self._tell is not None:
                 self._told = wish
-                if self._tell is not None:
-                    self._tell(wish)
+                self._tell(wish)
+            if self._ended.is_set():
+                break
             if wish != known:
                 self._rouse()
             if time.monotonic() - self._since_now > STUCK_SECONDS and self._give_up is not None:

@@ -18,16 +18,15 @@ from typing import Any
 import torch
 
 from tunekit.errors import RunError, Stopped, TunekitError
+from tunekit.run import attempts
 from tunekit.run.events import Listener
 from tunekit.run.group import LAUNCHERS_OWN
+from tunekit.run.heart import forget_beats
 from tunekit.run.place import Place
 from tunekit.run.record import errors_of, forget_errors
 from tunekit.run.run import SEEN_SECONDS, Run
 from tunekit.run.stop import forget_request
 from tunekit.run.worker import work
-
-ASK_SECONDS = 0.2
-"""How often a process that waits asks the store; between, it can be interrupted."""
 
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Ports for the store: below those that systems give to programs that do not care."""
@@ -52,8 +51,17 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
         SystemExit: It went wrong in another process, which says it.
     """
     os.environ.update(meeting_point(place, os.environ))
-    store = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
-    run = _made(store, place, make) if place.is_main else _learned(store, place)
+    agents = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
+    if attempts.outlives_attempts(dict(os.environ)):
+        store = attempts.open_for_attempt(agents, place)
+        before = attempts.run_of_launch(agents) if place.is_main else None
+    else:
+        store, before = agents, None
+
+    def make_or_go_on() -> Run:
+        return make() if before is None else attempts.go_on_with(before, listener)
+
+    run = _made(store, agents, place, make_or_go_on) if place.is_main else _learned(store, place)
     threads = run.plan.environment.get("OMP_NUM_THREADS")
     if threads is not None:
         # Too late for the variable: torch is there.
@@ -118,13 +126,14 @@ def _store(place: Place) -> Any:
     )
 
 
-def _made(store: Any, place: Place, make: Callable[[], Run]) -> Run:
-    """Make the run, tell the others, and see that they see it."""
+def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run:
+    """Make the run, tell the others and later attempts, and see that they see it."""
     try:
         run = make()
         forget_request(run)
         run.begin()
         forget_errors(run)
+        forget_beats(run)
         path = Path.cwd() / run.path
         nonce = uuid.uuid4().hex
         mark = path / f".seen-{nonce}"
@@ -137,6 +146,7 @@ def _made(store: Any, place: Place, make: Callable[[], Run]) -> Run:
             _say(store, key, {"code": _code(error)})
         _leave(store, place)
         raise
+    attempts.keep_for_next(agents, path)
     _say(store, "go", {})
     return run
 
@@ -145,7 +155,7 @@ def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
     """Refuse to begin where a node does not see the run folder."""
     blind = []
     for rank in range(place.num_local, place.num_processes, place.num_local):
-        answer = _hear(store, f"seen-{rank}")
+        answer = attempts.hear(store, f"seen-{rank}")
         if not answer["seen"]:
             blind.append(answer["node"])
     if blind:
@@ -157,11 +167,11 @@ def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
 
 def _learned(store: Any, place: Place) -> Run:
     """Wait for the first process to make the run."""
-    said = _hear(store, "run")
+    said = attempts.hear(store, "run")
     if "code" not in said:
         if place.local_rank == 0:
             _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(said["mark"])), "node": os.uname().nodename})
-        said |= _hear(store, "go")
+        said |= attempts.hear(store, "go")
     if "code" in said:
         store.add("left", 1)
         # The first process says what is wrong, which a launcher would stop it from as soon as another has ended.
@@ -175,7 +185,7 @@ def _is_seen(mark: Path) -> bool:
     while not mark.exists():
         if time.monotonic() > until:
             return False
-        time.sleep(ASK_SECONDS)
+        time.sleep(attempts.ASK_SECONDS)
     return True
 
 
@@ -183,26 +193,11 @@ def _say(store: Any, key: str, words: Mapping[str, Any]) -> None:
     store.set(key, json.dumps(words))
 
 
-def _hear(store: Any, key: str) -> dict[str, Any]:
-    """Wait until something is said, however long that takes.
-
-    Raises:
-        SystemExit: The store is gone, and with it the process that had something to say.
-    """
-    try:
-        while not store.check([key]):
-            time.sleep(ASK_SECONDS)
-        words: dict[str, Any] = json.loads(store.get(key))
-    except torch.distributed.DistError:
-        raise SystemExit(1) from None
-    return words
-
-
 def _leave(store: Any, place: Place) -> None:
     """Stay until the others have heard that there is no run: they may be asking this process's store."""
     until = time.monotonic() + LEAVE_SECONDS
     while store.add("left", 0) < place.num_processes - 1 and time.monotonic() < until:
-        time.sleep(ASK_SECONDS)
+        time.sleep(attempts.ASK_SECONDS)
 
 
 def _code(error: BaseException) -> int:

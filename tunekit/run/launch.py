@@ -31,16 +31,13 @@ from tunekit.run.group import LOG, Group
 from tunekit.run.heart import Beat, forget_beats
 from tunekit.run.interrupt import Wishes
 from tunekit.run.place import Place
-from tunekit.run.record import Record, errors_of, forget_errors
+from tunekit.run.record import SETTLE_SECONDS, Record, errors_of, forget_errors
 from tunekit.run.run import Run
 from tunekit.run.stop import Request, forget_request, requested, words_of
 from tunekit.run.watchdog import Pulse
 
 POLL_SECONDS = 0.1
 """How often the other processes and their events are looked at."""
-
-SETTLE_SECONDS = 3
-"""How long the others have to say what they saw, once one has failed."""
 
 FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
 """Errors that another start may be free of. All others that have a hint are for the user to mend first."""
@@ -200,7 +197,7 @@ class _Supervisor:
 
     def _train_once(self) -> _Failure | None:
         failure = self._attempt()
-        while failure is not None and goes_back(self.run, self.record, failure.error):
+        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
             failure = self._attempt()
         return failure
 

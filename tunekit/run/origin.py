@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tunekit.errors import PlanError, RunError, TunekitError
+from tunekit.errors import ModelError, PlanError, RunError, TunekitError
 from tunekit.planner.origin import contradictions, taken_over
 from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
@@ -89,7 +89,13 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
         if origin is not None and base.trust_remote_code and not section.trust_remote_code:
             what = f"is false, but {origin.name} is on {base.path!r} with code that comes with it"
             yield Conflict(where, what, "read that code, then set it to true")
-        if not section.trust_remote_code or is_folder(base):
+        if not section.trust_remote_code:
+            continue
+        if is_folder(base):
+            try:
+                code_of(base)
+            except ModelError as error:
+                yield Conflict(where, error.problem, error.hint or "")
             continue
         if not COMMIT.fullmatch(base.revision or ""):
             what = f"cannot be true for {base.path!r} of the hub without a commit, as its code could change under you"

@@ -10,10 +10,14 @@ from tunekit.errors import ExchangeError, TunekitError
 from tunekit.redact import without_secrets
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
+from tunekit.run.room import with_room
 from tunekit.run.run import Run
 
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
+
+SETTLE_SECONDS = 3
+"""How long the others have to say what they saw, once one has failed."""
 
 
 class Record:
@@ -33,12 +37,12 @@ class Record:
     def write(self, event: str, **fields: Any) -> None:
         """Write one event, in the main process."""
         if self.place.is_main:
-            self._log.write(event, **fields)
+            with_room(self.run, lambda: self._log.write(event, **fields))
 
     def update_status(self, **changes: Any) -> None:
         """Change the status, in the main process."""
         if self.place.is_main:
-            self.run.update_status(**changes)
+            with_room(self.run, lambda: self.run.update_status(**changes))
 
     def enter(self, phase: str) -> None:
         """Begin a phase."""
@@ -72,6 +76,14 @@ class Record:
 def forget_errors(run: Run) -> None:
     """Take away what the processes of an earlier attempt had to say."""
     shutil.rmtree(run.path / ERRORS, ignore_errors=True)
+
+
+def first_error_of(run: Run) -> dict[str, Any]:
+    """What went wrong first in a run of which some process has told already: the others have a while to tell more."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
+        time.sleep(SETTLE_SECONDS / 20)
+    return errors_of(run)[0]
 
 
 def errors_of(run: Run) -> list[dict[str, Any]]:

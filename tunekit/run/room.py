@@ -1,7 +1,10 @@
 """How much room there is on the disk of a run, and what to say where it is not enough."""
 
+import contextlib
 import errno
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from tunekit.errors import RunError
@@ -12,6 +15,44 @@ from tunekit.run.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of it, that is full."""
+
+
+RESERVE = ".room"
+"""File of a run folder that is deleted where the disk is full, so that what went wrong can be written down."""
+
+RESERVE_BYTES = 2**18
+
+
+def hold_room(run: Run) -> None:
+    """Keep room for the last words of a run."""
+    # Random, for a file system that compresses.
+    (run.path / RESERVE).write_bytes(os.urandom(RESERVE_BYTES))
+
+
+def give_room(run: Run) -> None:
+    """Give that room back."""
+    with contextlib.suppress(OSError):
+        (run.path / RESERVE).unlink(missing_ok=True)
+
+
+def with_room(run: Run, write: Callable[[], None]) -> None:
+    """Write something small, with the room that was kept for it if there is no other."""
+    try:
+        write()
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        give_room(run)
+        write()
+
+
+def disk_full(run: Run, where: str, error: OSError) -> RunError:
+    """What to say where something else than a checkpoint could not be written."""
+    give_room(run)
+    return RunError(
+        f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
+        hint=f"free some on its disk, then go on: tunekit resume {run.name}",
+    )
 
 
 def free_bytes(folder: Path) -> int:
@@ -42,6 +83,7 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> RunErr
         why: What went wrong.
         needed_bytes: How much that is, where it is known.
     """
+    give_room(run)
     try:
         free = free_bytes(run.path)
     except OSError as error:

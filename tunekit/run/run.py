@@ -10,6 +10,8 @@
     log-1.txt ...  the same from the other processes, where there are several
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    ranks/         what each process is at, while it lives
+    stacks/        what every process was doing when one stood still
     code.json      the code that comes with its models, where the recipe allows it, by SHA-256
     left_out.json  steps that were not finite, and are left out whenever they come again
     checkpoints/   the last two, each with a manifest once it is whole
@@ -256,7 +258,7 @@ def check_free(recipe: Recipe) -> None:
     """Refuse a recipe whose run folder holds something, or is none of a run's own.
 
     Raises:
-        RunError: It does, or is.
+        RunError: It does, or is not.
     """
     if recipe.output.dir is None:
         return

@@ -48,13 +48,11 @@ from tunekit.run.checkpoint import (
     delete_superseded,
     draft_of,
     files_in,
-    fingerprint,
     publish,
     to_disk,
 )
 from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.heart import Heart
-from tunekit.run.prepare import FILES
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
 from tunekit.run.run import Run
@@ -142,7 +140,6 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """What one takes: first as planned, then as the last one did."""
         self._evaluation: dict[str, float] = {}
         self._saving: _Save | None = None
-        self._fingerprints: tuple[str, str | None] | None = None
         self._num_steps = 0
 
     def attach(self, trainer: "Trainer") -> None:
@@ -281,7 +278,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         # A pickle, which nobody reads.
         (made / "training_args.bin").unlink(missing_ok=True)
         for name in COPIES:
-            shutil.copyfile(self.run.path / name, made / name)
+            if (self.run.path / name).is_file():
+                shutil.copyfile(self.run.path / name, made / name)
         if self.plan.layout.strategy.startswith("zero"):
             zero.write_latest(self.trainer, made)
 
@@ -355,30 +353,20 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             to_disk(folder / name)
 
     def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
-        recipe, data = self._of_run()
         manifest = Manifest(
             format=FORMAT,
             step=saving.step,
             num_processes=self.plan.layout.num_processes,
             strategy=self.plan.layout.strategy,
             dtype=self.plan.dtype,
-            recipe=recipe,
-            data=data,
+            recipe=files["recipe.yaml"].sha256,
+            made_of=files["fingerprints.json"].sha256 if "fingerprints.json" in files else None,
             versions=_versions(),
             best=saving.best,
             files=files,
         )
         publish(self.run.path, manifest)
         saving.warnings += delete_superseded(self.run.path, self.train.save_total_limit, saving.best)
-
-    def _of_run(self) -> tuple[str, str | None]:
-        """Fingerprints of the recipe and of the rows, which are read once."""
-        if self._fingerprints is None:
-            rows = [self.run.path / "data" / name for name in FILES.values()]
-            there = [file for file in rows if file.is_file()]
-            data = None if self.plan.recipe.data.streaming else fingerprint(*there)
-            self._fingerprints = as_written(self.run.path / "recipe.yaml").sha256, data
-        return self._fingerprints
 
     def _finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
@@ -457,11 +445,14 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     def _raise(self, saving: _Save) -> None:
         if saving.problem is None:
             return
-        self._saving = None
+        self._saving, words = None, ("", "")
         if self.record.place.is_main:
             # What was written makes room for the words about it.
             shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
-        raise not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
+            error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
+            words = error.problem, error.hint or ""
+        problem, hint = self._tell_all(words)[0]
+        raise RunError(problem, hint=hint)
 
     def _tell_all(self, value: T) -> list[T]:
         """What each process says, by rank. Exchanged by those who save, and not while a thread does."""

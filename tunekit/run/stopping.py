@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ import psutil
 from tunekit.errors import RunError
 from tunekit.run.alive import identity_of, is_alive, kill
 from tunekit.run.events import FINAL_PHASES
+from tunekit.run.group import SUPERVISOR
 from tunekit.run.job import read_job
 from tunekit.run.life import DIED, RANKS, beats_in
 from tunekit.run.run import Run
@@ -123,13 +125,15 @@ class _Left:
         here, is_over = os.uname().nodename, status["phase"] in FINAL_PHASES
         if status["host"] == here:
             if not is_over:
-                self._see(status["pid"], status["identity"], since=status["started"])
+                self._see(status["pid"], status["identity"], _supervised_by)
             elif not any(beat["pid"] == status["pid"] for beat in beats):
                 # A program that goes on with something else, such as a notebook.
                 self._seen.pop(status["pid"], None)
         for beat in beats:
             if beat["host"] == here:
-                self._see(beat["pid"], beat["identity"])
+                # A program that has the run in itself may have started others before.
+                since = status["started"] if beat["pid"] == status["pid"] else 0.0
+                self._see(beat["pid"], beat["identity"], partial(_started_by, since=since))
         self._seen = {pid: identity for pid, identity in self._seen.items() if is_alive(pid, identity)}
         self._elsewhere = [beat for beat in beats if beat["host"] != here and self._gives_signs(beat)]
         waits_for_word = status["host"] != here and not is_over and self._run.state != DIED
@@ -155,17 +159,15 @@ class _Left:
             told.append(f"process{'es' * (len(others) > 1)} {', '.join(others)}")
         return "; ".join(told) or f"a word from process {status['pid']} on {status['host']}"
 
-    def _see(self, pid: int, identity: str, since: float = 0.0) -> None:
-        """Remember a process with those that it started since then: they are nobody's when it is gone."""
+    def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
+        """Remember a process with those that it started for the run: they are nobody's when it is gone."""
         if not is_alive(pid, identity):
             return
         self._seen[pid] = identity
-        for child in _children_of(pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.create_time() >= since - 1:
-                    found = identity_of(child.pid)
-                    if found is not None:
-                        self._seen.setdefault(child.pid, found)
+        for other in others_of(pid):
+            found = identity_of(other.pid)
+            if found is not None:
+                self._seen.setdefault(other.pid, found)
 
     def _gives_signs(self, beat: dict[str, Any]) -> bool:
         name = f"rank-{beat['rank']}.json"
@@ -179,6 +181,15 @@ class _Left:
         return False
 
 
-def _children_of(pid: int) -> Iterator[psutil.Process]:
+def _started_by(pid: int, since: float) -> Iterator[psutil.Process]:
+    """All processes that one has started since then, and these have."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        yield from psutil.Process(pid).children(recursive=True)
+        yield from (one for one in psutil.Process(pid).children(recursive=True) if one.create_time() >= since - 1)
+
+
+def _supervised_by(pid: int) -> Iterator[psutil.Process]:
+    """The processes of runs that one supervises. It may have started others besides."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            if child.environ().get(SUPERVISOR) == str(pid):
+                yield child

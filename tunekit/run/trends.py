@@ -162,8 +162,8 @@ def throughput_stalls(logs: Logs, method: Method) -> str | None:
             grown.append((now - before, f"{words} {1000 * before:.3g} → {1000 * now:.3g}"))
     parts = ", ".join(words for _, words in sorted(grown, reverse=True))
     return (
-        f"{fastest:,.0f} tokens per second at most in the last {WINDOW} logged steps, and {usual:,.0f} or more in three "
-        f"of four before; what has grown, in ms per token: {parts or 'nothing by twice'}"
+        f"{fastest:,.0f} tokens per second at most in the last {WINDOW} logged steps, and {usual:,.0f} or more in "
+        f"three of four before; what has grown, in ms per token: {parts or 'nothing by twice'}"
     )
 
 
@@ -330,7 +330,7 @@ FINDERS: tuple[Finder, ...] = (
 )
 """All of them, each known by its name."""
 
-RECURRING: frozenset[Finder] = frozenset({loss_spikes, throughput_stalls})
+RECURRING: frozenset[Finder] = frozenset({loss_spikes, gradient_grows, throughput_stalls})
 """Those that say something only as long as it lasts."""
 
 

@@ -126,6 +126,16 @@ def no_sign_of(beat: Beat) -> str:
     return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
 
 
+def gone_words(run: Run) -> str:
+    """Which processes of this host are gone without a word, to be said behind what one says that has lost them."""
+    gone = [
+        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
+        for beat in beats_of(run)
+        if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
+    ]
+    return "".join(gone)
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
@@ -293,25 +303,23 @@ class Pulse:
 def ask_for_stacks(beats: Sequence[Beat]) -> None:
     """Have those processes of this host write their stacks that listen for it."""
     for beat in beats:
-        if beat.host == os.uname().nodename:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if is_alive(beat.pid, beat.identity):
-                    _ask(psutil.Process(beat.pid))
+        if beat.host == os.uname().nodename and is_alive(beat.pid, beat.identity):
+            _ask(beat.pid)
 
 
 def ask_children() -> None:
     """Have the processes write their stacks that this one forked, such as those that make its rows: to its own file."""
     for child in psutil.Process().children(recursive=True):
-        _ask(child)
+        _ask(child.pid)
 
 
-def _ask(process: psutil.Process) -> None:
+def _ask(pid: int) -> None:
     """Send the signal, which would end a process that does not listen."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
         if int(caught.split()[1], 16) >> (ASK - 1) & 1:
-            os.kill(process.pid, ASK)
+            os.kill(pid, ASK)
 
 
 def end_children(since: float) -> None:

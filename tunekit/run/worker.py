@@ -38,11 +38,13 @@ from tunekit.run.place import Place, place_of
 from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
-from tunekit.run.record import Record
+from tunekit.run.record import Record, first_error_of
+from tunekit.run.room import FULL, disk_full, give_room, hold_room
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
+from tunekit.run.stop import forget_request
 from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
-from tunekit.run.watchdog import Watchdog
+from tunekit.run.watchdog import Watchdog, gone_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
@@ -85,13 +87,22 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
             if interrupted:
                 raise ending.stopped(at_a_boundary=False) from error
             if not supervised:
-                kind = "" if isinstance(error, TunekitError) else f"{type(error).__name__}: "
-                record.end("failed", f"{kind}{error}")
+                record.end("failed", _why(run, error))
             raise
+
         if has_stopped:
             stopped = ending.stopped(at_a_boundary=True)
             if not supervised:
                 raise stopped
+
+
+def _why(run: Run, error: BaseException) -> str:
+    """Why a run failed, as one of its processes knows it that has an error of its own."""
+    if isinstance(error, ExchangeError):
+        first = first_error_of(run)
+        if first["kind"] != ExchangeError.__name__:
+            return f"rank {first['rank']}: {first['problem']}"
+    return str(error) if isinstance(error, TunekitError) else f"{type(error).__name__}: {error}"
 
 
 def log_name(place: Place) -> str:
@@ -113,10 +124,16 @@ def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe
 
     watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
+        if record.place.is_main:
+            hold_room(run)
         join(plan, record.place)
         has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
         return has_stopped
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise disk_full(run, _where(run, watch, "after"), error) from error
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
@@ -127,7 +144,7 @@ def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe
         if problem is None:
             raise
         hint = f"what the others did last stands in {run.path / 'log*.txt'}"
-        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}", hint=hint) from error
+        raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
 
 
 def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
@@ -135,7 +152,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
-    from tunekit.run.boundary import Boundary, EvaluationLeft
+    from tunekit.run.boundary import Boundary, EvaluationLeft, evaluation_is_due
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
@@ -154,6 +171,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         check_states(source)
     start.before_training(trainer, plan, record.place)
     carried = Carried(trainer, plan, record.place, start.newest.path)
+    if start.checkpoint is not None:
+        trainer.args.eval_on_start = evaluation_is_due(run, start.newest.step, record.place)
 
     def look() -> None:
         wishes.check()
@@ -199,6 +218,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
             write_card(run, result, draft)
             publish_result(draft, run.model_path)
             record.write("result", **result)
+            give_room(run)
     record.update_status(phase="finished", exit_reason="trained to the end")
     record.write("phase", phase="finished")
     return False
@@ -366,8 +386,13 @@ def main() -> None:
     if supervised:
         follow_supervisor()
     store = open_store()
+    run, place = Run(sys.argv[1]), place_of()
+    if not supervised and place.is_main:
+        # Nobody else says that the run starts, or goes on.
+        forget_request(run)
+        run.begin()
     try:
-        work(Run(sys.argv[1]), place=place_of(), supervised=supervised)
+        work(run, place=place, supervised=supervised)
         del store  # It was the others' too, to the end.
     except TunekitError:
         # It stands in the run folder, for whoever started this.

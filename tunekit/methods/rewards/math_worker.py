@@ -1,20 +1,28 @@
 """The process that compares mathematical expressions for `maths`. It is started by its path.
 
 It reads lines of JSON, an answer and what was expected, and writes a line for each: 1, 0, or ? where the expected
-expression cannot be read.
+expression cannot be read. Its argument is the process that starts it, with which it ends, whatever it computes.
 """
 
+import ctypes
 import json
 import logging
+import os
 import resource
+import signal
 import sys
 
 _MEMORY_BYTES = 2**32
+_PARENT_DEATH_SIGNAL = 1
 _DELIMITERS = ("$", r"\boxed", r"\[", r"\(")
 
 
 def main() -> None:
     """Compare until there is nothing more to read."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):
+            sys.exit(1)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     from math_verify import parse, verify
 

@@ -8,6 +8,7 @@ gets 0, as does one without an expression.
 
 import importlib.util
 import json
+import os
 import select
 import subprocess
 import sys
@@ -68,13 +69,13 @@ class Comparing:
             DependencyError: It does not start.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(_SCRIPT)],
+            [sys.executable, "-I", str(_SCRIPT), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         if self._reply(_START_SECONDS) is None:
-            raise DependencyError("method.rewards: math: math-verify does not start", hint=f"run python {_SCRIPT}")
+            raise DependencyError("method.rewards: math: math-verify does not start", hint=f"run python {_SCRIPT} $$")
 
     def are_equal(self, answer: str, expected: str) -> bool | None:
         """Whether an answer is the expected one; None where that cannot be read."""

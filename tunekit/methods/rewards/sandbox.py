@@ -125,7 +125,8 @@ def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memo
     """
     deadline = time.monotonic() + timeout_seconds
     limits = {"AS": memory_bytes, "CPU": int(timeout_seconds) + 1, "FSIZE": 0, "CORE": 0, "NOFILE": _OPEN_FILES}
-    shared = {"limits": limits, "readable": _readable(), "filter": b64encode(_filter()).decode()}
+    shared: dict[str, object] = {"limits": limits, "readable": _readable(), "filter": b64encode(_filter()).decode()}
+    shared["parent"] = os.getpid()
     requests, replies = os.pipe(), os.pipe()
     programmed = {**shared, "program": program, "requests": requests[0], "replies": replies[1]}
     tested = {**shared, "tests": tests, "requests": requests[1], "replies": replies[0]}

@@ -1,0 +1,32 @@
+"""The ways in: every verb that takes a recipe. A new one is a line here, and goes through every test of this folder."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tunekit import api, clusters
+
+
+def _slurm(recipe: Any) -> Any:
+    return clusters.launch_slurm(recipe, submit=False)
+
+
+def _sky(recipe: Any) -> Any:
+    return clusters.launch_sky(recipe, on="h100", submit=False)
+
+
+ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "plan": api.plan,
+    "compare": lambda recipe: api.compare(recipe, on=["h100", "h200"]),
+    "sweep": lambda recipe: api.sweep(recipe, {"adapter.type": ["lora", "full"]}),
+    "fit": lambda recipe: api.fit(recipe, "batch"),
+    "check": api.check,
+    "data": api.data_report,
+    "make_run": api.make_run,
+    "train": api.train,
+    "slurm": _slurm,
+    "sky": _sky,
+}
+"""Verbs by name, each of which is given a recipe."""
+
+RUNNING = ("data", "make_run", "train", "slurm", "sky")
+"""Those of them that load what the recipe names, where the others look at headers and rows."""
