@@ -373,7 +373,7 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
     alive = api.make_run("double.yaml", ["output.name=alive"])
     empty.update_status(phase="failed")
     for run, words in (
-        (finished, "is finished; `tunekit train` makes another run"),
+        (finished, f"is finished, after 6 steps; ask for more: tunekit resume {finished.path} train.max_steps=12"),
         (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
         (
             alive,
