@@ -249,7 +249,8 @@ class Watchdog:
             # Whoever listens may be what it stands in.
             Record(run, Place()).end("failed", reason)
         if first["rank"] == place.rank:
-            print(error, file=sys.stderr, flush=True)
+            # While a run works, what is written to the other one goes to its log.
+            print(error, file=sys.__stderr__, flush=True)
 
 
 class Pulse:
