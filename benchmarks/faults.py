@@ -30,19 +30,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faulted import (
-    BROKEN_SAVE,
-    BROKEN_STEP,
-    ENGINES,
-    EVAL_STEPS,
-    Bench,
-    Case,
-    Damage,
-    Engine,
-    Outcome,
-    Prepared,
-)
-from benchmarks.injected import PLACES, Fault, Happening
+from benchmarks.faulted import Bench, Case, Damage, Outcome
+from benchmarks.injected import PLACES, Fault
+from benchmarks.noticed import Happening
+from benchmarks.prepared import BROKEN_SAVE, BROKEN_STEP, ENGINES, EVAL_STEPS, Engine, Prepared
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
