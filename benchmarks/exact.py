@@ -13,11 +13,16 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
+import platform
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +32,11 @@ from tests.processes import PRELOADED, in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
 from tunekit.errors import Stopped, TunekitError
+from tunekit.probe.hardware import probe_hardware
 
-RESULTS = Path(__file__).parent / "results" / "exact.md"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "exact.md"
+PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate", "deepspeed")
 
 MODULES = (
     "tunekit.run.worker",
@@ -168,6 +176,10 @@ def force(plan: Path, changes: Mapping[str, Any]) -> None:
     plan.write_text(yaml.safe_dump(values), encoding="utf-8")
 
 
+class PowerCut(Exception):
+    """What ends a run that nothing else ends."""
+
+
 def attempt(folder: str, cut: Cut | None) -> None:
     """Work on a run as one of its processes, up to a cut if there is one."""
     if os.environ.get("WORLD_SIZE") == "1":
@@ -186,7 +198,7 @@ def attempt(folder: str, cut: Cut | None) -> None:
         if cut is None or (cut.step, cut.where) != (step, where):
             return
         if cut.by == "power":
-            raise ConnectionError("the power is gone")
+            raise PowerCut
         if cut.by == "all" or rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         if cut.by == "twice":
@@ -210,7 +222,7 @@ def attempt(folder: str, cut: Cut | None) -> None:
     try:
         # Behind the last step nothing begins but saving.
         worked(Path(folder), lambda trainer: end_there(trainer.state.global_step, "at"))
-    except (ConnectionError, Stopped):
+    except (PowerCut, Stopped):
         assert cut is not None
         return
     finally:
@@ -219,25 +231,11 @@ def attempt(folder: str, cut: Cut | None) -> None:
     assert cut is None, f"it was not cut off {cut}"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What differs between the two runs of a case, in words, and how long both took."""
-
-    differences: list[str]
-    seconds: float
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-
-def played(case: Case, folder: Path) -> Outcome:
-    """Train a case in one go and in several, and compare."""
+def played(case: Case, folder: Path) -> list[str]:
+    """Train a case in one go and in several; what differs between the two, in words."""
     from tunekit.run.run import Run
     from tunekit.run.stop import forget_request
 
-    began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
     runs = []
@@ -251,7 +249,7 @@ def played(case: Case, folder: Path) -> Outcome:
             else:
                 attempt(str(run.path), cut)
         runs.append(run)
-    return Outcome(list(differences(*runs)), time.perf_counter() - began)
+    return list(differences(*runs))
 
 
 def differences(calm: Any, cut: Any) -> Iterator[str]:
@@ -445,9 +443,15 @@ CASES: tuple[Case, ...] = (
     Case("distillation LoRA", DISTILLATION, adapter=LORA, cuts=TWICE),
     Case("SFT full, DDP", parallel=DDP, cuts=TWICE, data={"eval": True}),
     Case("SFT LoRA, DDP, dropout", adapter=LORA, parallel=DDP, cuts=TWICE, data={"padding_free": False}),
-    Case("SFT full, DDP, packed", data={"packing": True}, train={"global_batch_size": 4}, parallel=DDP, cuts=TWICE),
+    Case(
+        "SFT full, DDP, packed",
+        data={"packing": True},
+        train={"global_batch_size": 4, "micro_batch_size": 1},
+        parallel=DDP,
+        cuts=TWICE,
+    ),
     Case("SFT full, DDP, stream", data=STREAM, parallel=DDP, cuts=TWICE),
-    Case("SFT full, DDP x4", parallel={"num_processes": 4, "strategy": "ddp"}, cuts=TWICE),
+    Case("SFT full, DDP x4", parallel={"num_processes": 4, "strategy": "ddp"}, cuts=(Cut(2), Cut(3))),
     Case("DPO LoRA, DDP", DPO, adapter="lora", parallel=DDP, cuts=TWICE),
     Case("DPO full, DDP", DPO, parallel=DDP),
     Case("KTO LoRA, DDP", {"type": "kto"}, adapter="lora", parallel=DDP),
@@ -487,24 +491,40 @@ CASES: tuple[Case, ...] = (
 )
 
 
+def circumstances() -> str:
+    """Where and on what it was done."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    hardware = probe_hardware()
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    where = f"{hardware.cpu.name} ({hardware.num_cores} cores), Python {platform.python_version()}"
+    return f"{datetime.now(UTC).date()}, commit {commit}, {where}, {versions}"
+
+
 def main() -> None:
     """Play the cases, and print and with `--save` keep the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these words in it")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
-    lines = []
+    lines, num_unlike = [], 0
     PRELOADED.extend(MODULES)
     with tempfile.TemporaryDirectory() as folder:
         for case in dict.fromkeys(case for words in args.only for case in CASES if words in case.name):
+            began = time.perf_counter()
             try:
-                outcome = played(case, Path(folder))
-                said = "; ".join(outcome.differences[:6]) or "the same"
-                seconds = f"{outcome.seconds:.0f} s"
+                found = played(case, Path(folder))
             except (AssertionError, TunekitError) as error:
-                said, seconds = str(error)[-1500:], ""
+                found = [str(error)[-1500:]]
+            num_unlike += bool(found)
+            said = "; ".join(found[:6]) or "the same"
             lines.append(f"| {case.name} | {case.num_processes} | {', '.join(map(str, case.cuts))} | {said} |")
-            print(lines[-1], seconds, flush=True)
+            print(lines[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
+    if args.save:
+        head = "| run | processes | cut off | weights, checkpoint and log |\n|---|---|---|---|\n"
+        text = f"# Runs that were cut off\n\n`python -m benchmarks.exact --save`: {circumstances()}\n\n{head}"
+        RESULTS.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+    sys.exit(num_unlike > 0)
 
 
 if __name__ == "__main__":

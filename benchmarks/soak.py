@@ -12,7 +12,6 @@ the same of each step.
 import argparse
 import json
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -20,15 +19,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.exact import DDP, Case, differences, recipe_of
-from tunekit.probe.hardware import probe_hardware
+from benchmarks.exact import DDP, Case, circumstances, differences, recipe_of
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import read_events
 from tunekit.run.heart import beats_of
@@ -36,12 +32,9 @@ from tunekit.run.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"
-PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate")
 
 SPAN_STEPS = 120
 """Most steps that an attempt is given."""
-
-SAVE_STEPS = 20
 
 POLL_SECONDS = 0.005
 
@@ -115,7 +108,7 @@ class Soak:
             elif self.kill_a_rank():
                 kills[0] += 1
             self.news()
-        code = process.wait(PATIENCE_SECONDS)
+        code = process.wait()
         assert code == 0, f"it ended with {code}:\n{self.log.read_text()[-3000:]}"
         return kills[0], kills[1]
 
@@ -165,7 +158,7 @@ def soaked(
 ) -> Outcome:
     """Train twice, once with kills, and compare."""
     folder.mkdir(parents=True, exist_ok=True)
-    train = {"save_steps": min(SAVE_STEPS, span_steps), "learning_rate": 1e-3, "global_batch_size": 4}
+    train = {"save_steps": max(1, span_steps // 6), "learning_rate": 1e-3, "global_batch_size": 4}
     case = Case(
         "soak", adapter={"type": "lora", "rank": 4, "dropout": 0.1}, train=train, parallel=parallel, steps=steps
     )
@@ -188,22 +181,11 @@ def soaked(
     )
 
 
-def circumstances(args: argparse.Namespace) -> str:
-    """Where and on what it was done."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    hardware = probe_hardware()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return (
-        f"{datetime.now(UTC).date()}, commit {commit}, {hardware.cpu.name} ({hardware.num_cores} cores), "
-        f"Python {platform.python_version()}, {versions}; `--steps {args.steps} --seed {args.seed}`"
-    )
-
-
 def main() -> None:
     """Soak, print the table, and with `--save` keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="steps of a run (500)")
+    parser.add_argument("--span", type=int, default=SPAN_STEPS, help=f"most steps before a kill ({SPAN_STEPS})")
     parser.add_argument("--seed", type=int, default=0, help="seed of when and whom (0)")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="these layouts")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
@@ -217,7 +199,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in args.only:
             outcome = soaked(
-                Path(folder) / name.replace(" ", "-"), LAYOUTS[name], steps=args.steps, seed=args.seed, max_kills=1000
+                Path(folder) / name.replace(" ", "-"),
+                LAYOUTS[name],
+                steps=args.steps,
+                seed=args.seed,
+                max_kills=1000,
+                span_steps=args.span,
             )
             failed |= bool(outcome.differences)
             counts = (*outcome.num_kills, *outcome.num_restarts, outcome.num_twice, round(outcome.seconds))
@@ -227,10 +214,9 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     if args.save:
-        text = (
-            f"# Runs that are killed again and again\n\n`python -m benchmarks.soak --save`: {circumstances(args)}\n\n"
-        )
-        RESULTS.write_text(f"{text}{table}\n", encoding="utf-8")
+        command = f"python -m benchmarks.soak --steps {args.steps} --span {args.span} --seed {args.seed} --save"
+        text = f"# Runs that are killed again and again\n\n`{command}`: {circumstances()}\n\n{table}\n"
+        RESULTS.write_text(text, encoding="utf-8")
     sys.exit(failed)
 
 

@@ -9,16 +9,14 @@ from tunekit.run.carried import check_whole
 from tunekit.run.place import Place
 
 SAMPLE = (
-    "SFT LoRA, dropout, padded",
-    "SFT full, packed",
+    "SFT LoRA, packed, dropout",
     "SFT full, logged every third step",
     "SFT full, cut while saving",
     "SFT full, stream, second passage",
     "DPO full",
-    "GRPO LoRA, two iterations",
-    "SFT full, DDP",
-    "GRPO LoRA, DDP",
-    "SFT full, fsdp2",
+    "GRPO LoRA, DDP, two iterations",
+    "SFT full, DDP, SIGTERM",
+    "SFT LoRA, fsdp2, dropout",
 )
 
 
@@ -29,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SAMPLE], ids=lambda case: case.name)
 def test_a_run_that_was_cut_off_ends_as_the_one_that_was_not(case, folder):
-    assert played(case, folder).differences == []
+    assert played(case, folder) == []
 
 
 def test_the_sample_is_of_cases_that_are_there():

@@ -2,7 +2,8 @@
 
 A stream goes through the same steps as rows that are prepared before: they are checked, masked, cut and packed alike,
 a few hundred at a time. What needs all rows at once works on a window: rows are shuffled within a buffer, and packs
-filled from as many sequences as are at hand.
+filled from as many sequences as are at hand. A run that goes on reads the passage that it is in from its beginning, and
+leaves out what it had: the same rows come in the same order, and making those again takes as long as the first time.
 """
 
 import json

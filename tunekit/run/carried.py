@@ -135,6 +135,9 @@ class Carried:
         # Of micro-batches of another size they are generated anew.
         if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:
             trainer._buffered_inputs = carried["answers"]
+        if trainer.state.global_step >= trainer.state.max_steps:
+            # transformers does it within the first epoch, of which nothing is left.
+            trainer._load_rng_state(str(self.source))
         if self._reference_follows():
             from safetensors.torch import load_model
 
@@ -150,7 +153,6 @@ class Carried:
         """
         epoch, num_batches = self._begin(num_steps, steps_per_epoch, num_epochs, *others)
         if self.trainer.state.global_step >= num_steps:
-            self.trainer._load_rng_state(str(self.source))
             return num_epochs, 0
         if self.plan.recipe.data.streaming:
             return self.state["epoch"], self.state["steps_of_epoch"] * self.trainer.args.gradient_accumulation_steps
