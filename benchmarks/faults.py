@@ -176,9 +176,9 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
     yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
     yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
-    yield case(
-        f"{rank} is killed, one restart", "kill", recipe=("parallel.max_restarts=1",), ends="same",
-    )  # fmt: skip
+    # From the beginning: one that is stopped to be copied would be restarted too.
+    restarted: dict[str, Any] = {"recipe": ("parallel.max_restarts=1",), "begins": "made"}
+    yield case(f"{rank} is killed, one restart", "kill", ends="same", **restarted)
 
 
 def _full_disks(engine: Engine, prepared: Prepared) -> Iterator[Case]:
