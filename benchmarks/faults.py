@@ -173,7 +173,9 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     early = {"step": 0, "plan": (("patience_seconds", 20),)}
     yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | early))
     yield case(f"{rank} exits with code 3", "exit", says=(rank, "exit code 3"), within_seconds=HUNG_SECONDS)
+    # These are processes that are started anew, with each epoch too, which takes longer.
     worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
+    worker |= {"recipe": ("parallel.timeout_seconds=40",), "within_seconds": 2 * HUNG_SECONDS}
     yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
     yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
     # From the beginning: one that is stopped to be copied would be restarted too.
