@@ -30,19 +30,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faulted import (
-    BROKEN_SAVE,
-    BROKEN_STEP,
-    ENGINES,
-    EVAL_STEPS,
-    Bench,
-    Case,
-    Damage,
-    Engine,
-    Outcome,
-    Prepared,
-)
-from benchmarks.injected import PLACES, Fault, Happening
+from benchmarks.faulted import Bench, Case, Damage, Outcome
+from benchmarks.injected import PLACES, Fault
+from benchmarks.noticed import Happening
+from benchmarks.prepared import BROKEN_SAVE, BROKEN_STEP, ENGINES, EVAL_STEPS, Engine, Prepared
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.md"
@@ -182,12 +173,14 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     early = {"step": 0, "plan": (("patience_seconds", 20),)}
     yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | early))
     yield case(f"{rank} exits with code 3", "exit", says=(rank, "exit code 3"), within_seconds=HUNG_SECONDS)
+    # These are processes that are started anew, with each epoch too, which takes longer.
     worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
+    worker |= {"recipe": ("parallel.timeout_seconds=40",), "within_seconds": 2 * HUNG_SECONDS}
     yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
     yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
-    yield case(
-        f"{rank} is killed, one restart", "kill", recipe=("parallel.max_restarts=1",), ends="same",
-    )  # fmt: skip
+    # From the beginning: one that is stopped to be copied would be restarted too.
+    restarted: dict[str, Any] = {"recipe": ("parallel.max_restarts=1",), "begins": "made"}
+    yield case(f"{rank} is killed, one restart", "kill", ends="same", **restarted)
 
 
 def _full_disks(engine: Engine, prepared: Prepared) -> Iterator[Case]:

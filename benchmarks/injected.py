@@ -3,23 +3,16 @@
 A run is begun or gone on with as by `tunekit train` and `tunekit resume`, with two differences that make a case last
 seconds: the process is forked from one that has imported the libraries already, and so are those that it supervises.
 They are patched before; in one of them a fault happens once, at one of PLACES or after something is done to a file.
-
-What is done to files is heard from the kernel (inotify), so that it does not matter who writes them, in Python, C++ or
-Rust: each call of a C function is followed by a look at what the kernel has to tell. So a process is killed before it
-does anything else.
 """
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import math
 import os
 import signal
-import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,39 +22,17 @@ from typing import Any
 
 import psutil
 
+from benchmarks.noticed import Files, Happening
+
 PLACES = ("starting", "loading", "data", "forward", "backward", "optimizer", "evaluation", "result", "finished")
 """Where a fault can happen, in the order in which a run passes them: `forward`, `backward` and `optimizer` when that is
 done, and the others when it begins."""
-
-CREATE, CLOSE_WRITE, MOVED_FROM, MOVED_TO, DELETE, IS_FOLDER = 0x100, 0x8, 0x40, 0x80, 0x200, 0x40000000
-"""Flags of inotify(7)."""
-
-WORDS = {CREATE: "begun", CLOSE_WRITE: "written", MOVED_TO: "renamed", DELETE: "deleted"}
-"""What can be done to a file, by its flag."""
 
 WAIT_SECONDS = 60
 """How long a checkpoint may take to be there."""
 
 BALLAST = "ballast"
 """File in a run folder that fills its disk."""
-
-NOT_WATCHED = ("data", "errors", "ranks", "stacks")
-"""Folders of a run folder in which nothing lies that it goes on from."""
-
-
-@dataclass(frozen=True)
-class Happening:
-    """Something that was done to a file or a folder.
-
-    Attributes:
-        what: One of WORDS.
-        path: Which, in the run folder.
-        apart: Whether the process did something else before the next one, as far as Python can see.
-    """
-
-    what: str
-    path: str
-    apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,7 @@ class Fault:
         at: One of PLACES, or `file`.
         rank: The process in which it happens.
         step: The step in which it does; for files that with which their checkpoint is saved, and 0 for the result.
-        what: For files: what has just been done.
+        what: For files: what has just been done, one of `noticed.WORDS`.
         path: For files: to which, in the run folder. Otherwise what is to be there before it happens, for checkpoints
             may be written while training goes on.
         mark: A file that says that it has happened, for it does so once.
@@ -183,7 +154,7 @@ class Injection:
         self.fault = fault
         self.rank = 0
         self.step = 0
-        self._files: _Files | None = None
+        self._files: Files | None = None
 
     def patch(self) -> None:
         """Patch the libraries, in this process and those that are forked from it."""
@@ -243,7 +214,7 @@ class Injection:
         if self.rank == 0:
             _write(self.folder.parent / "before_training.json", contents_of(self.folder / "checkpoints"))
         if self.fault is not None and self.fault.at == "file" and self.fault.rank == self.rank:
-            self._files = _Files(self.folder, self._on_file)
+            self._files = Files(self.folder, self._on_file)
 
     def _on_maybe_save(self, trainer: Any) -> None:
         fault = self.fault
@@ -347,101 +318,6 @@ def around(
     called.__signature__ = signature(original)  # type: ignore[attr-defined]
     called.__name__, called.__doc__ = name, original.__doc__
     setattr(cls, name, called)
-
-
-class _Files:
-    """What is done to the files of a run.
-
-    Args:
-        folder: The run.
-        tell: Called with each happening once somebody listens.
-    """
-
-    def __init__(self, folder: Path, tell: Callable[[Happening], None]) -> None:
-        self._folder = folder
-        self._tell = tell
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._notices = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        assert self._notices >= 0, os.strerror(ctypes.get_errno())
-        self._watched: dict[int, Path] = {}
-        self._moved: dict[int, Path] = {}
-        self.happened: list[Happening] = []
-        self._watch(folder)
-
-    def listen(self) -> None:
-        """Look at what the kernel tells after each call of a C function, in this thread and those that it starts."""
-        self._read(tell=False)
-        threading.setprofile(self._look)
-        sys.setprofile(self._look)
-
-    def listen_no_more(self) -> None:
-        """Leave it."""
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-
-    def _look(self, frame: Any, event: str, argument: Any) -> None:
-        if event in ("c_return", "c_exception"):
-            self._read(tell=True)
-
-    def _read(self, *, tell: bool) -> None:
-        found: list[Happening] = []
-        while True:
-            try:
-                notices = os.read(self._notices, 1 << 16)
-            except BlockingIOError:
-                break
-            found += self._happenings(notices)
-        if not tell:
-            return
-        for number, happening in enumerate(found):
-            if number < len(found) - 1:
-                happening = Happening(happening.what, happening.path, apart=False)
-            self.happened.append(happening)
-            self._tell(happening)
-
-    def _happenings(self, notices: bytes) -> list[Happening]:
-        found, offset = [], 0
-        while offset < len(notices):
-            watch, flags, cookie, length = struct.unpack_from("iIII", notices, offset)
-            offset += 16 + length
-            name = notices[offset - length : offset].rstrip(b"\0").decode()
-            parent = self._watched.get(watch)
-            if parent is None or not name:
-                continue
-            path = parent / name
-            inner = path.relative_to(self._folder)
-            if inner.parts[0] in NOT_WATCHED or (len(inner.parts) == 1 and not flags & IS_FOLDER):
-                continue
-            if flags & IS_FOLDER:
-                self._follow(path, flags, cookie)
-            what = next((word for flag, word in WORDS.items() if flags & flag), None)
-            if what is not None:
-                found.append(Happening(what, inner.as_posix()))
-        return found
-
-    def _follow(self, folder: Path, flags: int, cookie: int) -> None:
-        if flags & CREATE:
-            self._watch(folder)
-        elif flags & MOVED_FROM:
-            self._moved[cookie] = folder
-        elif flags & MOVED_TO:
-            before = self._moved.pop(cookie, None)
-            if before is None:
-                self._watch(folder)
-                return
-            for watch, path in self._watched.items():
-                if path == before or before in path.parents:
-                    self._watched[watch] = folder / path.relative_to(before)
-
-    def _watch(self, folder: Path) -> None:
-        mask = CREATE | CLOSE_WRITE | MOVED_FROM | MOVED_TO | DELETE
-        watch = self._libc.inotify_add_watch(self._notices, os.fsencode(folder), mask)
-        if watch < 0:
-            return  # It is gone again.
-        self._watched[watch] = folder
-        for inner in folder.iterdir():
-            if inner.is_dir() and inner.name not in NOT_WATCHED:
-                self._watch(inner)
 
 
 def contents_of(folder: Path) -> dict[str, str]:

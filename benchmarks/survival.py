@@ -37,8 +37,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.faulted import started
 from benchmarks.injected import Forked, around
+from benchmarks.prepared import started
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.probe.hardware import probe_hardware
 

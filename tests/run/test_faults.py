@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks.faulted import ENGINES, Bench
+from benchmarks.faulted import Bench
 from benchmarks.faults import GROUPS, cases_of
+from benchmarks.prepared import ENGINES
 
 
 @pytest.fixture(scope="module")
