@@ -19,6 +19,7 @@ anything was otherwise. On two idle cores it takes some 20 minutes; disks are mo
 
 import argparse
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -285,10 +286,13 @@ def main() -> None:
                 continue
             outcomes.append((case, bench.run(case)))
             print(line(*outcomes[-1]), flush=True)
-    print("\n".join(summary(outcomes)), f"see {folder}", sep="\n")
+    failed = any(outcome.problems for _, outcome in outcomes)
+    print(*summary(outcomes), *([f"those that fail lie in {folder}"] if failed else []), sep="\n")
+    if not failed and args.folder is None:
+        shutil.rmtree(folder)
     if args.save:
         RESULTS.write_text(document(outcomes), encoding="utf-8")
-    sys.exit(1 if any(outcome.problems for _, outcome in outcomes) else 0)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -208,15 +208,15 @@ class Injection:
             self.come_to("finished")
 
         worker.work = work_here
-        _around(Trainer, "__init__", before=lambda trainer: self.come_to("loading"))
-        _around(Trainer, "get_batch_samples", before=self._on_data)
-        _around(SFTTrainer, "compute_loss", after=lambda trainer, loss: self.come_to("forward", loss))
-        _around(Accelerator, "backward", after=lambda accelerator, none: self.come_to("backward"))
-        _around(CallbackHandler, "on_optimizer_step", before=lambda handler: self.come_to("optimizer"))
-        _around(SFTTrainer, "prediction_step", before=lambda trainer: self.come_to("evaluation"))
-        _around(CallbackHandler, "on_train_begin", after=lambda handler, control: self._on_train_begin())
-        _around(Trainer, "_maybe_log_save_evaluate", before=self._on_maybe_save)
-        _around(CallbackHandler, "on_train_end", after=lambda handler, control: self._on_train_end())
+        around(Trainer, "__init__", before=lambda trainer: self.come_to("loading"))
+        around(Trainer, "get_batch_samples", before=self._on_data)
+        around(SFTTrainer, "compute_loss", after=lambda trainer, loss: self.come_to("forward", loss))
+        around(Accelerator, "backward", after=lambda accelerator, none: self.come_to("backward"))
+        around(CallbackHandler, "on_optimizer_step", before=lambda handler: self.come_to("optimizer"))
+        around(SFTTrainer, "prediction_step", before=lambda trainer: self.come_to("evaluation"))
+        around(CallbackHandler, "on_train_begin", after=lambda handler, control: self._on_train_begin())
+        around(Trainer, "_maybe_log_save_evaluate", before=self._on_maybe_save)
+        around(CallbackHandler, "on_train_end", after=lambda handler, control: self._on_train_end())
 
     def come_to(self, place: str, value: Any = None) -> Any:
         """Let the fault happen, if this is where; returns the value, or another where the fault changes it."""
@@ -325,7 +325,7 @@ def _data_worker() -> psutil.Process:
     return next(child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
 
 
-def _around(
+def around(
     cls: type,
     name: str,
     before: Callable[[Any], object] | None = None,

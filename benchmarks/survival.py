@@ -1,18 +1,21 @@
 """What it costs to survive: time of a step with checkpoints and with each thing that watches a run, beside without.
 
-    python -m benchmarks.survival [--repeats N] [--steps N] [--hidden N] [--batch N] [--only WORD ...] [--save]
+    python -m benchmarks.survival [--repeats N] [--steps N] [--hidden N] [--batch N] [--only WORDS] [--save]
 
 Each comparison is of two runs of one recipe: full fine-tuning of a small Llama in float32 on a processor, one thread in
 each process. They take turns, the one with first in every second turn, and each ratio is that of the two runs of a
-turn; the table gives the median over the turns with the lowest and the highest. A run's time of a step is that from
-the end of its first tenth to its last logged step, divided by the steps: evaluations there are none, and what a
-checkpoint makes it wait is in it.
+turn; the table gives the median over the turns with the lowest and the highest. The time of a step is that from the
+end of the third step to the end of the last but one, by the main process's clock, divided by the steps: what a
+checkpoint makes it wait is in it, and evaluations there are none. `processor` is the same ratio of the time that its
+threads had a processor, which other programs on the machine change less, but in which no waiting is.
 
-What the model is decides what a checkpoint costs in steps: its bytes and the time of a step are told too. No figure
-here is one of an accelerator.
+What a checkpoint makes the training wait is told as a run tells it, as a share of the time between two checkpoints. In
+how many steps it is told depends on the model: its bytes and the time of a step stand beside. What is switched off is
+so in the processes of this program alone. No figure here is one of an accelerator.
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,12 +38,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faulted import started
-from benchmarks.injected import Forked
+from benchmarks.injected import Forked, around
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
+NUM_WARM = 3
+"""Steps at the beginning of a run that are not counted: buffers are allocated, and one is traced."""
+
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate", "deepspeed")
 
 
@@ -66,13 +73,13 @@ class Measured:
 
     Attributes:
         step_seconds: Time of a step, with what comes between steps.
-        alone_seconds: The median step, without what comes between steps.
+        processor_seconds: Of that, what its threads had a processor.
         wait_seconds: How long the training waited for a checkpoint; median, None without checkpoints.
         checkpoint_bytes: What one takes.
     """
 
     step_seconds: float
-    alone_seconds: float
+    processor_seconds: float
     wait_seconds: float | None
     checkpoint_bytes: int | None
 
@@ -93,7 +100,29 @@ def _no_thread(*names: str) -> Callable[[], None]:
     return switch_off
 
 
-OFF: dict[str, Callable[[], None]] = {"heart": _no_thread("heart", "watchdog")}
+def _nothing(*names: str, result: Any = None) -> Callable[[], None]:
+    """Functions of these names, `module:name` or `module:class.name`, do nothing."""
+
+    def switch_off() -> None:
+        for name in names:
+            module, _, path = name.partition(":")
+            *owners, function = path.split(".")
+            owner: Any = importlib.import_module(module)
+            for inner in owners:
+                owner = vars(owner)[inner]
+            if function not in vars(owner):
+                raise LookupError(f"there is no {name} any more")
+            setattr(owner, function, lambda *args, **kwargs: result)
+
+    return switch_off
+
+
+OFF: dict[str, Callable[[], None]] = {
+    "signs of life": _no_thread("heart", "watchdog"),
+    "positions": _nothing("tunekit.run.worker:follow", "tunekit.run.worker:follow_layers", result=[]),
+    "guard": _nothing("tunekit.run.guard:Guard._watch"),
+    "agreement": _nothing("tunekit.run.boundary:Boundary._decide", result=False),
+}
 """What can be switched off, by name."""
 
 DDP, FSDP2 = {"num_processes": 2, "strategy": "ddp"}, {"num_processes": 2, "strategy": "fsdp2"}
@@ -107,8 +136,16 @@ COMPARISONS: dict[str, tuple[Way, Way]] = {
         Way({"save_steps": 10}, FSDP2, {"saving": {"in_background": False}}),
     ),
     "a supervisor, one process": (Way({}, {"max_restarts": 1}), Way()),
-    "signs of life and the watchdog, one process": (Way(), Way(without="heart")),
-    "signs of life and the watchdog, DDP x2": (Way({}, DDP), Way({}, DDP, without="heart")),
+    **{
+        f"{words}, {where}": (Way({}, parallel), Way({}, parallel, without=name))
+        for name, words in (
+            ("signs of life", "signs of life and the watchdog"),
+            ("positions", "layers that tell where they are"),
+            ("guard", "a look at each loss and gradient"),
+            ("agreement", "an agreement after each step whether to end"),
+        )
+        for where, parallel in (("one process", {}), ("DDP x2", DDP))
+    },
 }
 """Each with and without."""
 
@@ -118,6 +155,8 @@ def run_way(folder: str, without: str) -> None:
     with (Path(folder).parent / "output.txt").open("ab") as output:
         for number in (1, 2):
             os.dup2(output.fileno(), number)
+    from transformers.trainer_callback import CallbackHandler
+
     from tunekit.run import group
     from tunekit.run.launch import launch
     from tunekit.run.run import Run
@@ -125,7 +164,25 @@ def run_way(folder: str, without: str) -> None:
     group.subprocess.Popen = Forked  # type: ignore[misc]
     if without:
         OFF[without]()
+    around(CallbackHandler, "on_step_end", after=_Clock(Path(folder).parent / "clock.jsonl").tell)
     launch(Run(folder))
+
+
+class _Clock:
+    """Writes down when a step of the main process ended, in seconds of the clock and of its threads.
+
+    Args:
+        file: Where.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def tell(self, handler: Any, control: Any) -> None:
+        """A step has ended."""
+        if os.environ.get("RANK", "0") == "0":
+            with self._file.open("a") as stream:
+                stream.write(json.dumps([time.perf_counter(), time.process_time()]) + "\n")
 
 
 def make_run(recipe: dict[str, Any], planned: dict[str, Any]) -> None:
@@ -178,22 +235,22 @@ class Bench:
         }
         _in_process(make_run, recipe, way.plan)
         _in_process(run_way, str(folder / "run"), way.without)
-        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
-        measured = measured_in([json.loads(line) for line in lines])
+        measured = _measured(folder)
         shutil.rmtree(folder)
         return measured
 
 
-def measured_in(events: list[dict[str, Any]]) -> Measured:
-    """What the events of a run tell."""
-    logs = [event for event in events if event["event"] == "log"]
-    first = len(logs) // 10
-    seconds = (logs[-1]["time"] - logs[first]["time"]) / (len(logs) - 1 - first)
+def _measured(folder: Path) -> Measured:
+    """What a run tells that has ended."""
+    clock = [json.loads(line) for line in (folder / "clock.jsonl").read_text().splitlines()]
+    first, last = clock[NUM_WARM - 1], clock[-2]
+    num = len(clock) - 1 - NUM_WARM
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     # The last one is that of the end, behind the last step.
     saved = [event for event in events if event["event"] == "checkpoint"][:-1]
     return Measured(
-        step_seconds=seconds,
-        alone_seconds=statistics.median(event["step_seconds"] for event in logs[first:]),
+        step_seconds=(last[0] - first[0]) / num,
+        processor_seconds=(last[1] - first[1]) / num,
         wait_seconds=statistics.median(event["wait_seconds"] for event in saved) if saved else None,
         checkpoint_bytes=saved[-1]["bytes"] if saved else None,
     )
@@ -206,41 +263,61 @@ def _in_process(function: Callable[..., None], *args: Any) -> None:
         raise SystemExit(f"{function.__name__}: exit code {process.exitcode}")
 
 
-def compared(turns: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:
-    """The figures of a comparison, medians over its turns."""
-    ratios = [one.step_seconds / other.step_seconds for one, other in turns]
+def compared(turns: Sequence[tuple[Measured, Measured]], save_steps: int | None) -> dict[str, Any]:
+    """The figures of a comparison, medians over its turns.
+
+    Args:
+        turns: The runs with and without.
+        save_steps: Steps between two checkpoints in those with.
+    """
+    ratios = sorted(one.step_seconds / other.step_seconds for one, other in turns)
+    processor = sorted(one.processor_seconds / other.processor_seconds for one, other in turns)
     found: dict[str, Any] = {
         "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
+        "lowest": ratios[0],
+        "highest": ratios[-1],
+        "processor_ratio": statistics.median(processor),
+        "lowest_processor_ratio": processor[0],
+        "highest_processor_ratio": processor[-1],
         "step_seconds": statistics.median(one.step_seconds for one, _ in turns),
         "step_seconds_without": statistics.median(other.step_seconds for _, other in turns),
     }
-    for number, name in enumerate(("wait_seconds", "wait_seconds_without")):
+    for number, end in enumerate(("", "_without")):
         waits = [turn[number].wait_seconds for turn in turns]
-        if None not in waits:
-            found[name] = statistics.median(waits)  # type: ignore[type-var]
-            found["checkpoint_bytes"] = turns[0][number].checkpoint_bytes
+        if save_steps is not None and None not in waits:
+            wait = statistics.median(seconds for seconds in waits if seconds is not None)
+            steps = statistics.median(turn[number].step_seconds for turn in turns)
+            found |= {
+                f"wait_seconds{end}": wait,
+                # The wait is in the time of the steps.
+                f"wait_share{end}": wait / (save_steps * steps),
+                "checkpoint_bytes": turns[0][number].checkpoint_bytes,
+            }
     return found
 
 
 def show(table: dict[str, dict[str, Any]]) -> None:
     """Print the table."""
-    shown = Table("with", caption="ratio: time of a step with, to that without; medians")
-    for column in ("ratio", "lowest to highest", "step", "step without", "wait for a checkpoint", "its size"):
+    shown = Table("with", caption="each ratio: with to without; where both have checkpoints, waits of both")
+    for column in ("ratio", "processor", "step", "without", "wait", "share", "checkpoint"):
         shown.add_column(column, justify="right")
     for name, row in table.items():
-        waits = [f"{row[key] * 1e3:.0f} ms" for key in ("wait_seconds", "wait_seconds_without") if key in row]
+        ends = [end for end in ("", "_without") if f"wait_seconds{end}" in row]
         shown.add_row(
             name,
-            f"{row['ratio']:.3f}",
-            f"{row['lowest']:.3f} to {row['highest']:.3f}",
-            f"{row['step_seconds'] * 1e3:.1f} ms",
-            f"{row['step_seconds_without'] * 1e3:.1f} ms",
-            " / ".join(waits),
-            f"{row['checkpoint_bytes'] / 2**20:.0f} MiB" if waits else "",
+            _spread(row["ratio"], row["lowest"], row["highest"]),
+            _spread(row["processor_ratio"], row["lowest_processor_ratio"], row["highest_processor_ratio"]),
+            f"{row['step_seconds'] * 1e3:.0f} ms",
+            f"{row['step_seconds_without'] * 1e3:.0f} ms",
+            " / ".join(f"{row[f'wait_seconds{end}'] * 1e3:.0f} ms" for end in ends),
+            " / ".join(f"{row[f'wait_share{end}']:.1%}" for end in ends),
+            f"{row['checkpoint_bytes'] / 2**20:.0f} MiB" if ends else "",
         )
-    Console(width=160).print(shown)
+    Console(width=180).print(shown)
+
+
+def _spread(value: float, lowest: float, highest: float) -> str:
+    return f"{value:.3f} ({lowest:.3f} to {highest:.3f})"
 
 
 def circumstances() -> dict[str, Any]:
@@ -261,8 +338,8 @@ def main() -> None:
     """Measure, print the table, and with `--save` keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns of each comparison (5)")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a run (50)")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the model (256)")
+    parser.add_argument("--steps", type=int, default=50, help="steps of a run, six or more (50)")
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model (128)")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step (8)")
     parser.add_argument("--only", default="", help="comparisons in whose names this occurs")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
@@ -282,7 +359,7 @@ def main() -> None:
                 ratio = first.step_seconds / second.step_seconds
                 print(f"turn {turn + 1} of {args.repeats}, {name}: {ratio:.3f}", file=sys.stderr, flush=True)
 
-    table = {name: compared(found) for name, found in turns.items()}
+    table = {name: compared(found, chosen[name][0].train.get("save_steps")) for name, found in turns.items()}
     where = circumstances()
     print(f"commit {where['commit']}, {where['date']}, {where['machine']}, load {where['load'][0]:.1f}")
     show(table)

@@ -3,8 +3,10 @@
 A user's processes are started by torchrun, which tests of the launch do too. What is computed is the same.
 """
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -81,8 +83,9 @@ def _call(pipe: Connection, environment: dict[str, Any], function: Callable[...,
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port of this machine that nobody listens on: below those that the system gives to whoever connects."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

@@ -6,7 +6,7 @@ print what these functions return.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from rich.console import Console, Group, RenderableType
@@ -43,6 +43,9 @@ PLAIN_LINES = 20
 
 MAX_RANKS = 8
 """Processes of which a summary tells one by one."""
+
+NOTABLE_SHARE = 0.05
+"""Share of a run's time from which on a summary tells what checkpoints cost."""
 
 BAR_COLUMNS = 40
 """Columns of a live line that are not figures: the step, a short bar, and the time."""
@@ -245,11 +248,26 @@ def summary(result: Event, run: Run) -> RenderableType:
         traced = [rank for rank in ranks if rank.get("communication_step") is not None]
         if traced:
             table.add_row("exchanges", _exchange_words(traced))
+    if result.get("checkpoints") is not None:
+        for label, words in _checkpoint_rows(result["checkpoints"], result["seconds"]):
+            table.add_row(label, words)
     sizes = [rank["peak_memory_bytes"] for rank in ranks] or [result["peak_memory_bytes"]]
     peak = gib(max(sizes)) if len(sizes) == 1 else f"{gib(min(sizes))} to {gib(max(sizes))} in each process"
     table.add_row("peak memory", f"{peak} (planned {gib(result['planned_memory_bytes'])})")
     table.add_row("model", result["model"])
     return Group("", table, *samples_table(run), *contrast_table(run))
+
+
+def _checkpoint_rows(found: Event, seconds: float) -> Iterator[tuple[str, str]]:
+    """The best evaluation, and what checkpoints cost where that is a notable share of the run."""
+    best = found["best"]
+    if best is not None:
+        yield "best", f"{best['metric']} {best['value']:.4f} at step {best['step']:,}"
+    share = found["wait_seconds"] / seconds if seconds else 0.0
+    if share >= NOTABLE_SHARE:
+        each = gib(found["bytes"] / found["num"])
+        waited = f"training waited {duration(found['wait_seconds'])} for them, {share:.0%} of the time"
+        yield "checkpoints", f"{found['num']} of {each} each; {waited}"
 
 
 def _time_words(result: Event) -> str:

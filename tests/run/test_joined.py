@@ -238,7 +238,7 @@ def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspac
         ]
         try:
             ended_once(workspace / "elastic", 1, 20, agents)
-            codes = [process.wait(200) for process in agents]
+            codes = [process.wait(400) for process in agents]
         finally:
             for process in agents:
                 process.kill()

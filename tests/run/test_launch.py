@@ -1,7 +1,6 @@
 """The life of a group of processes on one machine: what ends it, what is said of it, and that nothing is left."""
 
 import contextlib
-import json
 import os
 import pty
 import select
@@ -363,18 +362,9 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_and_named(here):
     assert tunekit.resume(run).state == "finished"
     (resumed,) = [event for event in run.events() if event["event"] == "resume"]
     assert resumed["step"] == 2
-    assert resumed["skipped"] == [f"checkpoint-4: model.safetensors has {size - 1:,} bytes instead of {size:,}"]
+    fault = f"model.safetensors has {size - 1:,} bytes instead of {size:,}"
+    assert resumed["skipped"] == [f"checkpoint-4: {fault}; kept as checkpoint-4.bad"]
     assert losses(run) == losses(whole)
-
-
-def test_a_manifest_names_every_file_and_is_the_last(here):
-    run = tunekit.train("double.yaml", ["output.name=manifest"])
-    folder = newest_complete(run.path).path
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    files = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json"}
-    assert manifest == {"step": 6, "num_processes": 1, "strategy": "single", "files": files}
-    (folder / "manifest.json").unlink()
-    assert newest_complete(run.path).skipped == ("checkpoint-6: not written to its end",)
 
 
 def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
@@ -383,7 +373,7 @@ def test_what_cannot_be_resumed_is_refused_with_what_to_do(here):
     alive = api.make_run("double.yaml", ["output.name=alive"])
     empty.update_status(phase="failed")
     for run, words in (
-        (finished, "is finished; `tunekit train` makes another run"),
+        (finished, f"is finished, after 6 steps; ask for more: tunekit resume {finished.path} train.max_steps=12"),
         (empty, f"has no complete checkpoint to go on from; begin anew: tunekit train {empty.path / 'recipe.yaml'}"),
         (
             alive,

@@ -1,5 +1,6 @@
 """Checkpoints are whole or do not count, the newest and the best are kept, and a full disk loses none of them."""
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import tunekit
+import tunekit.run.save
 from tests.processes import in_processes
 from tests.run.engines import made, work_in, worked
 from tests.tiny import save_chats, save_tiny_model
@@ -268,9 +270,9 @@ def work_on_a_disk_that_is_full(path):
     ("num", "parallel"),
     [
         (1, {}),
-        (2, {"strategy": "ddp"}),
-        (2, {"strategy": "fsdp2"}),
-        (2, {"strategy": "zero2"}),
+        pytest.param(2, {"strategy": "ddp"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "fsdp2"}, marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.slow),
         (2, {"strategy": "zero3"}),
     ],
     ids=["single", "ddp", "fsdp2", "zero2", "zero3"],
@@ -348,3 +350,25 @@ def weights_in(checkpoint, strategy):
 
     dcp_to_torch_save(checkpoint / "pytorch_model_fsdp_0", checkpoint.parent / "whole.pt")
     return torch.load(checkpoint.parent / "whole.pt", weights_only=True)["model"]
+
+
+def test_a_result_that_could_not_be_written_leaves_nothing_half_and_is_written_by_going_on(folder, monkeypatch):
+    run = Run(made(recipe_for(folder, {"max_steps": 2}, evaluates=False)))
+    save = tunekit.run.save.save_model
+
+    def fill_the_disk(trainer, plan, to):
+        save(trainer, plan, to)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(to / "model.safetensors"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tunekit.run.save, "save_model", fill_the_disk)
+        with pytest.raises(RunError, match=r"the result could not be written: model\.safetensors: No space") as told:
+            worked(run.path)
+    assert "checkpoint-2 is whole" in told.value.problem and "tunekit resume" in told.value.hint
+    assert not run.model_path.exists() and not (run.path / ".saving-model").exists()
+    worked(run.path)
+    assert run.state == "finished"
+    # Nothing was trained again: what was saved is what is there.
+    assert [event["step"] for event in events(run, "log")] == [1, 2]
+    kept = load_file(run.path / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    torch.testing.assert_close(load_file(run.model_path / "model.safetensors"), kept, rtol=0, atol=0)

@@ -11,7 +11,7 @@ from tests.security.entries import ENTRIES
 from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
 from tunekit.errors import DataError, RunError, TunekitError
-from tunekit.run.checkpoint import complete
+from tunekit.run.checkpoint import MANIFEST, as_written, files_in, manifest_of
 from tunekit.run.pickles import check_states, load_states
 
 STATES = (
@@ -73,16 +73,7 @@ def test_what_deepspeed_saves_is_opened_whole(tmp_path):
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    scaler = DynamicLossScaler(
-        init_scale=2**16,
-        scale_factor=2,
-        scale_window=1000,
-        min_scale=1,
-        delayed_shift=1,
-        consecutive_hysteresis=False,
-        raise_error_at_min_scale=True,
-        dtype=torch.float16,
-    )
+    scaler = DynamicLossScaler(2**16, 1000, 1, 1, False, dtype=torch.float16)
     state = {
         "scaler": scaler,
         "none": LossScaler(1.0),
@@ -197,7 +188,10 @@ def test_a_run_with_a_planted_state_is_not_gone_on_with(name, kind, finished, tm
         (checkpoint / name).write_bytes(KINDS[kind](sentinel))
         (checkpoint / "training_args.bin").write_bytes(pickles.zipped(sentinel))
         # As whoever planted it would do.
-        complete(checkpoint, run.plan, step=int(checkpoint.name.rpartition("-")[2]))
+        manifest = manifest_of(checkpoint)
+        files = {file: as_written(checkpoint / file) for file in files_in(checkpoint)}
+        fitting = manifest.model_copy(update={"files": files}).model_dump(mode="json")
+        (checkpoint / MANIFEST).write_text(json.dumps(fitting))
     with pytest.raises(RunError, match=name):
         api.resume(run)
     assert run.state == "failed"

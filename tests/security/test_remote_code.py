@@ -11,7 +11,7 @@ from tests.tiny import save_chats, save_tiny_model
 from tunekit import api
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, TunekitError
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.run.checkpoint import complete
+from tunekit.run.launch import launch
 from tunekit.run.origin import read_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -165,14 +165,10 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
 def test_a_plan_sets_no_variable_that_loads_other_code(name, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = api.make_run(recipe_for(workspace, str(workspace / "plain")))
-    plan_before = run.plan
     plan = yaml.safe_load((run.path / "plan.yaml").read_text())
     (run.path / "plan.yaml").write_text(yaml.safe_dump(plan | {"environment": {name: "/tmp/x"}}))
-    run.update_status(phase="failed")
-    (run.path / "checkpoints" / "checkpoint-1").mkdir(parents=True)
-    complete(run.path / "checkpoints" / "checkpoint-1", plan_before, step=1)
     with pytest.raises(PlanError, match=name):
-        api.resume(run)
+        launch(run)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +244,7 @@ def test_a_chat_template_that_does_not_end_is_ended_and_named(verb, workspace, t
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workspace / "plain", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(ENDLESS)
-    with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template takes more than 0 s for this row"):
+    with pytest.raises(DataError, match="the chat template takes more than 0 s"):
         verb(recipe_for(workspace, str(tmp_path / "model")))
 
 

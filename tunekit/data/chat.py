@@ -425,7 +425,9 @@ def _training_version(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     from trl import get_training_chat_template
 
     try:
-        return cast(str | None, get_training_chat_template(tokenizer))
+        # It tries what the template does with tools.
+        with template_in_time("a first conversation"):
+            return cast(str | None, get_training_chat_template(tokenizer))
     except ValueError:
         return None
 

@@ -29,7 +29,7 @@ def template_in_time(place: str) -> Iterator[None]:
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise DataError(
-            f"{place}: the chat template takes more than {ROW_SECONDS:.0f} s for this row",
+            f"{place}: the chat template takes more than {ROW_SECONDS:.0f} s",
             hint="see whether it ends at all, or set model.chat_template",
         )
 

@@ -95,9 +95,16 @@ def saving_of(
         spare_bytes: Main memory that each process may still take; None where that is not known.
 
     Raises:
-        PlanError: The recipe names a measure of evaluations that there are not.
+        PlanError: The recipe names a measure of evaluations that there are not, or of which nothing would be kept.
     """
     metric, greater = metric_of(recipe, data)
+    if layout.why_not_resumed is not None:
+        if recipe.train.metric_for_best_model is not None:
+            raise PlanError(
+                f"train.metric_for_best_model: {layout.name} keeps no checkpoints: {layout.why_not_resumed}",
+                hint="leave it out, or choose another layout",
+            )
+        metric, greater = None, False
     size = checkpoint_bytes(recipe, model, layout, dtype)
     fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes
     kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1

@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict, dataclass
 
+from tunekit.errors import RunError
+from tunekit.run.checkpoint import CHECKPOINTS
 from tunekit.run.run import Run
 
 CONTINUATION = "resume.json"
@@ -32,9 +34,17 @@ def write_continuation(run: Run, continuation: Continuation) -> None:
 
 
 def read_continuation(run: Run) -> Continuation:
-    """How a run was gone on with last; of one that never was, nothing."""
+    """How a run was gone on with last; of one that never was, nothing.
+
+    Raises:
+        RunError: It names something outside the run.
+    """
     try:
         said = json.loads((run.path / CONTINUATION).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Continuation()
-    return Continuation(said["step"], tuple(said["changes"]), said["weights"])
+    weights = said["weights"]
+    checkpoints = (run.path / CHECKPOINTS).resolve()
+    if weights is not None and not (run.path / weights).resolve().is_relative_to(checkpoints):
+        raise RunError(f"{run.path / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
+    return Continuation(said["step"], tuple(said["changes"]), weights)

@@ -22,7 +22,8 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
   `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.run.communication`). Part of it
   may overlap with computing; `exposed_share` (on CUDA) does not
-- `warning`: `message`; for a process that the others wait for, its `rank` and `node`; for what is told from the
+- `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
+  stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
   figures of several steps, its name as `trend` (see `tunekit.run.trends`)
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory

@@ -4,6 +4,9 @@ A step that was not finite is left out when it comes again (see `tunekit.run.gua
 memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
 """
 
+import shutil
+from pathlib import Path
+
 from tunekit.errors import MemoryShortError, RollbackError
 from tunekit.planner.plan import Plan
 from tunekit.planner.shortage import with_half_the_batch
@@ -43,17 +46,21 @@ def goes_back(run: Run, record: Record, error: Exception) -> bool:
 
 def _with_less(run: Run) -> Plan | None:
     """The plan that is tried where memory ran out, written into the folder; None where there is none, or was one."""
-    earlier = run.path / EARLIER_PLAN
-    if earlier.exists():
+    earlier, plan = run.path / EARLIER_PLAN, run.plan
+    # A plan that was made anew since, for an edited recipe, is another one.
+    if earlier.exists() and plan.micro_batch_size < _read(earlier, plan.recipe).micro_batch_size:
         return None
-    plan = run.plan
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
     smaller = with_half_the_batch(plan, probe_model(plan.recipe.model), teacher)
     if smaller is None:
         return None
-    (run.path / "plan.yaml").replace(earlier)
     draft = run.path / ".plan.yaml"
     draft.write_text(smaller.to_yaml(), encoding="utf-8")
+    shutil.copy2(run.path / "plan.yaml", earlier)
     draft.replace(run.path / "plan.yaml")
     return smaller
+
+
+def _read(path: Path, recipe: Recipe) -> Plan:
+    return Plan.from_yaml(path.read_text(encoding="utf-8"), recipe)

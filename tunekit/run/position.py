@@ -1,7 +1,7 @@
 """Where a process is in a run, as its trainer and the layers of its model tell its heart.
 
-What is told is kept in memory: a mark takes less than a microsecond, and a step has a few of them for each layer
-(`benchmarks/supervision.py`). Layers tell in the forward pass, and through their outputs in the backward pass, so that
+What is told is kept in memory: a mark takes about a microsecond, and a step has a few of them, and two moves for each
+layer. Layers tell in the forward pass, and through their outputs in the backward pass, so that
 one pass through a model that takes minutes is not taken for one that stands still.
 """
 

@@ -5,6 +5,7 @@ follows, replaces the recipe and the plan and keeps the earlier ones. The proces
 the newest checkpoint; what else they are to know stands in `resume.json`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,7 @@ def decide(
         TunekitError: It cannot, or not so.
     """
     _check_ended(run)
+    _check_writable(run)
     found, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
     before = _recipe_of(run, found)
     saved = _plan_of(run, found, before)
@@ -168,6 +170,15 @@ def _check_ended(run: Run) -> None:
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
             hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
         )
+
+
+def _check_writable(run: Run) -> None:
+    for folder in (run.path, run.path / CHECKPOINTS):
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise RunError(
+                f"{folder} cannot be written: it is read-only, or another user's",
+                hint=f"let it be written, or copy {run.path} to where it can be and resume it there",
+            )
 
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:

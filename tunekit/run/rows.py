@@ -147,7 +147,9 @@ class Rows:
             if "position_ids" in batch:
                 starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
             for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
-                yield f"a row that begins {self._decoded(ids[start:end].tolist())!r}"
+                words = self._decoded(ids[start:end].tolist())
+                if words:  # an empty one fills a step
+                    yield f"a row that begins {words!r}"
 
     def _decoded(self, ids: Iterable[int]) -> str:
         tokenizer = self._trainer.processing_class

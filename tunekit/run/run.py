@@ -2,6 +2,7 @@
 
     recipe.yaml    the complete recipe, defaults filled in and paths absolute
     plan.yaml      the plan with its reasons
+    recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
     status.json    phase, step, process, and why it ended
     job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -126,7 +127,7 @@ class _Left:
         if status["host"] == here:
             if not is_over:
                 self._see(status["pid"], status["identity"], _supervised_by)
-            elif not any(beat["pid"] == status["pid"] for beat in beats):
+            elif not any(beat["pid"] == status["pid"] for beat in beats) and not _is_tunekit(status["pid"]):
                 # A program that goes on with something else, such as a notebook.
                 self._seen.pop(status["pid"], None)
         for beat in beats:
@@ -185,6 +186,14 @@ def _started_by(pid: int, since: float) -> Iterator[psutil.Process]:
     """All processes that one has started since then, and these have."""
     with contextlib.suppress(psutil.NoSuchProcess):
         yield from (one for one in psutil.Process(pid).children(recursive=True) if one.create_time() >= since - 1)
+
+
+def _is_tunekit(pid: int) -> bool:
+    """Whether a process does nothing but what tunekit does."""
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process(pid).cmdline()[1:4]
+        return any(Path(word).name == "tunekit" or word.startswith("tunekit.") for word in words)
+    return False
 
 
 def _supervised_by(pid: int) -> Iterator[psutil.Process]:

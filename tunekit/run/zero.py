@@ -238,6 +238,10 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
 def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
     """Have an engine write its files through a function, which is given its own, the states and the path.
 
+    DeepSpeed can write in another process itself, which is not used: that one ends with the next update of the weights
+    at the latest, needs asynchronous access to the disk that is compiled at first use, and leaves a file out without a
+    word where the process is gone (deepspeed 0.19, `DecoupledCheckpointEngine`).
+
     It writes neither its scripts into a checkpoint nor the name of the folder that it took, which `write_latest` does:
     both are written by the main process alone between exchanges of all.
     """

@@ -1,0 +1,108 @@
+"""What a run writes to disk, worked out by hand for a model of 8 billion weights."""
+
+import pytest
+
+from tests.planner.shapes import LAPTOP, LLAMA_8B
+from tunekit.errors import PlanError
+from tunekit.planner.facts import DataFacts
+from tunekit.planner.machines import find_machine
+from tunekit.planner.resolve import resolve
+from tunekit.planner.storage import check_disk
+from tunekit.recipe.schema import Recipe
+
+WEIGHTS = LLAMA_8B.num_params
+TOKENIZER = 128 * LLAMA_8B.vocab_size
+GIB = 2**30
+
+
+def planned(machine="8xh100", *, num_eval=None, free=None, main_memory=0, **sections):
+    asked = {"model": "m", "data": {"train": "x", "max_length": 1024}, "adapter": "full", **sections}
+    asked["train"] = {"global_batch_size": 64, "max_steps": 100, **sections.get("train", {})}
+    hardware = find_machine(machine).hardware().model_copy(update={"disk_free_bytes": free})
+    if main_memory:
+        sizes = {"memory_free_bytes": main_memory, "memory_total_bytes": main_memory}
+        hardware = hardware.model_copy(update={"cpu": LAPTOP.cpu.model_copy(update=sizes)})
+    data = DataFacts(num_train=1000, num_eval=num_eval)
+    return resolve(Recipe.model_validate(asked), hardware, LLAMA_8B, data)
+
+
+def reason(plan, topic):
+    (found,) = [reason for reason in plan.reasons if reason.topic == topic]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bytes_per_weight"),
+    [
+        # Weights and the two moments of Adam, in float32.
+        ("fsdp2", 4 + 8),
+        # What is computed with, as a model; float32 copies; moments.
+        ("zero3", 2 + 4 + 8),
+        # What is computed with twice: as a model, and as DeepSpeed goes on with it.
+        ("zero2", 2 * 2 + 4 + 8),
+    ],
+)
+def test_a_checkpoint_takes_weights_and_states(strategy, bytes_per_weight):
+    saving = planned(parallel={"strategy": strategy}).saving
+    assert saving.checkpoint_bytes == pytest.approx(bytes_per_weight * WEIGHTS + TOKENIZER, rel=1e-4)
+    assert saving.result_bytes == 4 * WEIGHTS + TOKENIZER
+    # The newest two and the one that is being written.
+    assert saving.run_bytes == 3 * saving.checkpoint_bytes + saving.result_bytes
+
+
+def test_the_best_is_kept_besides_and_a_limit_counts():
+    saving = planned(num_eval=10, train={"save_total_limit": 5}).saving
+    assert saving.run_bytes == 7 * saving.checkpoint_bytes + saving.result_bytes
+    assert (saving.metric_for_best_model, saving.greater_is_better) == ("eval_loss", False)
+
+
+def test_an_adapter_takes_little_and_is_told_so():
+    saving = planned("1xh100", adapter={"type": "lora", "rank": 8}).saving
+    assert saving.checkpoint_bytes < 0.01 * planned().saving.checkpoint_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+def test_a_copy_to_write_from_is_made_where_main_memory_has_room_for_it(strategy):
+    sharing = {"strategy": strategy}
+    size = planned(parallel=sharing).saving.checkpoint_bytes
+    roomy, tight = (planned(parallel=sharing, main_memory=int(share * size)) for share in (2, 0.5))
+    assert roomy.saving.in_background and not tight.saving.in_background
+    assert "written while training goes on" in reason(roomy, "checkpoints").choice
+    assert reason(tight, "checkpoints").why == "a copy to write from would not fit main memory"
+
+
+def test_training_waits_where_one_process_writes_all():
+    alone = planned("1xh100", adapter="lora", main_memory=2**41)
+    assert not alone.saving.in_background
+    assert reason(alone, "checkpoints").why == "one process writes all of it"
+
+
+def test_what_is_free_is_told_and_too_little_is_refused():
+    plan = planned(free=100 * GIB, train={"save_total_limit": 3})
+    assert reason(plan, "disk space").why.endswith("the one being written, the result and the rows; 100.0 GiB free")
+    needed = plan.saving.run_bytes
+    check_disk(plan, needed, "runs")
+    with pytest.raises(PlanError, match="the run takes up to") as refused:
+        check_disk(plan, needed - 1, "runs")
+    assert "train.save_total_limit=2" in refused.value.hint and "adapter.type=lora" in refused.value.hint
+    # Of another machine the plan says what is needed, and no more.
+    assert "free" not in reason(planned(), "disk space").why
+
+
+def test_rewards_tell_the_best_of_a_method_that_learns_from_them():
+    method = {"type": "grpo", "rewards": ["exact_match"]}
+    saving = planned(num_eval=8, adapter="lora", method=method).saving
+    assert (saving.metric_for_best_model, saving.greater_is_better) == ("eval_reward", True)
+
+
+@pytest.mark.parametrize("asked", [{"metric_for_best_model": "eval_loss"}, {"greater_is_better": False}])
+def test_the_best_of_no_evaluations_is_refused(asked):
+    with pytest.raises(PlanError, match="there are no rows to evaluate on"):
+        planned(train=asked)
+
+
+def test_a_checkpoint_of_answers_that_several_steps_learn_from_is_made_behind_the_last():
+    method = {"type": "grpo", "rewards": ["exact_match"], "num_iterations": 4}
+    schedule = planned(adapter="lora", method=method).schedule
+    assert schedule.save_together == 4
+    assert schedule.save_steps % 4 == 0
