@@ -114,8 +114,9 @@ class Bench:
     def prepared(self, engine: str, changes: Changes = ((), ())) -> Prepared:
         """The runs of an engine."""
         if (engine, changes) not in self._prepared:
+            alike = None if changes == ((), ()) else self.prepared(engine)
             folder = self.folder / "prepared" / str(len(self._prepared))
-            self._prepared[engine, changes] = Prepared(ENGINES[engine], folder, self._source, changes)
+            self._prepared[engine, changes] = Prepared(ENGINES[engine], folder, self._source, changes, alike)
         return self._prepared[engine, changes]
 
     def run(self, case: Case) -> Outcome:
@@ -127,7 +128,11 @@ class Bench:
             outcome.not_run = "only root can mount a disk"
             return outcome
         prepared = self.prepared(case.engine)
-        begin = self.prepared(case.engine, (case.recipe, case.plan)).run_that(case.begins)
+        try:
+            begin = self.prepared(case.engine, (case.recipe, case.plan)).run_that(case.begins)
+        except RuntimeError as error:
+            outcome.problems.append(str(error))
+            return outcome
         place = Place.copied(begin, self.folder / "cases" / str(self._num), case.disk)
         try:
             _judge(case, prepared, place, outcome)

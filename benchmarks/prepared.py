@@ -203,9 +203,18 @@ class Prepared:
         folder: Where they are to be.
         source: A folder with `model` and `rows.jsonl`.
         changes: To the recipe and to the plan.
+        alike: Those without changes, whose checkpoints have the same files.
     """
 
-    def __init__(self, engine: Engine, folder: Path, source: Path, changes: "Changes" = ((), ())) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        source: Path,
+        changes: "Changes" = ((), ()),
+        alike: "Prepared | None" = None,
+    ) -> None:
+        self.alike = alike
         self.engine = engine
         self.folder = folder
         self.source = source
@@ -240,6 +249,8 @@ class Prepared:
     @cached_property
     def files(self) -> set[str]:
         """The files of a whole checkpoint."""
+        if self.alike is not None:
+            return self.alike.files
         return set(map(_of_any_step, contents_of(self.whole.checkpoints / f"checkpoint-{STEPS}")))
 
     @cached_property
