@@ -26,15 +26,15 @@ def _checkpoints_reason(layout: Layout, schedule: Schedule | None, saving: Savin
     size = saving.checkpoint_bytes or 0
     often = "" if schedule is None else f"every {schedule.save_steps:,} steps, "
     if saving.in_background:
-        how, why = "written while training goes on", f"training waits for a copy, {gib(copied_bytes(size, layout))}"
-        why += " of main memory in each process"
+        why = f"written while training goes on; it waits for a copy, {gib(copied_bytes(size, layout))} of main memory"
+        why += " in each process"
     elif divides_files(layout):
-        how, why = "training waits", "a copy to write from would not fit main memory"
+        why = "training waits: a copy to write from would not fit main memory"
     else:
-        how, why = "training waits", "one process writes all of it"
+        why = "training waits: one process writes all of it"
     if layout.offload_param_device == "nvme" or layout.offload_optimizer_device == "nvme":
-        why = "what is offloaded to a disk is read and written again"
-    return Reason(topic="checkpoints", choice=f"{often}{gib(size)} each, {how}", why=why)
+        why = "training waits: what is offloaded to a disk is read and written again"
+    return Reason(topic="checkpoints", choice=f"{often}{gib(size)} each", why=why)
 
 
 def _disk_reason(recipe: Recipe, layout: Layout, saving: Saving, free_bytes: int | None) -> Reason:

@@ -168,7 +168,7 @@ def _check_ended(run: Run) -> None:
         status = run.status()
         raise RunError(
             f"{run.name} is {state} in process {status['pid']} of {status['host']}",
-            hint="wait for its end, or interrupt it first; if it was cut off, resume it there",
+            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
         )
 
 
