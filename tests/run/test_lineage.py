@@ -282,7 +282,7 @@ def test_an_adapter_goes_on_over_a_quantised_base_and_the_plan_says_so(here, sft
 
 
 def continued_dpo(**sections):
-    train = {"max_steps": 4, "learning_rate": 2e-3, "save_steps": 2, "warmup_steps": 0}
+    train = {"max_steps": 4, "learning_rate": 2e-3, "save_steps": 2, "eval_steps": 2, "warmup_steps": 0}
     return recipe("dpo", "my-sft", data={"eval": "pairs.jsonl"}, train=train, **sections)
 
 
