@@ -8,7 +8,6 @@ without padding, the adapter added to the weights by hand, and a log-softmax tha
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -74,7 +73,7 @@ def build(recipe: dict[str, Any]) -> Trainer:
     run = api.make_run(recipe)
     asked, plan, record = run.recipe, run.plan, Record(run, Place())
     assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
-    watch = Watch(record, Heart(run, Place()), Event(), full=isinstance(asked.adapter, FullAdapter))
+    watch = Watch(record, Heart(run, Place()), full=isinstance(asked.adapter, FullAdapter))
     watch.before_training = lambda: None
     trainer, _ = _build(run, record, watch, asked, plan, plan.schedule)
     return trainer
