@@ -175,9 +175,10 @@ class Watchdog:
         self._thread.join()
         faulthandler.unregister(ASK)
         self._stacks.close()
-        if not self._file.stat().st_size:
-            self._file.unlink()
-            with contextlib.suppress(OSError):
+        # A process that takes itself for another one, which is then to be said, may have taken the file away.
+        with contextlib.suppress(OSError):
+            if not self._file.stat().st_size:
+                self._file.unlink()
                 self._folder.rmdir()
 
     def _watch(self) -> None:
