@@ -208,7 +208,7 @@ def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
     error, run, seconds = end_of("stop", "stop")
     assert isinstance(error, StandstillError)
     assert re.fullmatch(
-        r"rank 1 \(process \d+ on .*\) gives no sign of life, last heard of in .*"
+        r"rank 1 \(process \d+ on .*\) gives no sign of life, last heard of (in|waiting for) .*"
         rf"; rank 0 waited for it \d+ s, in forward of step {FAULT_STEP}",
         error.problem,
     )

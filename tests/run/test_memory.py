@@ -93,8 +93,8 @@ except tunekit.TunekitError as error:
 def train_within(workspace, recipe, when, room, folder) -> Run:
     """A run in which the process may not take more than `room` MiB from an event on."""
     arguments = json.dumps([recipe, when, room, str(folder)])
-    # The limit is one of address space, of which every further thread reserves some that no plan counts: of its own, and
-    # for what it allocates.
+    # The limit is one of address space, of which every further thread reserves some that no plan counts: of its
+    # own, and for what it allocates.
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", LIMITED, arguments]
     answer = subprocess.run(command, cwd=workspace, env=one_thread, capture_output=True, text=True, check=False)

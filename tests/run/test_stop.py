@@ -95,6 +95,8 @@ def folder_of_marks():
 
 def _work(environment, path, slow):
     os.environ.update(environment)
+    # A program in the background of a script is started to ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if slow is not None:
         slow.apply()
     run, place = Run(path), place_of()

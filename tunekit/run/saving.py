@@ -55,7 +55,6 @@ from tunekit.run.exchange import exchange_problem, same_everywhere
 from tunekit.run.heart import Heart
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
-from tunekit.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -464,17 +463,23 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def result_saved(run: Run, draft: Path) -> Iterator[None]:
-    """While the result is written to a folder beside.
+def result_saved(record: Record, draft: Path) -> Iterator[None]:
+    """While the result is written to a folder beside. Called by all processes together.
 
     Raises:
         RunError: It could not be; nothing of it is left.
     """
-    shutil.rmtree(draft, ignore_errors=True)
+    run = record.run
+    if record.place.is_main:
+        shutil.rmtree(draft, ignore_errors=True)
+    if distributed.is_initialized():
+        # Nobody writes before that.
+        distributed.barrier()
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        if record.place.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
         raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
 
 

@@ -205,7 +205,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     record.enter("saving")
     watch.heart.mark("saving")
     draft = run.path / ".saving-model"
-    with result_saved(run, draft):
+    with result_saved(record, draft):
         save_model(trainer, plan, draft)
         watch.on_result_saved()
         for prompt in prompts:
