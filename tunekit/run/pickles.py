@@ -13,13 +13,10 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from tunekit.errors import RunError
 from tunekit.run.inside import is_inside
-
-if TYPE_CHECKING:
-    pass
 
 STATES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 """What the names of files end in that hold pickles."""

@@ -51,7 +51,7 @@ from tunekit.run.checkpoint import (
     publish,
     to_disk,
 )
-from tunekit.run.exchange import exchange_problem, same_everywhere
+from tunekit.run.exchange import any_of, exchange_problem, same_everywhere
 from tunekit.run.heart import Heart
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, words_of
@@ -230,7 +230,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
         self._num_steps += 1
-        if self._saving is not None and _all(self._saving.done.is_set()):
+        if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
             self._finish()
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
             control.should_evaluate = True
@@ -488,15 +488,6 @@ def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
     if value != value:
         return False
     return best is None or (value > best.value if greater else value < best.value)
-
-
-def _all(mine: bool) -> bool:
-    """Whether it is true in all processes: an exchange of the training, beside those of a thread that saves."""
-    if not distributed.is_initialized():
-        return mine
-    flag = torch.tensor(int(mine))
-    distributed.all_reduce(flag, distributed.ReduceOp.MIN)
-    return bool(flag)
 
 
 def _share(seen: list[list[str]], rank: int) -> list[str]:
