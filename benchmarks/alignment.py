@@ -24,13 +24,9 @@ other things too; the rest depends on the seed and the libraries.
 import argparse
 import json
 import os
-import platform
 import re
-import subprocess
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import tunekit
-from tunekit.probe.hardware import probe_hardware
+from benchmarks.circumstances import circumstances
 from tunekit.probe.model import PICO
 from tunekit.recipe.library import find_example
 
@@ -154,20 +150,6 @@ def chain(seed: int) -> dict[str, Any]:
     return found
 
 
-def circumstances() -> dict[str, Any]:
-    """Where and on what it was measured."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    hardware = probe_hardware()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
-        "num_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
-    }
-
-
 def as_table(found: dict[str, Any]) -> str:
     """The figures as Markdown, a row for each seed."""
     heads = ("seed", "recipe", "held out", "before", "after", "steps", "processor")
@@ -237,7 +219,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    found: dict[str, Any] = {**circumstances(), "seeds": {}}
+    found: dict[str, Any] = {**circumstances(PACKAGES), "seeds": {}}
     if args.save and RESULTS.exists():
         earlier = json.loads(RESULTS.read_text(encoding="utf-8"))
         if earlier["commit"] == found["commit"]:

@@ -23,7 +23,6 @@ Figures are worth something on a machine that does nothing else.
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -32,16 +31,14 @@ import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.circumstances import circumstances
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.probe.hardware import probe_hardware
 from tunekit.run.communication import TRACED_STEP
 from tunekit.run.run import Run
 
@@ -216,19 +213,6 @@ def launch_table(launches: dict[str, list[float]]) -> dict[str, float]:
     return {**{f"{name}, seconds to the first step": value for name, value in medians.items()}, "ratio": ratio}
 
 
-def circumstances() -> dict[str, Any]:
-    """Where and on what it was measured."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    hardware = probe_hardware()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
-    }
-
-
 def show(overheads: dict[str, dict[str, float]], launch: dict[str, float]) -> None:
     """Print both tables."""
     console = Console()
@@ -284,7 +268,7 @@ def main() -> None:
                 done = f"{name}: {turns[name][-1].step_seconds:.3f} s a step"
                 print(f"turn {turn + 1} of {args.repeats}, {done}", file=sys.stderr, flush=True)
 
-    where = circumstances()
+    where = circumstances(PACKAGES)
     overheads = overhead_table(turns, where["machine"]["num_cores"])
     launch = launch_table(launches) if args.launches else {}
     print(f"commit {where['commit']}, {where['date']}, {where['machine']}")

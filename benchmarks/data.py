@@ -1,6 +1,6 @@
 """From a file of chats to packed arrays that are ready to train on: tunekit beside TRL's SFTTrainer.
 
-    python benchmarks/data.py [--rows N] [--length TOKENS] [--large BYTES] [--save]
+    python -m benchmarks.data [--rows N] [--length TOKENS] [--large BYTES] [--save]
 
 Both read the same generated JSONL, mask all but the assistant's turns and pack to the same length, with pico's
 tokenizer and chat template, each in a process of its own with an empty cache. TRL runs twice: as it comes, with one
@@ -30,9 +30,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.circumstances import circumstances
 from tunekit.data.rows import cache_folder
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("tunekit", "torch", "transformers", "trl", "datasets")
+
 RESULTS = ROOT / "benchmarks" / "results" / "data.json"
 PICO = ROOT / "tunekit" / "model" / "pico"
 WORDS = (ROOT / "examples" / "data" / "tales.txt").read_text(encoding="utf-8").split()
@@ -216,9 +219,7 @@ def main() -> None:
                 f"peak {large['peak_bytes'] / 2**20:,.0f} MiB in all"
             )
     if args.save:
-        from startup import circumstances
-
-        RESULTS.write_text(json.dumps({**circumstances(), **kept}, indent=2) + "\n")
+        RESULTS.write_text(json.dumps({**circumstances(PACKAGES), **kept}, indent=2) + "\n")
         print(RESULTS.relative_to(ROOT))
 
 

@@ -13,26 +13,22 @@ A case is cut `at 3` when step 4 is about to begin, and `in 3` within it, behind
 import argparse
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from benchmarks.circumstances import in_words
 from tests.processes import PRELOADED, in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
 from tunekit.errors import Stopped, TunekitError
-from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exact.md"
@@ -143,8 +139,7 @@ def recipe_of(case: Case, folder: Path, name: str) -> dict[str, Any]:
     ]
     data = {"train": files[0] if num == 1 else [{"path": file} for file in files], "max_length": 96, **case.data}
     if "sources" in data:
-        del data["train"]
-        data["sources"] = [{"path": file, **more} for file, more in zip(files, data["sources"], strict=True)]
+        data["train"] = [{"path": file, **more} for file, more in zip(files, data.pop("sources"), strict=True)]
     if data.get("eval") is True:
         data["eval"] = _write(folder / f"{kind}-eval.jsonl", rows_of(kind, 6, 1000))
     method = dict(case.method)
@@ -430,7 +425,7 @@ CASES: tuple[Case, ...] = (
     Case("ORPO LoRA", {"type": "orpo"}, adapter="lora", cuts=TWICE),
     Case("CPO full", {"type": "cpo"}, cuts=TWICE, train={"logging_steps": 2}),
     Case("reward full", {"type": "reward"}, cuts=TWICE, data={"eval": True}),
-    Case("reward LoRA", {"type": "reward"}, adapter=LORA),
+    Case("reward LoRA", {"type": "reward"}, adapter="lora"),
     Case("GRPO full", GRPO, cuts=TWICE),
     Case(
         "GRPO LoRA, evaluated",
@@ -502,16 +497,6 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def circumstances() -> str:
-    """Where and on what it was done."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    hardware = probe_hardware()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    where = f"{hardware.cpu.name} ({hardware.num_cores} cores), Python {platform.python_version()}"
-    return f"{datetime.now(UTC).date()}, commit {commit}, {where}, {versions}"
-
-
 def main() -> None:
     """Play the cases, and print and with `--save` keep the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -533,7 +518,7 @@ def main() -> None:
             print(lines[-1], f"{time.perf_counter() - began:.0f} s", flush=True)
     if args.save:
         head = "| run | processes | cut off | weights, checkpoint and log |\n|---|---|---|---|\n"
-        text = f"# Runs that were cut off\n\n`python -m benchmarks.exact --save`: {circumstances()}\n\n{head}"
+        text = f"# Runs that were cut off\n\n`python -m benchmarks.exact --save`: {in_words(PACKAGES)}\n\n{head}"
         RESULTS.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
     sys.exit(num_unlike > 0)
 

@@ -166,8 +166,8 @@ class Bench:
 
 def _judge(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> None:
     if case.fault is not None or case.disk == "read-only":
-        _let_happen(case, prepared, place, outcome)
-        if case.ends or (outcome.problems and outcome.problems[0] == NOTHING):
+        has_ended = _let_happen(case, prepared, place, outcome)
+        if has_ended or (outcome.problems and outcome.problems[0] == NOTHING):
             return
     whole = whole_in(place.checkpoints, prepared.files)
     aside: dict[str, dict[str, str]] = {}
@@ -194,20 +194,22 @@ def _words_of(answer: dict[str, Any] | None) -> str:
     return "finished" if answer["kind"] is None else f"{answer['kind']}: {answer['problem']}"
 
 
-def _let_happen(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> None:
-    """Let the fault happen, and see that it is told of as it is to be."""
+def _let_happen(case: Case, prepared: Prepared, place: Place, outcome: Outcome) -> bool:
+    """Let the fault happen, see that it is told of as it is to be, and return whether the run came to its end so."""
     mark, began = place.folder / "mark", time.monotonic()
     fault = None if case.fault is None else replace(case.fault, mark=str(mark))
     answer = place.go(fault, resumes=case.begins != "made")
     seconds = time.monotonic() - began
     if fault is not None and not mark.exists():
         outcome.problems.append(NOTHING)
-        return
+        return False
+    # A full disk has room again where an earlier checkpoint is deleted: then all may have been saved after all.
+    survives = case.disk == "small" and answer is not None and answer["kind"] is None
     if seconds > case.within_seconds:
         outcome.problems.append(f"it took {seconds:.0f} s to end instead of {case.within_seconds:.0f}")
-    if case.ends:
+    if case.ends or survives:
         outcome.words = "finished"
-        outcome.problems += _misses(case, prepared, place, answer)
+        outcome.problems += _misses(replace(case, ends=case.ends or "same"), prepared, place, answer)
     elif case.says:
         told = {"kind": "nothing", "problem": "", "hint": None, "is_told": False} if answer is None else answer
         outcome.words = f"{told['kind']}: {told.get('problem')}"
@@ -219,6 +221,7 @@ def _let_happen(case: Case, prepared: Prepared, place: Place, outcome: Outcome) 
     if case.leaves_stacks and not list(_stacks(place.run)):
         outcome.problems.append("no stacks were left")
     place.mend_disk()
+    return bool(case.ends) or survives
 
 
 def _misses(case: Case, prepared: Prepared, place: Place, answer: dict[str, Any] | None) -> Iterator[str]:

@@ -18,18 +18,15 @@ anything was otherwise. On two idle cores it takes some 20 minutes; disks are mo
 """
 
 import argparse
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.circumstances import in_words
 from benchmarks.faulted import Bench, Case, Damage, Outcome
 from benchmarks.injected import PLACES, Fault
 from benchmarks.noticed import Happening
@@ -174,10 +171,10 @@ def incidents_of(engine: Engine, prepared: Prepared) -> Iterator[Case]:
     yield case(f"{rank} sleeps before the training", "sleep", "loading", leaves_stacks=True, **(hung | early))
     yield case(f"{rank} exits with code 3", "exit", says=(rank, "exit code 3"), within_seconds=HUNG_SECONDS)
     # These are processes that are started anew, with each epoch too, which takes longer.
-    worker = hung | {"says": (rank, "data|rows"), "plan": (("dataloader_num_workers", 1),)}
+    worker = hung | {"says": (rank, "rows|micro-batches"), "plan": (("dataloader_num_workers", 1),)}
     worker |= {"recipe": ("parallel.timeout_seconds=40",), "within_seconds": 2 * HUNG_SECONDS}
-    yield case(f"a data worker of {rank} is killed", "kill a data worker", "data", **worker)
-    yield case(f"a data worker of {rank} is stopped", "stop a data worker", "data", **worker)
+    yield case(f"a data worker of {rank} is killed", "kill a data worker", "workers", **worker)
+    yield case(f"a data worker of {rank} is stopped", "stop a data worker", "workers", **worker)
     # From the beginning: one that is stopped to be copied would be restarted too.
     restarted: dict[str, Any] = {"recipe": ("parallel.max_restarts=1",), "begins": "made"}
     yield case(f"{rank} is killed, one restart", "kill", ends="same", **restarted)
@@ -240,16 +237,12 @@ def summary(outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
 
 def document(outcomes: Sequence[tuple[Case, Outcome]]) -> str:
     """The table as it is kept."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     rows = []
     for case, outcome in outcomes:
         cells = (case.group, *row(case, outcome)[:4], verdict(outcome), row(case, outcome)[4])
         rows.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ")[:200] for cell in cells) + " |")
     return "\n".join([f"# Faults, and what became of the runs that they happened to\n\n{ABOUT}",
-        f"On a processor, {platform.system()}; {versions}; {datetime.now(UTC).date()}.\n",
-        f"Made by `python -m benchmarks.faults --save`, commit {commit}.\n",
+        f"`python -m benchmarks.faults --save`: {in_words(PACKAGES)}.\n",
         *(f"- {words}" for words in summary(outcomes)), "",
         "| kind | engine | what happens | from step | seconds | | what was said, or how it ended |",
         "|---|---|---|---|---|---|---|", *rows, "",

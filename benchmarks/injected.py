@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ class Fault:
     Attributes:
         does: `kill`, `kill supervisor`, `record` (nothing happens, but what is done to files is written down), or
             another of `_do`.
-        at: One of PLACES, or `file`.
+        at: One of PLACES, `file`, or `workers`: when the processes that read rows are started, and have read none.
         rank: The process in which it happens.
         step: The step in which it does; for files that with which their checkpoint is saved, and 0 for the result.
         what: For files: what has just been done, one of `noticed.WORDS`.
@@ -159,10 +160,11 @@ class Injection:
     def patch(self) -> None:
         """Patch the libraries, in this process and those that are forked from it."""
         from accelerate import Accelerator
+        from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
         from transformers import Trainer
         from transformers.trainer_callback import CallbackHandler
-        from trl import SFTTrainer
 
+        from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
         from tunekit.run import worker
 
         work = worker.work
@@ -181,10 +183,11 @@ class Injection:
         worker.work = work_here
         around(Trainer, "__init__", before=lambda trainer: self.come_to("loading"))
         around(Trainer, "get_batch_samples", before=self._on_data)
-        around(SFTTrainer, "compute_loss", after=lambda trainer, loss: self.come_to("forward", loss))
+        around(_MultiProcessingDataLoaderIter, "__init__", after=lambda workers, none: self.come_to("workers"))
+        around(TokenMeanSFTTrainer, "compute_loss", after=lambda trainer, loss: self.come_to("forward", loss))
         around(Accelerator, "backward", after=lambda accelerator, none: self.come_to("backward"))
         around(CallbackHandler, "on_optimizer_step", before=lambda handler: self.come_to("optimizer"))
-        around(SFTTrainer, "prediction_step", before=lambda trainer: self.come_to("evaluation"))
+        around(TokenMeanSFTTrainer, "prediction_step", before=lambda trainer: self.come_to("evaluation"))
         around(CallbackHandler, "on_train_begin", after=lambda handler, control: self._on_train_begin())
         around(Trainer, "_maybe_log_save_evaluate", before=self._on_maybe_save)
         around(CallbackHandler, "on_train_end", after=lambda handler, control: self._on_train_end())
@@ -292,8 +295,10 @@ def _fill(ballast: Path) -> None:
 
 
 def _data_worker() -> psutil.Process:
-    """A process that reads rows for this one."""
-    return next(child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+    """A process that reads rows for this one. Other processes of its kind are its children too, as those that track
+    what is shared.
+    """
+    return psutil.Process(multiprocessing.active_children()[0].pid)
 
 
 def around(

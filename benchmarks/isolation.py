@@ -8,7 +8,8 @@ them, no attention mask. The second document must have the logits that it has al
 the first change.
 
 Flash attention needs an accelerator. What can be seen without is whether a model passes the boundaries on to it, so
-transformers' own wrapper runs here around a varlen attention written in plain torch.
+transformers' own wrapper runs here around a varlen attention written in plain torch. tunekit's attention for packed
+rows is to be right besides: what a document has alone is taken from eager attention there.
 
 The rules in `tunekit/planner/isolation.py` were derived from this table.
 """
@@ -36,10 +37,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from tunekit.model.attention import register_packed_attention
+from tunekit.planner.isolation import VARLEN
+
 RESULTS = Path(__file__).parent / "results" / "isolation.json"
 
 FLASH = "flash_attention_on_cpu"
-ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH}
+ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH, "varlen": VARLEN}
 """Attention implementations by the names under which they are shown."""
 
 TOLERANCE = 1e-4
@@ -134,6 +138,7 @@ class Isolation:
 
 def small_model(model_type: str, attention: str, **changes: Any) -> PreTrainedModel:
     """A model of a type with random weights, small enough for a processor; `changes` go to its configuration."""
+    register_packed_attention()
     config_class = CONFIG_MAPPING[model_type]
     known = inspect.signature(config_class.__init__).parameters
     sizes = {name: value for name, value in SMALL.items() if name in known}
@@ -167,11 +172,16 @@ def logits_of(model: PreTrainedModel, *documents: list[int]) -> torch.Tensor:
         return model(**batch, use_cache=False).logits[0]
 
 
-def isolation_of(model: PreTrainedModel) -> Isolation:
-    """Whether a model keeps two documents apart."""
+def isolation_of(model: PreTrainedModel, alone: torch.Tensor | None = None) -> Isolation:
+    """Whether a model keeps two documents apart.
+
+    Args:
+        model: The model.
+        alone: What the second document is to have; what the model gives it alone where left out.
+    """
     together = logits_of(model, FIRST, SECOND)[len(FIRST) :]
     changed = logits_of(model, OTHER, SECOND)[len(OTHER) :]
-    alone = logits_of(model, SECOND)
+    alone = logits_of(model, SECOND) if alone is None else alone
     largest = alone.abs().max()
     leak, difference = (((together - other).abs().max() / largest).item() for other in (changed, alone))
     # Written so that what is not a number is no isolation.
@@ -183,12 +193,15 @@ def measure(model_type: str, attention: str, **changes: Any) -> Isolation:
     """Build a small model of a type and look whether it keeps documents apart."""
     try:
         with flash_attention_on_cpu():
-            return isolation_of(small_model(model_type, ATTENTIONS[attention], **changes))
+            model = small_model(model_type, ATTENTIONS[attention], **changes)
+            if attention != "varlen":
+                return isolation_of(model)
+            return isolation_of(model, logits_of(small_model(model_type, "eager", **changes), SECOND))
     except NOT_MEASURED as error:
         detail = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         if "keep packed sequences apart" in detail:
             return Isolation("refuses", detail=detail)
-        unsupported = "does not support" in detail or "only supports" in detail
+        unsupported = any(words in detail for words in ("does not support", "only supports", VARLEN))
         return Isolation("unsupported" if unsupported else "not measured", detail=detail)
 
 

@@ -244,7 +244,10 @@ class Prepared:
     def happenings(self) -> list[Happening]:
         """What is done to files with the third save, and when the result is saved."""
         told = json.loads((self.whole.folder / "happened.json").read_text())
-        return [Happening(**words) for words in told]
+        happened = [Happening(**words) for words in told]
+        # The second save may go on while the third one is begun; then it has ended when a run goes on from it.
+        steps = [re.search(r"(?:saving|checkpoint)-(\d+)", happening.path) for happening in happened]
+        return [one for one, step in zip(happened, steps, strict=True) if step is None or int(step[1]) == BROKEN_SAVE]
 
     @cached_property
     def files(self) -> set[str]:

@@ -24,7 +24,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.exact import DDP, Case, circumstances, differences, recipe_of
+from benchmarks.circumstances import in_words
+from benchmarks.exact import DDP, PACKAGES, Case, differences, recipe_of
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import read_events
 from tunekit.run.heart import beats_of
@@ -215,7 +216,7 @@ def main() -> None:
     print(table)
     if args.save:
         command = f"python -m benchmarks.soak --steps {args.steps} --span {args.span} --seed {args.seed} --save"
-        text = f"# Runs that are killed again and again\n\n`{command}`: {circumstances()}\n\n{table}\n"
+        text = f"# Runs that are killed again and again\n\n`{command}`: {in_words(PACKAGES)}\n\n{table}\n"
         RESULTS.write_text(text, encoding="utf-8")
     sys.exit(failed)
 

@@ -1,6 +1,6 @@
 """How long tunekit takes to answer, beside `trl --help`, `import torch` and Python alone.
 
-    python benchmarks/startup.py [--runs N] [--save]
+    python -m benchmarks.startup [--runs N] [--save]
 
 Every command runs in a new process. The commands take turns, so that a busy moment of the machine falls on all of
 them. The table gives the median and the fastest of N runs, after one that is not counted and that leaves bytecode
@@ -8,20 +8,17 @@ behind, as the first use of an installed package does.
 """
 
 import argparse
-import importlib.metadata as metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tunekit.probe.hardware import probe_hardware
+from benchmarks.circumstances import circumstances
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "startup.json"
@@ -32,6 +29,9 @@ data:
 adapter: {type: lora, rnak: 8}
 train: {learning_rate: -1}
 """
+
+
+PACKAGES = ("tunekit", "torch", "transformers", "trl", "pydantic", "typer")
 
 
 def commands(broken: Path) -> dict[str, list[str]]:
@@ -67,21 +67,6 @@ def measure(num_runs: int) -> dict[str, list[float]]:
     return {name: runs[1:] for name, runs in seconds.items()}
 
 
-def circumstances() -> dict[str, object]:
-    """Where and on what it was measured."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    hardware = probe_hardware()
-    packages = ("tunekit", "torch", "transformers", "trl", "pydantic", "typer")
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit,
-        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
-        "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
-    }
-
-
 def main() -> None:
     """Measure, print the table, and with `--save` keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
 
     seconds = measure(args.runs)
-    where = circumstances()
+    where = circumstances(PACKAGES)
     print(f"commit {where['commit']}, {where['date']}, Python {where['python']}, {os.cpu_count()} cores\n")
     print(f"{'command':32} {'median':>9} {'fastest':>9}")
     for name, runs in seconds.items():

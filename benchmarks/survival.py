@@ -18,18 +18,14 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +33,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.circumstances import circumstances
 from benchmarks.injected import Forked, around
 from benchmarks.prepared import started
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.probe.hardware import probe_hardware
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
@@ -320,20 +316,6 @@ def _spread(value: float, lowest: float, highest: float) -> str:
     return f"{value:.3f} ({lowest:.3f} to {highest:.3f})"
 
 
-def circumstances() -> dict[str, Any]:
-    """Where and on what it was measured."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    hardware = probe_hardware()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
-        "machine": {"system": platform.system(), "device": hardware.cpu.name, "num_cores": hardware.num_cores},
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in PACKAGES},
-    }
-
-
 def main() -> None:
     """Measure, print the table, and with `--save` keep the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -360,7 +342,7 @@ def main() -> None:
                 print(f"turn {turn + 1} of {args.repeats}, {name}: {ratio:.3f}", file=sys.stderr, flush=True)
 
     table = {name: compared(found, chosen[name][0].train.get("save_steps")) for name, found in turns.items()}
-    where = circumstances()
+    where = circumstances(PACKAGES)
     print(f"commit {where['commit']}, {where['date']}, {where['machine']}, load {where['load'][0]:.1f}")
     show(table)
     if args.save:

@@ -29,9 +29,12 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` means: the cores that this process may use, but at most 8, as each worker loads torch."""
+    """What `-n auto` means: two for each core that this process may use, but at most 8, as each worker loads torch.
+
+    Two, since tests wait for the processes that they start half of the time.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(cores, 8)
+    return min(2 * cores, 8)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

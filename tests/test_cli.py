@@ -55,6 +55,16 @@ def trained(workspace):
     return answer.stdout
 
 
+def test_kernels_says_which_modules_of_a_model_are_served(workspace):
+    answer = tunekit(workspace, "kernels", "model")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"LlamaRMSNorm +5 +RMSNorm", answer.stdout)
+    assert re.search(r"LlamaRotaryEmbedding +1 +none +no kernel for what it computes", answer.stdout)
+    answer = tunekit(workspace, "kernels", ".")
+    assert answer.returncode == 2
+    assert "config.json" in answer.stderr
+
+
 def test_help_lists_the_commands_by_task(workspace):
     answer = tunekit(workspace, "--help")
     assert answer.returncode == 0

@@ -33,7 +33,7 @@ def make_tokenizer():
     return tokenizer
 
 
-def save_tiny_model(folder: Path, *, hidden=48, layers=2, seed=0) -> Path:
+def save_tiny_model(folder: Path, *, hidden=48, intermediate=0, layers=2, seed=0) -> Path:
     """Save a Llama of random weights with its tokenizer, and return its folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,7 +43,7 @@ def save_tiny_model(folder: Path, *, hidden=48, layers=2, seed=0) -> Path:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
-        intermediate_size=2 * hidden + 16,
+        intermediate_size=intermediate or 2 * hidden + 16,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -20,6 +20,7 @@ from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
 from tunekit.resumption import resumed, run_of
 from tunekit.run import fingerprints
@@ -35,6 +36,7 @@ from tunekit.run.room import free_bytes, place_of_run
 from tunekit.run.run import Run, check_free, find_run
 
 if TYPE_CHECKING:
+    from tunekit.model.fuse import Report
     from tunekit.run.trial import RewardTrial
 
 Source = str | Path | Mapping[str, Any] | Recipe
@@ -405,6 +407,21 @@ def try_rewards(
         return run_trial(
             planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
         )
+
+
+def coverage(model: str) -> "Report":
+    """Which modules of a model tunekit's kernels serve, from its configuration alone: no weights are read.
+
+    Args:
+        model: Its folder, or its name on the hub.
+
+    Raises:
+        ModelError: Its configuration cannot be read.
+    """
+    with library_words_to(StringIO()):
+        from tunekit.model import coverage
+
+        return coverage.coverage(ModelSection(path=model))
 
 
 def data_report(

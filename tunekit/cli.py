@@ -332,6 +332,22 @@ def doctor(
     make_console().print(diagnosis_table(diagnose()))
 
 
+@app.command(rich_help_panel=RUNS)
+def kernels(
+    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Say which modules of a model tunekit's kernels serve, and why not the others. Reads no weights."""
+    from tunekit import api
+    from tunekit.display import coverage_table, make_console
+
+    report = api.coverage(model)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    make_console().print(coverage_table(report))
+
+
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -34,6 +35,9 @@ from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
 from tunekit.run.prospects import prospects
 from tunekit.run.run import Run
+
+if TYPE_CHECKING:
+    from tunekit.model.fuse import Report
 
 PIPE_WIDTH = 140
 """Columns of what is written to a pipe or a file, where neither a terminal nor COLUMNS tells its width."""
@@ -94,6 +98,8 @@ class Progress:
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
         elif kind == "hosts":
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
+        elif kind == "fused":
+            self.console.print(Text(f"kernels  {event['message']}", style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
@@ -407,6 +413,19 @@ def loss_curve(run: Run, width: int) -> str:
             figure.draw(signal if column == held_out else signal.lines())
     figure.label("step", "x")
     return str(plotext.uncolorize(str(figure.build())))
+
+
+def coverage_table(report: "Report") -> RenderableType:
+    """What of a model is fused, and what not and why."""
+    table = Table("module", box=None, padding=(0, 3, 0, 0))
+    table.add_column("number", justify="right")
+    for column in ("kernel", "differs from the original by, or why there is none"):
+        table.add_column(column)
+    for line in report.lines:
+        kernel = Text(line.form or "none", style="green" if line.is_fused else "yellow")
+        told = line.reason or (f"rounding, {line.difference:.1g} of a row" if line.difference else "nothing")
+        table.add_row(line.module, str(line.num_modules), kernel, told)
+    return table
 
 
 def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:

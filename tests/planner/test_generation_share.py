@@ -7,7 +7,7 @@ processor computes and reads, and the planner's formulas must then tell the othe
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,10 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from tests.methods.exact import build
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit import api
+from tunekit.kernels import linear_ce
 from tunekit.planner.communication import Range
 from tunekit.planner.facts import Figures
+from tunekit.planner.kernels import head_kind
 from tunekit.planner.layout import Layout
-from tunekit.planner.passes import kv_cache_bytes
+from tunekit.planner.passes import kv_cache_bytes, passes_of
 from tunekit.planner.speed import step_of
 from tunekit.planner.step import Step, generating
 from tunekit.probe.model import probe_model
@@ -131,7 +133,7 @@ def spend(recipe) -> Spent:
 
 
 def counter() -> FlopCounterMode:
-    """Torch's counter, which does not know the attention of a processor."""
+    """Torch's counter, which does not know the attention of a processor, nor look into tunekit's head."""
 
     def attention(query, key, value, *args, out_shape=None, **how):
         return sdpa_flop_count(query, key, value)
@@ -139,8 +141,16 @@ def counter() -> FlopCounterMode:
     def backward(_gradient, query, key, value, *args, out_shape=None, **how):
         return 2 * sdpa_flop_count(query, key, value)
 
+    def head(*args, out_val=None):
+        with counter() as inner:
+            linear_ce._linear_cross_entropy._init_fn(*args)
+        return inner.get_total_flops()
+
+    # It is to be given tensors, and not their shapes.
+    head._get_raw = True
     aten = torch.ops.aten
     known = {
+        torch.ops.tunekit.linear_cross_entropy: head,
         aten._scaled_dot_product_flash_attention_for_cpu: attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
@@ -169,10 +179,11 @@ def runs(tmp_path_factory) -> dict[str, Spent]:
 
 
 def planned(spent: Spent) -> Step:
-    plan = api.plan(spent.given)
+    plan, recipe = api.plan(spent.given), spent.recipe
+    passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=BATCH)
     found = step_of(
-        spent.recipe,
-        probe_model(spent.recipe.model),
+        recipe,
+        probe_model(recipe.model),
         plan.data,
         plan.device,
         dtype="float32",
@@ -182,6 +193,7 @@ def planned(spent: Spent) -> Step:
         gradient_checkpointing=False,
         layout=Layout(),
         num_nodes=1,
+        passes=replace(passes, head=head_kind(passes.head, recipe.method, "tunekit", Layout())),
     )
     assert found is not None
     return found

@@ -8,12 +8,12 @@ from benchmarks.isolation import RESULTS, measure
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.isolation import WITHOUT_SDPA, why_not_isolated
+from tunekit.planner.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES, WITHOUT_SDPA, why_not_isolated
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 
 VERDICTS = json.loads(RESULTS.read_text(encoding="utf-8"))["verdicts"]
-NAMES = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+NAMES = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2", "varlen": VARLEN}
 ROWS = DataFacts(num_train=1000, num_eval=100)
 
 
@@ -26,12 +26,24 @@ def test_the_plan_knows_what_was_measured():
         (model_type, attention): why_not_isolated(model(model_type), NAMES[attention]) is None
         for model_type, verdicts in VERDICTS.items()
         for attention, verdict in verdicts.items()
-        if verdict not in ("unsupported", "not measured")
+        if verdict not in ("unsupported", "not measured") and attention != "varlen"
     }
     measured = {key: VERDICTS[key[0]][key[1]] == "isolates" for key in claimed}
     assert claimed == measured
     assert sum(measured.values()) > 250
     assert len({model_type for model_type, _ in measured}) > 150
+
+
+def test_own_attention_is_for_models_that_were_seen_to_be_right_with_it():
+    assert {name for name in VARLEN_TYPES if VERDICTS[name]["varlen"] != "isolates"} == set()
+    assert len(VARLEN_TYPES) > 60
+    assert why_not_isolated(model("llama"), VARLEN) is None
+    assert why_not_isolated(model("new"), VARLEN) == "tunekit_varlen was not seen to keep them apart in new"
+
+
+def test_squeezed_scores_are_kept_apart_by_a_mask():
+    """FlexAttention's masks are those of eager attention."""
+    assert {VERDICTS[name]["eager"] for name in FLEX_TYPES} == {"isolates"}
 
 
 def test_models_that_have_no_sdpa_get_eager_attention():
@@ -64,7 +76,7 @@ def test_a_hybrid_without_its_other_layers_is_what_its_attention_is():
         assert (why_not_isolated(facts, NAMES[attention]) is None) == (expected == "isolates")
 
 
-@pytest.mark.parametrize("attention", NAMES.values())
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
 def test_layers_that_are_not_attention_are_no_isolation_in_a_model_that_nobody_knows(attention):
     known = ("full_attention", "sliding_attention", "chunked_attention")
     assert why_not_isolated(model("new"), attention) is None

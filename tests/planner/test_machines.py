@@ -132,7 +132,7 @@ def test_flash_attention_may_be_asked_for_on_a_machine_that_is_not_here():
     )
     hardware = find_machine("h100").hardware()
     assert resolve(asked, hardware, LLAMA_8B, ROWS).attn_implementation == "flash_attention_2"
-    assert resolve(QUICKSTART, hardware, LLAMA_8B, ROWS).attn_implementation == "sdpa"
+    assert resolve(QUICKSTART, hardware, LLAMA_8B, ROWS).attn_implementation == "tunekit_varlen"
     with pytest.raises(PlanError, match=r"compute capability 8\.0 or newer"):
         resolve(asked, find_machine("t4").hardware(), LLAMA_8B, ROWS)
 

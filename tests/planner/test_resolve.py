@@ -76,7 +76,7 @@ def test_flash_attention_is_taken_where_it_is_installed_and_runs():
     assert (
         resolve(recipe(model={"path": "m", "dtype": "float32"}), equipped, LLAMA_1B, ROWS).attn_implementation == "sdpa"
     )
-    assert resolve(recipe(), H100, LLAMA_1B, ROWS).attn_implementation == "sdpa"
+    assert resolve(recipe(), H100, LLAMA_1B, ROWS).attn_implementation == "tunekit_varlen"
 
 
 def test_idle_accelerators_are_mentioned():

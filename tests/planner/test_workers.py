@@ -143,9 +143,14 @@ def test_a_plan_says_why_it_has_none(folder):
 def test_a_plan_says_what_its_head_saves():
     """One row of 1,024 tokens has 1,024 x 128,256 logits of two bytes."""
     h100 = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1})
-    assert reason(h100, "kernels") == (
-        "TRL's head in tiles; logits of a micro-batch would be 0.24 GiB; tiles of 4,096 tokens "
-        "x 32,768 words are folded by Triton; torch's own for all else"
+    assert reason(h100, "head") == (
+        "tunekit's head in chunks; logits of a micro-batch would be 0.24 GiB; 1,024 tokens at a time, their gradients "
+        "with them, and of none that do not count"
     )
     answers = planned(find_machine("h100").hardware(), train={"micro_batch_size": 1}, method="grpo")
-    assert "logits of a micro-batch would be 0.12 GiB" in reason(answers, "kernels")
+    assert "logits of a micro-batch would be 0.12 GiB" in reason(answers, "head")
+    asked = planned(
+        find_machine("h100").hardware(), train={"micro_batch_size": 1}, model={"path": "m", "kernels": "torch"}
+    )
+    kept = "folded by Triton; tunekit's is one of its kernels, and those are torch's"
+    assert reason(asked, "head").endswith(kept)

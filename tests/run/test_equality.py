@@ -88,14 +88,17 @@ def test_a_stream_trains_alike_in_two_processes(packing, folder):
     assert len({run.num_tokens for run in runs}) == 1
 
 
-def mean_over_rows(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """A loss that weighs each micro-batch alike, however many tokens it has: what is to be seen as a fault."""
-    loss = type(self).__base__.compute_loss(self, model, inputs, return_outputs=return_outputs)
-    return loss if num_items_in_batch is None else loss / self.args.gradient_accumulation_steps
-
-
 def work_with_mean_over_rows(path):
+    """A loss that weighs each micro-batch alike, however many tokens it has: what is to be seen as a fault."""
     from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
+
+    compute = TokenMeanSFTTrainer.compute_loss
+
+    def mean_over_rows(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is not None:
+            num_micro_batches = self.args.gradient_accumulation_steps * self.accelerator.num_processes
+            num_items_in_batch = (inputs["labels"][:, 1:] != -100).sum() * num_micro_batches
+        return compute(self, model, inputs, return_outputs, num_items_in_batch)
 
     TokenMeanSFTTrainer.compute_loss = mean_over_rows
     equality.work_in(path)

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from tests.processes import free_port, in_processes
 from tests.run.test_launch import RECIPE, losses, work_in_place
@@ -19,7 +21,7 @@ from tunekit.errors import DataError, PlanError, RunError, StandstillError
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe
 from tunekit.run import joined
-from tunekit.run.attempts import go_on_with
+from tunekit.run.attempts import ASK_SECONDS, go_on_with, open_for_attempt
 from tunekit.run.joined import meeting_point, train_joined
 from tunekit.run.place import Place, place_of
 from tunekit.run.record import Record
@@ -238,8 +240,11 @@ def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspac
         ]
         try:
             ended_once(workspace / "elastic", 1, 20, agents)
-            codes = [process.wait(400) for process in agents]
+            ends = time.monotonic() + 400
+            while time.monotonic() < ends and any(process.poll() is None for process in agents):
+                time.sleep(0.05)
         finally:
+            codes = [process.poll() for process in agents]
             for process in agents:
                 process.kill()
         told.seek(0)
@@ -253,6 +258,23 @@ def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspac
         whole = api.make_run("double.yaml", ["parallel.num_processes=2", "output.name=whole", *changes])
         in_processes(2, work_in_place, str(whole.path))
         assert losses(run) == losses(whole)
+
+
+def test_an_attempt_waits_for_its_own_processes_and_not_for_what_those_before_have_said(monkeypatch):
+    """What is left in the agent's store is of a process that had heard; the one in its place comes later."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    agents = torch.distributed.HashStore()
+    places = [Place(rank=rank, num_processes=2) for rank in range(2)]
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(open_for_attempt, agents, places[0])
+            time.sleep(5 * ASK_SECONDS)
+            assert not first.done()
+            second = threads.submit(open_for_attempt, agents, places[1])
+            stores = [meeting.result(timeout=60) for meeting in (first, second)]
+        stores[0].set("word", "of this attempt")
+        assert stores[1].get("word") == b"of this attempt"
 
 
 def test_an_attempt_after_a_fault_of_the_users_says_it_again_and_does_not_train(workspace, monkeypatch):

@@ -42,7 +42,7 @@ def losses(run):
     return metrics["loss"].dropna().tolist() + metrics["eval_loss"].dropna().tolist()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("micro_batch_size", [2, 4])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_rows_one_behind_the_other_have_the_losses_of_padded_ones(
@@ -61,6 +61,9 @@ def test_rows_one_behind_the_other_have_the_losses_of_padded_ones(
         with watching_models(watch):
             run = train(workspace, tmp_path / free, *options, f"model.attn_implementation={attention}")
         assert run.plan.padding_free == (free == "true")
+        own = attention == "auto" and free == "true"
+        assert (run.plan.attn_implementation == "tunekit_varlen") == own
+        assert [event["event"] for event in run.events()].count("attention") == own
         found[free] = losses(run)
     assert shapes == {"true": {(1, False, True)}, "false": {(micro_batch_size, True, False)}}
     assert len(found["true"]) > 8
@@ -98,13 +101,16 @@ def test_a_model_that_ignores_positions_is_not_trained(option, workspace, tmp_pa
         modeling_llama, "create_causal_mask", lambda **given: original(**{**given, "position_ids": None})
     )
     with pytest.raises(RunError) as caught:
-        train(workspace, tmp_path / "run", f"{option}=true")
+        train(workspace, tmp_path / "run", f"{option}=true", "model.attn_implementation=sdpa")
     path = workspace / "model"
     assert str(caught.value) == f"{path}'s attention lets packed documents see each other; set {option}=false"
     (status,) = (tunekit.Run(tmp_path / "run").status(),)
     assert (status["phase"], status.get("step", 0)) == ("failed", 0)
     monkeypatch.undo()
-    assert train(workspace, tmp_path / "again", f"{option}=true").status()["phase"] == "finished"
+    assert (
+        train(workspace, tmp_path / "again", f"{option}=true", "model.attn_implementation=sdpa").status()["phase"]
+        == "finished"
+    )
 
 
 def trainer_of(model):

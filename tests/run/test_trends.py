@@ -15,6 +15,10 @@ from tunekit.run.run import Run
 from tunekit.run.trends import RECURRING, Trends
 
 REWARDS = """
+from itertools import count
+
+NUMBERS = count()
+
 def constant(completions, **columns):
     return [1.0] * len(completions)
 
@@ -28,7 +32,8 @@ def brief(completions, **columns):
     return [-len(one) / 16 for one in completions]
 
 def chance(completions, **columns):
-    return [sum(map(ord, one)) % 97 / 97 for one in completions]
+    # Whatever the answer is, so that none becomes better.
+    return [next(NUMBERS) * 0.6180339887 % 1 for one in completions]
 """
 
 LONGEST, NUM_STEPS = 24, 24
@@ -147,7 +152,7 @@ def test_a_reward_for_length_makes_answers_run_away(here):
 def test_a_learning_rate_that_is_far_too_high_loses_the_reference_and_what_to_try(here):
     found = warned(trained("prompts", grpo("chance", beta=0.001), 0.1, "full"))
     assert {"kl_explodes", "entropy_collapses"} <= found
-    assert "loss_rises" in warned(trained("chats", "sft", 5.0, "full"))
+    assert "loss_rises" in warned(trained("chats", "sft", 2.0, "full"))
 
 
 def told(method, values) -> dict[str, int]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.planner.activations import HeadKind
+from tunekit.planner.kernels import head_kind
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection
 from tunekit.recipe.train import TrainSection
@@ -43,6 +45,11 @@ class Parts:
     checkpoints: Path
     callbacks: "list[TrainerCallback]"
     engine: dict[str, Any]
+
+    @property
+    def head(self) -> HeadKind:
+        """How tokens are scored, of a method whose trainer has TRL's head."""
+        return head_kind("tiles", self.plan.recipe.method, self.plan.kernels, self.plan.layout)
 
     def given(self) -> dict[str, Any]:
         """Arguments of every trainer of TRL's."""

@@ -27,6 +27,7 @@ def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None
     from transformers import PrinterCallback
     from trl import DPOConfig
 
+    from tunekit.methods.head import replace_heads
     from tunekit.methods.order import fill_last_step
     from tunekit.methods.precomputed import RememberingDPOTrainer
 
@@ -46,5 +47,7 @@ def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None
         **parts.given(),
     )
     fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
+    if parts.head != "tiles":
+        replace_heads(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -27,6 +27,7 @@ def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from tunekit.methods.head import replace_heads
     from tunekit.methods.order import GroupOrder
 
     trainer = GRPOTrainer(
@@ -53,5 +54,7 @@ def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     )
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
+    if parts.head != "tiles":
+        replace_heads(trainer, entropy_gradient=trainer._entropy_bonus_enabled)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -35,6 +35,7 @@ def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None
     from transformers import PrinterCallback
     from trl import KTOConfig
 
+    from tunekit.methods.head import replace_heads
     from tunekit.methods.order import fill_last_step
     from tunekit.methods.precomputed import RememberingKTOTrainer
 
@@ -64,6 +65,8 @@ def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None
         assert len(trainer.train_dataset) == len(train_dataset)
     else:
         fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
+    if parts.head != "tiles":
+        replace_heads(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -67,7 +67,9 @@ def remembered(
     broadcast_object_list(told, from_process=0)
     if told[0] is not None:
         return concatenate_datasets([dataset, Dataset.from_dict(told[0])], axis=1)
-    computed = compute()
+    # A data loader draws a number where it begins: what training draws must not depend on what was remembered.
+    with torch.random.fork_rng(devices=[]):
+        computed = compute()
     if is_main:
         columns = [column for column in computed.column_names if column.startswith("ref_")]
 

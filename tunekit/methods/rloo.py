@@ -27,6 +27,7 @@ def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     from transformers import PrinterCallback
     from trl import RLOOConfig, RLOOTrainer
 
+    from tunekit.methods.head import replace_heads
     from tunekit.methods.order import GroupOrder
 
     trainer = RLOOTrainer(
@@ -51,5 +52,7 @@ def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     )
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
+    if parts.head != "tiles":
+        replace_heads(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -25,6 +25,7 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
     from transformers import PrinterCallback
     from trl import SFTConfig
 
+    from tunekit.methods.head import name_scored_positions, replace_heads
     from tunekit.methods.order import Order, filled, filled_stream, keep_order, num_missing
     from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
 
@@ -57,5 +58,9 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         keep_order(trainer, order)
     # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
     trainer.accelerator.dataloader_config.dispatch_batches = False
+    if parts.head != "tiles":
+        trainer.learns_from_sums = parts.head == "sums"
+        replace_heads(trainer, sums_losses=trainer.learns_from_sums)
+        name_scored_positions(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -23,6 +23,7 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         self._num_tokens = 0
         sizes = self.accelerator.parallelism_config
         self._num_parts: int = 1 if sizes is None else sizes.sp_size
+        self.learns_from_sums = False
         if self._num_parts > 1:
             self.loss_is_scaled_for_ga = True
 
@@ -41,6 +42,8 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
         """The loss of a micro-batch, as its share of the mean over the tokens of the step."""
+        if self.learns_from_sums and not return_outputs:
+            return self._summed_loss(model, inputs, num_items_in_batch)
         if self._num_parts == 1 or not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert num_items_in_batch is not None and not return_outputs
@@ -56,14 +59,33 @@ class TokenMeanSFTTrainer(SFTTrainer):  # type: ignore[misc]
         # The sum over all processes is what is wanted, of gradients too, and the mean is what is made of it.
         return loss * num_processes
 
+    def _summed_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None) -> Any:
+        """The loss that TRL makes of each token's, made of their sum (trl 1.16, `SFTTrainer.compute_loss`)."""
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        options = {"use_cache": False, "fused_lm_head": True, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs, **options)
+        self._note(outputs, inputs)
+        loss, is_shared = outputs.nll, num_items_in_batch is not None
+        if self.args.average_tokens_across_devices and is_shared:
+            # It is a share of the sum over all processes, whose gradients are averaged.
+            loss = loss * self.accelerator.num_processes
+        if self.aux_loss_enabled:
+            steps = self.current_gradient_accumulation_steps if is_shared else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / steps
+            aux_loss = self.accelerator.gather_for_metrics(outputs.aux_loss).mean().item()
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"].append(aux_loss)
+        return loss
+
     def _note(self, outputs: Any, inputs: dict[str, Any]) -> None:
         """Keep what TRL logs besides the loss."""
         counted = (outputs.entropy.sum(), outputs.is_top1.sum(), outputs.label_mask.sum())
         read = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].numel()
         own = torch.tensor([[*map(float, counted), float(read)]], dtype=torch.float64, device=outputs.label_mask.device)
         entropy, num_right, num_trained, num_read = self.accelerator.gather(own).sum(0).tolist()
-        self._total_train_tokens += int(num_read)
-        noted = self._metrics["train"]
+        is_training = self.model.training
+        self._total_train_tokens += int(num_read) if is_training else 0
+        noted = self._metrics["train" if is_training else "eval"]
         noted["entropy"].append(entropy / max(1.0, num_trained))
         noted["mean_token_accuracy"].append(num_right / max(1.0, num_trained))
         noted["num_tokens"] = [self._total_train_tokens]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunekit.errors import ModelError
+from tunekit.planner.isolation import VARLEN
 from tunekit.planner.states import Dtype
 from tunekit.probe.model import model_folder, with_tokenizer
 from tunekit.recipe.adapters import QloraAdapter
@@ -93,6 +94,10 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
 
+    from tunekit.model.attention import register_packed_attention
+
+    if attn_implementation == VARLEN:
+        register_packed_attention()
     torch_dtype = getattr(torch, dtype)
     if head_seed is not None:
         set_seed(head_seed)

@@ -10,6 +10,7 @@ compute type, T tokens of a micro-batch.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tunekit.kernels.chunks import chunk_rows, row_columns
 from tunekit.planner.dora import Dora, dora_of
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
@@ -436,8 +437,10 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
     return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
 
 
-HeadKind = Literal["tiles", "whole", "score"]
-"""How tokens are scored: by TRL's head in tiles, by the model's own with all logits at once, or each by one number."""
+HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
+"""How tokens are scored: by TRL's head in tiles; by tunekit's in chunks, whose gradients are computed with them where
+the sum of losses is learned from (`sums`), or are those of each token (`chunks`); by the model's own with all logits at
+once; or each by one number."""
 
 
 @dataclass(frozen=True)
@@ -476,6 +479,11 @@ def head_of(
         return _score_of(model, adapter, dtype, num_tokens, autocast=autocast)
     if kind == "whole":
         return _whole_head_of(model, adapter, device, dtype, num_tokens, autocast=autocast, widens=widens)
+    if kind in ("sums", "chunks"):
+        scored = int(scored_share * num_tokens)
+        return _chunked_head_of(
+            model, adapter, device, dtype, num_tokens, scored, autocast=autocast, sums=kind == "sums"
+        )
     scored = int(scored_share * num_tokens) if device == "cuda" else num_tokens
     rows, columns = min(scored, HEAD_TOKENS), min(model.vocab_size, HEAD_COLUMNS)
     tile = rows * (e * HEAD_COLUMNS if device == "cuda" else (e + 12) * columns)
@@ -493,6 +501,44 @@ def head_of(
     # The gradient in float32, and in the type of what the head reads.
     gradient = (4 + (wide if wide == 2 else 0)) * h * scored
     return Head(kept, tile + casts + wide * h * num_tokens, tile + casts + e * h * held + gradient)
+
+
+def _chunked_head_of(
+    model: ModelFacts,
+    adapter: FullAdapter | LoraAdapter,
+    device: Literal["cpu", "cuda", "mps"],
+    dtype: Dtype,
+    num_tokens: int,
+    scored: int,
+    *,
+    autocast: bool,
+    sums: bool,
+) -> Head:
+    """The head of tunekit, whose logits are those of a chunk of the tokens that count (tunekit/kernels/linear_ce.py).
+
+    It keeps the gradient of what it reads, of these tokens, in the compute type. Where it is trained, it makes its own
+    with the logits if sums are learned from: then that is there, in float32, from the forward pass on. Otherwise it
+    keeps all that it reads, and computes its logits again.
+    """
+    h, e, vocabulary = model.hidden_size, BYTES[dtype], model.vocab_size
+    tables, casted = trained_tables(model, adapter), autocast and e == 2
+    wide = 4 if casted and tables.embedding else e
+    rows = chunk_rows(scored, vocabulary, e)
+    # On a CPU besides: probabilities in float32, and the logits where they are not.
+    chunk = rows * (e * row_columns(vocabulary) + (0 if device == "cuda" else (4 if e == 4 else 8) * vocabulary))
+    # What a chunk reads, as it is and in the compute type, and what the one before has read; and a cast of the weight.
+    chunk += h * rows * (e * (1 + (scored > rows)) + (wide if wide != e else 0))
+    chunk += e * vocabulary * h if casted and tables.head else 0
+    norm = _norm_bytes(model, adapter, wide, num_tokens)
+    # Labels, places and weights of tokens that count; and what is said of them, there and among all tokens.
+    columns = 28 * scored + 12 * num_tokens
+    computes_again = tables.head and not sums
+    # The gradient of what was read, for each token that counts and then among all; of 16 bits by way of float32.
+    given = max(wide * h * (num_tokens + scored), (4 + wide) * h * scored if e == 2 else 0)
+    if computes_again:
+        return Head(norm + wide * h * num_tokens + columns, chunk, max(chunk + e * h * scored, given))
+    of_weight = 4 * vocabulary * h if tables.head else 0
+    return Head(norm + e * h * scored + columns, chunk + of_weight + wide * h * num_tokens, given)
 
 
 def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tunekit.planner.attention import of_rows
+from tunekit.planner.compiling import why_no_float8_in, why_not_compiled_in
 from tunekit.planner.fit import ENOUGH_TOKENS, Setting, divisors
+from tunekit.planner.kernels import why_no_kernels
 from tunekit.planner.layout import Layout
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import reference_of
@@ -295,6 +298,16 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         refused = _origin_refusal(recipe, origin, layout)
         if refused is not None:
             return refused
+    if recipe.model.kernels != "auto":
+        without_kernels = why_no_kernels(recipe.model.kernels, layout)
+        if without_kernels is not None:
+            return Refusal(without_kernels, "leave model.kernels out, or use torch")
+    without_compile = why_not_compiled_in(layout) if recipe.train.torch_compile is True else None
+    if without_compile is not None:
+        return Refusal(without_compile, "leave train.torch_compile out")
+    without_float8 = why_no_float8_in(layout) if recipe.train.fp8 else None
+    if without_float8 is not None:
+        return Refusal(without_float8, "leave train.fp8 out, or use fsdp2")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
     if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):
@@ -378,8 +391,10 @@ def _ring_refusal(setting: Setting) -> Refusal | None:
         asked = "data.packing" if recipe.data.packing else "data.padding_free"
         why = "context parallel drops the mask that keeps packed documents apart"
         return Refusal(why, f"set {asked}=false")
-    if setting.attention != "sdpa":
-        why = f"context parallel divides sdpa, not {setting.attention}"
+    asked = recipe.model.attn_implementation
+    attention = of_rows(setting.attention, lie_apart=False) if asked == "auto" else setting.attention
+    if attention != "sdpa":
+        why = f"context parallel divides sdpa, not {attention}"
         return Refusal(why, "set model.attn_implementation=sdpa")
     if model.sliding_window is not None and recipe.data.max_length > model.sliding_window:
         why = f"context parallel drops the mask of a window of {model.sliding_window:,} tokens"

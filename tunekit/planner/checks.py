@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
+from tunekit.planner.compiling import check_compile
 from tunekit.planner.experts import check_adapted_experts
 from tunekit.planner.facts import Device, Hardware, ModelFacts, is_embedding
 from tunekit.planner.fit import divisors
-from tunekit.planner.isolation import WITHOUT_SDPA
+from tunekit.planner.kernels import check_kernels
 from tunekit.planner.padding import check_isolation
-from tunekit.planner.plan import Reason
 from tunekit.planner.states import Dtype
 from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
@@ -52,39 +52,6 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
     if device.native_bfloat16:
         return "bfloat16", f"{device.name} computes it natively"
     return "float32", f"{device.name} does not compute bfloat16 natively; float16 can be asked for"
-
-
-def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> Reason:
-    """Attention implementation, and why.
-
-    Raises:
-        PlanError: What is asked for does not run, or is not installed.
-    """
-    device = hardware.device
-    asked = recipe.model.attn_implementation
-    without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
-    flash_runs = device.kind == "cuda" and (device.compute_capability or (0, 0)) >= (8, 0) and dtype != "float32"
-    if asked.startswith("flash_attention") and not flash_runs:
-        raise PlanError(
-            f"model.attn_implementation: {asked} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
-            f"products; this is {device.name} with {dtype}",
-            hint=f"use {without_flash}",
-        )
-    if asked.startswith("flash_attention") and hardware.flash_attn is False:
-        raise PlanError(
-            f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {without_flash}"
-        )
-    if asked == "sdpa" and without_flash != "sdpa":
-        raise PlanError(
-            f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {without_flash}"
-        )
-    if asked != "auto":
-        return Reason(topic="attention", choice=asked, why="as in the recipe")
-    if flash_runs and hardware.flash_attn:
-        return Reason(topic="attention", choice="flash_attention_2", why="flash-attn is installed and runs here")
-    if without_flash != "sdpa":
-        return Reason(topic="attention", choice=without_flash, why=f"transformers has no sdpa for {model.model_type}")
-    return Reason(topic="attention", choice="sdpa", why="torch's fused attention; needs no further package")
 
 
 def _check_lengths(recipe: Recipe, model: ModelFacts) -> None:
@@ -254,6 +221,8 @@ def check_recipe(
         PlanError: There is such a thing.
     """
     check_isolation(recipe.data, model, attn_implementation)
+    check_kernels(recipe, hardware, model)
+    check_compile(recipe, hardware)
     _check_lengths(recipe, model)
     _check_adapter(recipe, model)
     _check_merge(recipe, model)

@@ -89,6 +89,18 @@ class Hardware(Facts):
     num_cores: int | None = None
     flash_attn: bool | None = False
     """Whether the flash-attn package is installed; None where it cannot be known."""
+    flash_attn_3: bool | None = None
+    """The same of FlashAttention 3 (`flash_attn_interface`)."""
+    flash_attn_4: bool | None = None
+    """The same of FlashAttention 4 (`flash-attn-4`)."""
+    triton: bool | None = None
+    """The same of Triton."""
+    liger_kernel: bool | None = None
+    """The same of liger-kernel."""
+    torchao: bool | None = None
+    """The same of torchao."""
+    cxx: bool | None = None
+    """Whether there is a C++ compiler, which torch.compile needs for a CPU."""
     deepspeed: bool | None = None
     """The same of DeepSpeed."""
     vllm: bool | None = None
@@ -216,6 +228,8 @@ class ModelFacts(Facts):
     max_position_embeddings: int | None
     sliding_window: int | None = None
     """Tokens that a layer with a sliding window looks back; None where no layer has one."""
+    attention_dropout: float = 0.0
+    """Share of the attention weights that are dropped in training."""
     num_experts: int = 0
     """Routed experts in a layer that has them; 0 in a dense model."""
     num_experts_per_token: int = 0

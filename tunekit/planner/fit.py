@@ -4,7 +4,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tunekit.planner.attention import of_rows
 from tunekit.planner.facts import Device, Hardware, ModelFacts
+from tunekit.planner.isolation import VARLEN
+from tunekit.planner.kernels import choose_kernels, head_kind
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, estimate
 from tunekit.planner.padding import needs_mask, padding_of
@@ -78,6 +81,17 @@ class Setting:
         reference = reference_of(recipe.method, recipe.adapter, self.model.origin)
         return replace(passes, copies_adapter=reference == "copied adapter")
 
+    def attention_in(self, layout: Layout) -> str:
+        """Attention implementation in a layout: what is told where documents begin is not divided over devices."""
+        is_divided = max(layout.cp_size, layout.sp_size, layout.tp_size) > 1
+        return of_rows(self.attention, lie_apart=not is_divided)
+
+    def passes_in(self, layout: Layout) -> Passes:
+        """The same in a layout, which has a say in whose head scores tokens."""
+        kernels, _ = choose_kernels(self.recipe, self.hardware, layout)
+        passes = self.passes
+        return replace(passes, head=head_kind(passes.head, self.recipe.method, kernels, layout))
+
     def vllm(self, layout: Layout) -> VLLM | None:
         """How vLLM is used, where it generates answers."""
         return vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
@@ -85,11 +99,17 @@ class Setting:
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
         """What each device needs with `size` sequences in a micro-batch."""
         length = self.recipe.data.max_length
-        mask_length = padding_of(self.recipe.data, self.model, self.attention, size, self.passes).mask_length
+        attention = self.attention_in(layout)
+        padding = padding_of(self.recipe.data, self.model, attention, size, self.passes)
+        mask_length = padding.mask_length
+        if padding.is_free and attention == VARLEN and self.device.kind == "cpu":
+            # SDPA for one document after another: keys and values are repeated as with a mask, and there is none.
+            mask_length = 0
         # Without the boundaries that a window draws, SDPA is told that attention is causal and needs no mask.
         window = self.model.sliding_window
         vllm = self.vllm(layout)
-        slides = needs_mask(self.attention) and window is not None and length >= window
+        masks = needs_mask(of_rows(attention, lie_apart=padding.is_free))
+        slides = masks and window is not None and length >= window
         return estimate(
             self.model,
             self.recipe.adapter,
@@ -98,13 +118,13 @@ class Setting:
             optim=self.recipe.train.optim,
             num_tokens=size * self.passes.sequences_per_row * length,
             mask_length=mask_length,
-            sliding_mask_length=mask_length or (length if slides else None),
+            sliding_mask_length=length if mask_length is None and slides else mask_length,
             gradient_checkpointing=checkpointing,
             accumulates=size * layout.num_batches < self.recipe.train.global_batch_size,
             layout=layout,
             devices_per_node=layout.num_processes // num_nodes,
             reserve_share=self.reserve_share,
-            passes=self.passes,
+            passes=self.passes_in(layout),
             vllm_bytes=0 if vllm is None else vllm_bytes(vllm, self.device),
         )
 

@@ -51,7 +51,7 @@ def flops_per_token(
         num_tokens: Tokens of a micro-batch.
         head_share: Share of the tokens for which logits are computed.
         gradient_checkpointing: Whether layers are computed again in the backward pass.
-        whole_head: Whether logits are computed all at once, and kept.
+        whole_head: Whether logits are computed once: all together, and kept, or in chunks with their gradients.
     """
     linear = _sizes(model.linears)
     attention = 2 * model.num_layers * (model.num_heads * model.head_dim + _value_width(model)) * attended_tokens
@@ -71,7 +71,6 @@ def flops_per_token(
         # Where the last product has an adapter, the adapter's own comes after it and is the one left out.
         last = {name: s for name, s in last.items() if name not in adapted}
     forward, backward = forward + experts.forward, backward + experts.backward
-    # Whole logits are not computed again.
     head = ((6 if whole_head else 8) - (0 if head_is_trained else 2)) * head_params(model) * head_share
     again = forward + attention - 2 * _sizes(last) if gradient_checkpointing else 0
     return forward + backward + 3 * attention + head + again

@@ -10,7 +10,18 @@ after another first one (`benchmarks/results/isolation.json`). What is not named
 be built, or is not in transformers; every run that needs it looks again, at the model itself, before it trains.
 """
 
+from typing import Literal
+
 from tunekit.planner.facts import ModelFacts
+
+VARLEN = "tunekit_varlen"
+"""Name of tunekit's attention for rows that lie one behind the other."""
+
+FlashAttention = Literal["FA2", "FA3", "FA4"]
+"""Flash attentions that torch's varlen attention can go to; the first is torch's own."""
+
+FLEX_TYPES = frozenset({"gemma2", "vaultgemma"})
+"""Types whose scores are squeezed, whose masks keep documents apart, and that transformers has FlexAttention for."""
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 """Names in a configuration's `layer_types` of layers that see other tokens through masked attention alone."""
@@ -109,6 +120,83 @@ ISOLATE_WITH_FLASH_ONLY = frozenset(
 ISOLATE_WITH_MASKS_ONLY = frozenset({"gpt_neo", "gptj"})
 """Types that build their masks from the positions, and do not hand the boundaries to flash attention."""
 
+VARLEN_TYPES = frozenset(
+    {
+        "afmoe",
+        "apertus",
+        "arcee",
+        "aria_text",
+        "axk1",
+        "beam",
+        "bitnet",
+        "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
+        "deepseek_v2",
+        "deepseek_v3",
+        "diffllama",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
+        "flex_olmo",
+        "gemma",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hyperclovax",
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "jetmoe",
+        "kolibri1",
+        "laguna",
+        "llama",
+        "longcat_flash",
+        "mellum",
+        "minicpm3",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "modernbert-decoder",
+        "nanochat",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "persimmon",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "solar_open",
+        "starcoder2",
+        "youtu",
+    }
+)
+"""Types that keep documents apart with tunekit's attention for packed rows, and have the logits of eager attention for
+each alone, their sliding windows included. Others are not computed with it, nor are the few that were seen to be right
+and whose configurations have other names for the dropout of attention, which it has not, or drop by default."""
 
 WITHOUT_SDPA = frozenset(
     {
@@ -168,6 +256,9 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
         return f"{model.model_type} has layers that carry a state from one to the next"
     if model.model_type in NEVER_ISOLATE:
         return f"the code of {model.model_type} does not keep them apart"
+    if attn_implementation == VARLEN:
+        known = model.model_type in VARLEN_TYPES
+        return None if known else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
     flash = attn_implementation.startswith("flash_attention")
     if model.model_type in (ISOLATE_WITH_MASKS_ONLY if flash else ISOLATE_WITH_FLASH_ONLY):
         return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"

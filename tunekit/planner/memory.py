@@ -283,7 +283,7 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
     others = () if model.num_experts else ("single", "ddp")
-    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes == SFT else others)
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else others)
     return "traced" if alone and engine else "closed form"
 
 

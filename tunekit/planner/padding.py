@@ -1,15 +1,15 @@
 """Whether the rows of a micro-batch are padded to the longest, or laid one behind the other in a single row.
 
 Padding is computed and thrown away. Rows in a single row need none, but attention has to keep them apart: flash
-attention is told where each begins and does no more work than for each alone, while sdpa and eager take a mask over
-the whole micro-batch and compute what it hides.
+attention and tunekit's own are told where each begins and do no more work than for each alone, while sdpa and eager
+take a mask over the whole micro-batch and compute what it hides.
 """
 
 from dataclasses import dataclass
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.isolation import ISOLATE_WITH_FLASH_ONLY, why_not_isolated
+from tunekit.planner.isolation import ISOLATE_WITH_FLASH_ONLY, VARLEN, why_not_isolated
 from tunekit.planner.passes import SFT, Passes
 from tunekit.planner.plan import Reason
 from tunekit.recipe.schema import DataSection
@@ -67,8 +67,11 @@ def padding_of(
 
 
 def needs_mask(attn_implementation: str) -> bool:
-    """Whether rows that lie one behind the other are kept apart by a mask over all of them."""
-    return not attn_implementation.startswith("flash_attention")
+    """Whether rows that lie one behind the other are kept apart by a mask over all of them.
+
+    FlexAttention's says it of blocks of tokens and takes next to no room.
+    """
+    return not (attn_implementation.startswith("flash_attention") or attn_implementation in (VARLEN, "flex_attention"))
 
 
 def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: str) -> None:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Device, Facts
+from tunekit.planner.isolation import FlashAttention
+from tunekit.planner.kernels import Kernels
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.origin import Origin
@@ -110,7 +112,17 @@ class Plan(Facts):
     """Type of the products, and of the frozen weights. Trained weights are float32."""
     autocast: bool
     """Whether products are computed in `dtype` while trained weights are kept in float32."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
+    attn_implementation: Literal[
+        "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "tunekit_varlen"
+    ]
+    flash_attention: FlashAttention = "FA2"
+    """What tunekit_varlen goes to on CUDA."""
+    kernels: Kernels = "torch"
+    """Whose kernels compute what torch would in many small steps; torch's own in plans that do not say."""
+    torch_compile: bool = False
+    """Whether each decoder layer is compiled."""
+    fp8: bool = False
+    """Whether products of linear layers have factors of 8 bits."""
     padding_free: bool
     """Whether the rows of a micro-batch lie one behind the other, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool

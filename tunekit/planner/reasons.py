@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
+from tunekit.planner.kernels import Kernels
 from tunekit.planner.layout import Layout
 from tunekit.planner.origin import Origin, start_words
 from tunekit.planner.passes import Passes, method_words, steps_per_epoch
@@ -78,8 +80,15 @@ def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> 
     return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=f"{why}{summed}")
 
 
-def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int) -> Reason:
-    """By what else than attention it is computed.
+def kernels_reason(kernels: Kernels, why: str) -> Reason:
+    """Whose kernels compute what torch would in many small steps."""
+    return Reason(topic="kernels", choice=kernels, why=why)
+
+
+def head_reason(
+    hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int, why_trl: str | None
+) -> Reason:
+    """What the head saves of its logits, and how.
 
     Args:
         hardware: The machine.
@@ -87,19 +96,31 @@ def kernels_reason(hardware: Hardware, model: ModelFacts, passes: Passes, dtype:
         passes: What the method does in a step.
         dtype: Type of the products.
         num_tokens: Tokens of a micro-batch.
+        why_trl: Why TRL's head stays where it is, as far as that is the layout's or the kernels'.
     """
-    experts = ", experts' grouped products too" if model.num_experts else ""
+    experts = "; experts by torch's grouped products" if model.num_experts else ""
     size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    if passes.head in ("sums", "chunks"):
+        num_scored = int(passes.max_scored_share * num_tokens)
+        rows = chunk_rows(num_scored, model.vocab_size, BYTES[dtype])
+        by = "their gradients with them" if passes.head == "sums" else "each token with a gradient of its own"
+        return Reason(
+            topic="head",
+            choice="tunekit's head in chunks",
+            why=f"logits of a micro-batch would be {size}; {rows:,} tokens at a time, {by}, and of none that do not "
+            f"count{experts}",
+        )
     if passes.head != "tiles":
         choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
         why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
-        return Reason(topic="kernels", choice=choice, why=f"{why}; torch's own for all else{experts}")
+        return Reason(topic="head", choice=choice, why=f"{why}{experts}")
+    kept = "" if why_trl is None else f"; {why_trl}"
     by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
     return Reason(
-        topic="kernels",
+        topic="head",
         choice="TRL's head in tiles",
         why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
-        f"folded by {by}; torch's own for all else{experts}",
+        f"folded by {by}{kept}{experts}",
     )
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tunekit.errors import PlanError
+from tunekit.planner.attention import choose_attention, dense_reason, flash_attention_of, of_rows
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checks import check_recipe, check_retry, choose_attention, choose_dtype
+from tunekit.planner.checks import check_recipe, check_retry, choose_dtype
+from tunekit.planner.compiling import check_float8, choose_compile, compile_reasons
 from tunekit.planner.environment import (
     environment_of,
     environment_reasons,
@@ -17,6 +19,8 @@ from tunekit.planner.environment import (
 )
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
 from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
+from tunekit.planner.isolation import VARLEN
+from tunekit.planner.kernels import choose_kernels, why_trl_head
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate
 from tunekit.planner.padding import padding_of
@@ -29,6 +33,7 @@ from tunekit.planner.reasons import (
     deepspeed_reasons,
     device_reason,
     generation_reasons,
+    head_reason,
     kernels_reason,
     method_reasons,
     model_reason,
@@ -82,11 +87,16 @@ def resolve(
     dtype, why_dtype = choose_dtype(recipe, hardware.device)
     attention = choose_attention(recipe, hardware, model, dtype)
     check_recipe(recipe, hardware, model, attention.choice, teacher)
+    check_float8(recipe, hardware, model, dtype)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
     found, layout = chosen.fit, chosen.fit.layout
+    kernels, why_kernels = choose_kernels(recipe, hardware, layout)
+    compiled, why_compiled = choose_compile(recipe, hardware, kernels, layout)
     check_retry(recipe, found.micro_batch_size)
-    padding = padding_of(recipe.data, model, attention.choice, found.micro_batch_size, setting.passes)
+    padding = padding_of(recipe.data, model, setting.attention_in(layout), found.micro_batch_size, setting.passes)
+    if of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
+        attention = dense_reason()
     schedule = schedule_of(recipe, data)
     step = step_of(
         recipe,
@@ -101,7 +111,7 @@ def resolve(
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         num_cores=hardware.num_cores,
-        passes=setting.passes,
+        passes=setting.passes_in(layout),
     )
     num_steps = None if schedule is None else schedule.num_steps
     speed = None
@@ -124,6 +134,10 @@ def resolve(
         dtype=dtype,
         autocast=dtype != "float32",
         attn_implementation=attention.choice,
+        flash_attention=flash_attention_of(hardware, model) if attention.choice == VARLEN else "FA2",
+        kernels=kernels,
+        torch_compile=compiled,
+        fp8=recipe.train.fp8,
         padding_free=padding.is_free,
         gradient_checkpointing=found.gradient_checkpointing,
         micro_batch_size=found.micro_batch_size,
@@ -153,7 +167,16 @@ def resolve(
             *code_reasons(recipe),
             precision_reason(recipe, layout, dtype, why_dtype),
             attention,
-            kernels_reason(hardware, model, setting.passes, dtype, _tokens_of_micro_batch(setting, found)),
+            kernels_reason(kernels, why_kernels),
+            *compile_reasons(recipe, model, compiled, why_compiled),
+            head_reason(
+                hardware,
+                model,
+                setting.passes_in(layout),
+                dtype,
+                _tokens_of_micro_batch(setting, found),
+                why_trl_head(kernels, layout),
+            ),
             *method_reasons(recipe, model.origin),
             *reference_reasons(recipe, model.origin, found.memory.parts.get("reference", 0)),
             *generation_reasons(recipe, setting.vllm(layout), why_generated, speed),

@@ -86,6 +86,9 @@ def differences(before: Plan, now: Plan) -> list[str]:
         ("batch", before.batch_words, now.batch_words),
         ("precision", before.dtype, now.dtype),
         ("attention", before.attn_implementation, now.attn_implementation),
+        ("kernels", before.kernels, now.kernels),
+        ("compiled layers", _word(before.torch_compile), _word(now.torch_compile)),
+        ("float8", _word(before.fp8), _word(now.fp8)),
         ("checkpointing", _word(before.gradient_checkpointing), _word(now.gradient_checkpointing)),
         ("padding", _padding(before), _padding(now)),
     )

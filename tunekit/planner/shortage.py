@@ -127,6 +127,12 @@ def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelF
     else:
         flash_attn = plan.attn_implementation.startswith("flash_attention")
         accelerators = (plan.device,) * (plan.layout.num_processes // plan.num_nodes)
-        hardware = Hardware(accelerators=accelerators, num_nodes=plan.num_nodes, flash_attn=flash_attn)
+        hardware = Hardware(
+            accelerators=accelerators,
+            num_nodes=plan.num_nodes,
+            flash_attn=flash_attn,
+            flash_attn_3=plan.flash_attention == "FA3",
+            flash_attn_4=plan.flash_attention == "FA4",
+        )
     setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
     return replace(setting, by_vllm=plan.vllm is not None)

@@ -14,7 +14,7 @@ from tunekit.planner.goodput import Goodput, goodput_of
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import Passes, generation_bytes, passes_of
 from tunekit.planner.records import RunRecord
-from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params
+from tunekit.planner.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
 from tunekit.planner.step import (
     Before,
     Generating,
@@ -140,15 +140,16 @@ def step_of(
     batch = recipe.train.global_batch_size
     passes = passes or passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
     # Elsewhere TRL's head computes every position.
-    head_share = passes.max_scored_share if device.kind == "cuda" else 1.0
-    tiled = passes.head == "tiles"
+    leaves_out = device.kind == "cuda" or passes.head in ("sums", "chunks")
+    head_share = passes.max_scored_share if leaves_out else 1.0
+    computes_again = passes.head == "tiles" or (passes.head == "chunks" and trained_tables(model, recipe.adapter).head)
     if data.tokenized and data.num_train_tokens and passes.method == "sft":
         row = document = longest = data.num_train_tokens / data.num_train
         if recipe.data.packing and data.num_rows:
             document = min(row, data.num_train_tokens / data.num_rows)
         if micro_batch_size > 1 and not padding_free and data.longest_tokens:
             longest = float(data.longest_tokens)
-        if device.kind == "cuda":
+        if leaves_out:
             head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
     elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.generation is None:
         row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
@@ -164,7 +165,7 @@ def step_of(
             num_tokens=micro_batch_size * sequences * row,
             head_share=head_share,
             gradient_checkpointing=again,
-            whole_head=not tiled,
+            whole_head=not computes_again,
         )
 
     forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
@@ -177,8 +178,7 @@ def step_of(
     cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
     trained = num_trainable_params(model, recipe.adapter)
     states = OPTIMIZER_BYTES[recipe.train.optim]
-    # The head's tiles are computed twice.
-    head_again = 2 * head_params(model) * head_share * tiled
+    head_again = 2 * head_params(model) * head_share * computes_again
     return Step(
         model_type=model.model_type,
         num_params=model.num_params,

@@ -5,9 +5,10 @@ import platform
 import runpy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from tunekit.planner.catalogue import NOTES
 from tunekit.planner.environment import DECIDED
@@ -67,7 +68,13 @@ def probe_node() -> Hardware:
         accelerators=tuple(one.device for one in used),
         unused=unused,
         num_cores=num_cores(),
-        flash_attn=find_spec("flash_attn") is not None,
+        flash_attn=_is_installed("flash-attn"),
+        flash_attn_3=find_spec("flash_attn_interface") is not None,
+        flash_attn_4=_is_installed("flash-attn-4"),
+        triton=find_spec("triton") is not None,
+        liger_kernel=find_spec("liger_kernel") is not None,
+        torchao=find_spec("torchao") is not None,
+        cxx=which(os.environ.get("CXX", "g++")) is not None,
         environment={name: os.environ[name] for name in DECIDED if name in os.environ},
         deepspeed=find_spec("deepspeed") is not None,
         vllm=find_spec("vllm") is not None,
@@ -102,6 +109,15 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
         }
     )
     return hardware.with_processes(launch.num_processes)
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a distribution is there; two of FlashAttention share the name that they are imported by."""
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def torch_build() -> TorchBuild:

@@ -318,6 +318,7 @@ def _facts(
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
         sliding_window=sliding_window_of(text),
+        attention_dropout=text.get("attention_dropout") or 0.0,
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token_of(text),
         has_chat_template=has_chat_template,

@@ -24,8 +24,17 @@ class ModelSection(Section):
     """Type in which the frozen weights are kept and the products are computed. `auto`: bfloat16 where the device
     computes it natively, else float32. Trained weights and their optimizer states are always float32."""
 
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation by its transformers name. `auto`: the fastest that is correct on the device."""
+    attn_implementation: Literal[
+        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "tunekit_varlen"
+    ] = "auto"
+    """Attention implementation by its transformers name, or `tunekit_varlen`: tunekit's for rows that lie one behind
+    the other, by torch's flash attention, or document by document on a CPU. `auto`: the fastest that is correct on the
+    device."""
+
+    kernels: Literal["auto", "tunekit", "liger", "torch"] = "auto"
+    """Whose kernels compute norms, gated MLPs, rotary embeddings, adapters and the head: `tunekit`'s own, those of
+    liger-kernel (`liger`, on CUDA), or none but torch's (`torch`). `auto`: tunekit's where they are known to be right;
+    the plan says where not."""
 
     chat_template: Annotated[str | None, Field(json_schema_extra=EXPANDS_ENV)] = None
     """Jinja file to use instead of the tokenizer's own chat template. It is saved with the trained model."""

@@ -56,7 +56,7 @@ def conflicts_of_answers(
 
 def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
     """What is computed of a teacher as of the model that learns from it."""
-    given = {"dtype": teacher.dtype, "attn_implementation": teacher.attn_implementation}
+    given = {"dtype": teacher.dtype, "attn_implementation": teacher.attn_implementation, "kernels": teacher.kernels}
     for name, value in given.items():
         if value != "auto":
             what = "cannot be given: the teacher is computed like the model"

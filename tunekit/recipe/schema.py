@@ -160,7 +160,7 @@ class DataSection(Section):
 
     padding_free: Literal["auto"] | bool = "auto"
     """Lay the rows of a micro-batch one behind the other instead of padding them to the longest. They do not see each
-    other. `auto`: with flash attention; elsewhere the mask would grow with the square of the whole micro-batch. Packed
+    other. `auto`: on CUDA where flash attention runs; elsewhere they are padded. Packed
     batches have no padding anyway."""
 
     columns: dict[str, str] = {}

@@ -87,6 +87,14 @@ class TrainSection(Section):
     gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute activations in the backward pass to save memory. `auto`: only where they would not fit."""
 
+    torch_compile: Literal["auto"] | bool = "auto"
+    """Compile each decoder layer with torch.compile. `auto`: where it is known to pay, which is on CUDA for packed rows
+    that no other kernels are used for; the plan says why not elsewhere."""
+
+    fp8: bool = False
+    """Compute the products of linear layers with factors of 8 bits (torchao). For training all weights on Hopper and
+    later; it is refused elsewhere."""
+
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of adapter initialisation, row order and dropout."""
 

@@ -117,7 +117,7 @@ OWNED = {
     "train_sampling_strategy": "use data.shuffle",
     "trust_remote_code": "use model.trust_remote_code",
     "use_cpu": _DEVICES,
-    "use_liger_kernel": "the plan chooses the kernels",
+    "use_liger_kernel": "set model.kernels to liger",
     "warmup_ratio": "use train.warmup_steps: below 1 it is a share of all steps",
     "warmup_steps": "use train.warmup_steps",
     "weight_decay": "use train.weight_decay",

@@ -52,14 +52,19 @@ def open_for_attempt(agents: Any, place: Place) -> Any:
         return store
     name = uuid.uuid4().hex
     agents.set(f"hello-{place.rank}", name)
-    port = hear(agents, f"answer-{name}")["port"]
-    agents.set(f"heard-{name}", "{}")
+    answer = hear(agents, f"answer-{name}")
+    port = answer["port"]
+    agents.set(f"heard-{answer['attempt']}-{place.rank}", "{}")
     os.environ["MASTER_PORT"] = str(port)
     return torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _tell_all(agents: Any, place: Place, port: int) -> None:
-    """Tell every other process of this attempt where the store is; those of earlier ones are told too, and are gone."""
+    """Tell every other process of this attempt where the store is; those of earlier ones are told too, and are gone.
+
+    Who has heard says so under the name of this attempt: what the gone ones said in theirs still stands there.
+    """
+    attempt = uuid.uuid4().hex
     names: dict[int, str] = {}
     waiting = set(range(1, place.num_processes))
     while waiting:
@@ -69,8 +74,8 @@ def _tell_all(agents: Any, place: Place, port: int) -> None:
             name = agents.get(f"hello-{rank}").decode()
             if names.get(rank) != name:
                 names[rank] = name
-                agents.set(f"answer-{name}", json.dumps({"port": port}))
-            elif agents.check([f"heard-{name}"]):
+                agents.set(f"answer-{name}", json.dumps({"port": port, "attempt": attempt}))
+            elif agents.check([f"heard-{attempt}-{rank}"]):
                 waiting.remove(rank)
         time.sleep(ASK_SECONDS)
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,6 +29,9 @@ MANIFEST = "manifest.json"
 
 FORMAT = 1
 """Number of what a manifest says and a checkpoint holds."""
+
+READ = ("recipe.yaml", "plan.yaml", "fingerprints.json")
+"""Files of a checkpoint by which it is decided how a run goes on. They are small."""
 
 COPIES = ("recipe.yaml", "plan.yaml", "fingerprints.json")
 """Files of the run folder of which a checkpoint holds a copy, as they were then."""
@@ -178,7 +181,7 @@ def clear_drafts(run_folder: Path) -> None:
 
 
 def newest_complete(run_folder: Path) -> Newest:
-    """The newest checkpoint of a run whose files are there in their sizes. What they hold is not read."""
+    """The newest checkpoint of a run whose files are there in their sizes. What they hold is not read, but for READ."""
     return _newest(run_folder, contents=False)
 
 
@@ -227,7 +230,8 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
 
     Args:
         folder: The checkpoint.
-        contents: Whether every file is read and compared, which takes as long as reading it, and not its size alone.
+        contents: Whether every file is read and compared, which takes as long as reading it, and not its size alone. Of
+            READ it always is.
     """
     if folder.is_symlink():
         return "it is a link to another folder"
@@ -244,7 +248,9 @@ def fault_of(folder: Path, *, contents: bool) -> str | None:
     if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
         return f"{MANIFEST} is one of step {manifest.step}"
     fault = next(_faults_of_files(folder, manifest), None) or next(_missing_state(folder, manifest), None)
-    return _fault_of_contents(folder, manifest) if fault is None and contents else fault
+    if fault is not None:
+        return fault
+    return _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
 
 
 def _newest(run_folder: Path, *, contents: bool) -> Newest:
@@ -297,8 +303,8 @@ def is_inside(folder: Path, name: str) -> bool:
     return not any((folder / part).is_symlink() for part in (path, *path.parents))
 
 
-def _fault_of_contents(folder: Path, manifest: Manifest) -> str | None:
-    """A file that holds something else than was written."""
+def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -> str | None:
+    """A file of these that holds something else than was written."""
 
     def fault(name: str) -> str | None:
         try:
@@ -308,7 +314,7 @@ def _fault_of_contents(folder: Path, manifest: Manifest) -> str | None:
         return None if found == manifest.files[name] else f"{name} does not hold what was written"
 
     with ThreadPoolExecutor(READERS) as readers:
-        return next((words for words in readers.map(fault, manifest.files) if words is not None), None)
+        return next((words for words in readers.map(fault, names) if words is not None), None)
 
 
 def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.plan import Plan
-from tunekit.run import fsdp2, tensor_parallel, zero
+from tunekit.run import ddp, fsdp2, tensor_parallel, zero
 from tunekit.run.network import name_interface_to_main
 from tunekit.run.place import Place
 
@@ -105,7 +105,15 @@ def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
         fsdp2.gather_head(trainer)
 
 
-def before_steps(trainer: "Trainer", plan: Plan) -> None:
-    """What an engine needs after passes that are not those of training, in every process."""
+def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
+    """What an engine needs after passes that are not those of training, in every process.
+
+    Args:
+        trainer: The trainer.
+        plan: The plan.
+        goes_on: Whether the run goes on from a checkpoint.
+    """
+    if plan.layout.strategy == "ddp" and plan.layout.num_processes > 2 and goes_on:
+        ddp.settle_buckets(trainer)
     if plan.layout.strategy == "zero3":
         zero.forget_order(trainer)

@@ -66,10 +66,14 @@ class Record:
             "hint": error.hint if isinstance(error, TunekitError) else None,
             "traceback": None if mended else "".join(traceback.format_exception(error)),
         }
+        text = json.dumps(without_secrets(words), indent=2)
+        with_room(self.run, lambda: self._write_error(text))
+
+    def _write_error(self, text: str) -> None:
         folder = self.run.path / ERRORS
         folder.mkdir(exist_ok=True)
         draft = folder / f".rank-{self.place.rank}.json"
-        draft.write_text(json.dumps(without_secrets(words), indent=2), encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         draft.replace(folder / f"rank-{self.place.rank}.json")
 
 

@@ -3,8 +3,9 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunekit.errors import RunError
@@ -44,6 +45,18 @@ def with_room(run: Run, write: Callable[[], None]) -> None:
             raise
         give_room(run)
         write()
+
+
+@contextlib.contextmanager
+def tokenizers_errors() -> Iterator[None]:
+    """Within it, what the tokenizers library cannot write is an OSError: it raises bare ones (tokenizers 0.23)."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)$", str(error)) if type(error) is Exception else None
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def disk_full(run: Run, where: str, error: OSError) -> RunError:

@@ -54,7 +54,7 @@ from tunekit.run.checkpoint import (
 from tunekit.run.exchange import any_of, exchange_problem, same_everywhere
 from tunekit.run.heart import Heart
 from tunekit.run.record import Record
-from tunekit.run.room import free_bytes, not_saved, words_of
+from tunekit.run.room import free_bytes, not_saved, tokenizers_errors, words_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -409,7 +409,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if saving.problem is not None:
             return
         try:
-            work()
+            with tokenizers_errors():
+                work()
         except FAILURES as error:
             if isinstance(error, RuntimeError) and exchange_problem(error, self.record.place) is not None:
                 raise
@@ -476,7 +477,8 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
         # Nobody writes before that.
         distributed.barrier()
     try:
-        yield
+        with tokenizers_errors():
+            yield
     except (OSError, SafetensorError) as error:
         if record.place.is_main:
             shutil.rmtree(draft, ignore_errors=True)

@@ -98,7 +98,9 @@ class Timing:
         inner = _torch_optimizer(optimizer)
         inner.register_step_pre_hook(self._on_update)
         inner.register_step_post_hook(self._on_updated)
-        if not trainer.args.torch_compile:  # a hook with a clock would split what is compiled
+        if not (
+            trainer.args.torch_compile or self.plan.torch_compile
+        ):  # a hook with a clock would split what is compiled
             for layer in self._clocked(trainer.model_wrapped):
                 # Behind what the engine does before a layer, and before what it does behind it.
                 layer.register_forward_pre_hook(self._on_layer)

@@ -10,6 +10,7 @@ from tunekit.data.stream import stream
 from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
 from tunekit.methods.arguments import Parts
 from tunekit.model.adapters import Task
+from tunekit.planner.isolation import VARLEN
 from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
@@ -35,13 +36,19 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
+    from tunekit.model.fuse import Report
+
 
 def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrainedModel":
     """The model that is trained, without the adapter that is trained; one that is not is merged into it."""
     from tunekit.model.adapters import merge_adapter
+    from tunekit.model.attention import activate
+    from tunekit.model.liger import use_liger
     from tunekit.model.load import load_model
     from tunekit.run.tensor_parallel import distributed_config
 
+    if plan.attn_implementation == VARLEN:
+        activate(plan.flash_attention)
     model = load_model(
         plan.base,
         dtype="float32" if isinstance(recipe.adapter, FullAdapter) else plan.dtype,
@@ -51,6 +58,8 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
         head_seed=recipe.train.seed if isinstance(recipe.method, RewardMethod) else None,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
+    if plan.kernels == "liger":
+        use_liger(model)
     origin = plan.origin
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter) or device == "meta":
         return model
@@ -73,11 +82,31 @@ def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrain
     return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
 
 
+def fuse_as_planned(model: "Module", plan: Plan) -> "Report | None":
+    """Give a model the plan's kernels before it is divided or wrapped; None where they are not tunekit's."""
+    if plan.kernels != "tunekit":
+        return None
+    import torch
+
+    from tunekit.model.fuse import fuse
+
+    return fuse(model, dtype=getattr(torch, plan.dtype))
+
+
 def load_teacher(teacher: ModelSection, plan: Plan) -> "PreTrainedModel":
     """The model that another one learns from, whole on each device."""
     from tunekit.model.load import load_model
 
-    return load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
+    model = load_model(teacher, dtype=plan.dtype, attn_implementation=plan.attn_implementation, device=plan.device.kind)
+    fuse_as_planned(model, plan)
+    return model
+
+
+def load_reference(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
+    """The model as it was before training, whole on each device."""
+    model = load_policy(recipe, plan, device=plan.device.kind)
+    fuse_as_planned(model, plan)
+    return model
 
 
 def loads_bare_reference(plan: Plan) -> bool:
@@ -122,7 +151,7 @@ def build_trainer(
             return sft.build(method, parts)
         case DPOMethod() | KTOMethod():
             twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            reference = load_policy(recipe, plan, device=plan.device.kind) if twice else None
+            reference = load_reference(recipe, plan) if twice else None
             if isinstance(method, KTOMethod):
                 return kto.build(method, parts, reference=reference)
             return dpo.build(method, parts, reference=reference)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.data.alignment import read_rows
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
+from tunekit.planner.isolation import VARLEN
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.probe.model import probe_model
 from tunekit.recipe.adapters import FullAdapter
@@ -31,7 +32,7 @@ from tunekit.run.going_on import start_of
 from tunekit.run.group import follow_supervisor, is_supervised, open_store
 from tunekit.run.heart import Heart
 from tunekit.run.interrupt import Wishes
-from tunekit.run.isolation import check_isolation
+from tunekit.run.isolation import check_isolation, prove_attention
 from tunekit.run.measures import first_and_last
 from tunekit.run.origin import check_run_code
 from tunekit.run.place import Place, place_of
@@ -43,7 +44,14 @@ from tunekit.run.room import FULL, disk_full, give_room, hold_room
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.stop import forget_request
-from tunekit.run.trainer import build_trainer, continued_folder, load_adapted, load_policy, loads_bare_reference
+from tunekit.run.trainer import (
+    build_trainer,
+    continued_folder,
+    fuse_as_planned,
+    load_adapted,
+    load_policy,
+    loads_bare_reference,
+)
 from tunekit.run.watchdog import Watchdog, gone_words
 
 if TYPE_CHECKING:
@@ -152,6 +160,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     schedule = plan.schedule
     if schedule is None:
         raise RunError(f"{run.path}: the plan has no schedule", hint="plan again with tokenised data")
+    import torch
+
     from tunekit.run.boundary import Boundary, EvaluationLeft, evaluation_is_due
     from tunekit.run.engine import after_wrapping, before_steps
     from tunekit.run.pickles import check_states
@@ -178,13 +188,18 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         wishes.check()
         start.once_placed(trainer, plan)
         after_wrapping(trainer, plan)
-        if plan.padding_free:
-            asked = "data.packing" if recipe.data.packing else "data.padding_free"
-            check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
-        check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
-        if not start.goes_on:
-            _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
-        before_steps(trainer, plan)
+        # A few small passes are no shapes to compile for.
+        with torch.compiler.set_stance("force_eager"):
+            if plan.padding_free:
+                asked = "data.packing" if recipe.data.packing else "data.padding_free"
+                check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+            if plan.attn_implementation == VARLEN:
+                seen = prove_attention(trainer, vocabulary=len(tokenizer), flash=plan.flash_attention)
+                record.write("attention", message=seen)
+            check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+            if not start.goes_on:
+                _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
+        before_steps(trainer, plan, goes_on=start.goes_on)
         carried.restore()
         watch.go_on(carried.num_tokens)
 
@@ -211,7 +226,8 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         for prompt in prompts:
             if boundary.has_ended():
                 return True
-            _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
+            with torch.compiler.set_stance("force_eager"):
+                _sample(record, "after", trainer, tokenizer, [prompt], chat=chat)
         if record.place.is_main:
             tokenizer.save_pretrained(draft)
             result = _summary(run, plan, watch, saver, time.time() - began)
@@ -256,6 +272,7 @@ def _build(
     check_run_code(run)
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
+    from tunekit.model.compiling import compile_layers, to_float8
     from tunekit.model.load import load_tokenizer
     from tunekit.run.engine import before_wrapping, loading, weights_device
 
@@ -263,7 +280,15 @@ def _build(
     with loading(plan):
         device = weights_device(plan, record.place)
         model = load_adapted(recipe, plan, device=device)
-    layers = follow_layers(model, watch.heart)
+    fused = fuse_as_planned(model, plan)
+    if fused is not None:
+        record.write("fused", message=fused.words(), **fused.to_dict())
+    if plan.fp8:
+        to_float8(model)
+    if plan.torch_compile:
+        compile_layers(model)
+    # What tells of a layer would split what is compiled.
+    layers = [] if plan.torch_compile else follow_layers(model, watch.heart)
     trainer = build_trainer(
         run,
         recipe,

@@ -1,0 +1,96 @@
+"""AdamW on parameters that two real processes divide, or both have."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.processes import in_processes
+from tunekit.kernels.adamw import AdamW
+
+OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+NUM_STEPS = 3
+
+
+def model_of(dtype):
+    """Weights of 33 rows, which two cannot divide evenly, and 7."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.ReLU(), torch.nn.Linear(33, 7)).to(dtype)
+
+
+def take_steps(model, optimizer, dtype, num_steps):
+    for step in range(num_steps):
+        torch.manual_seed(100 + step)
+        optimizer.zero_grad()
+        model(torch.randn(8, 20).to(dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def whole(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def sharded(dtype, states):
+    """Weights after some steps, and after as many with a break in which the states go through a state dict."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    results = []
+    for breaks in (False, True):
+        model = fully_shard(model_of(dtype), mesh=mesh)
+        optimizer = AdamW(model.parameters(), **OPTIONS, states=states, seed=4)
+        take_steps(model, optimizer, dtype, NUM_STEPS)
+        if breaks:
+            saved = get_optimizer_state_dict(model, optimizer)
+            optimizer = AdamW(model.parameters(), **OPTIONS, states=states, seed=4)
+            set_optimizer_state_dict(model, optimizer, saved)
+        take_steps(model, optimizer, dtype, NUM_STEPS)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        # What is in a tensor stays with a process, which has ended when it is looked at.
+        results.append([parameter.full_tensor().float().numpy() for parameter in whole(model)])
+    torch.distributed.destroy_process_group()
+    return results
+
+
+def test_parts_in_float32_are_those_of_the_whole():
+    model = model_of(torch.float32)
+    optimizer = AdamW(model.parameters(), **OPTIONS, states="float32", seed=4)
+    for _ in range(2):
+        take_steps(model, optimizer, torch.float32, NUM_STEPS)
+    for found in in_processes(2, sharded, torch.float32, "float32"):
+        for one, broken, other in zip(*found, whole(model), strict=True):
+            # The gradient is the mean of two that are alike, and is the same but for the order of sums.
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+            assert np.array_equal(one, broken)
+
+
+def test_parts_in_bfloat16_go_on_with_the_same_bits_after_a_break():
+    first, second = in_processes(2, sharded, torch.bfloat16, "bfloat16")
+    for one, broken, other in zip(*first, second[0], strict=True):
+        assert np.array_equal(one, broken)
+        assert np.array_equal(one, other)
+
+
+def rounded_parts(placement):
+    """What each process has of a parameter whose every value is rounded at random."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(512, dtype=torch.bfloat16)
+    placements = [Replicate() if placement == "both" else Shard(0)]
+    parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, placements))
+    parameter.grad = distribute_tensor(whole, mesh, placements)
+    AdamW([parameter], lr=2.0**-10, seed=9).step()
+    local = parameter.to_local().detach().float().numpy()
+    torch.distributed.destroy_process_group()
+    return local
+
+
+@pytest.mark.parametrize("placement", ["both", "parts"])
+def test_processes_round_alike_what_both_have_and_apart_what_they_divide(placement):
+    first, second = in_processes(2, rounded_parts, placement)
+    assert len(np.unique(first)) == 2
+    assert np.array_equal(first, second) == (placement == "both")

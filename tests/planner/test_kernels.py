@@ -1,0 +1,106 @@
+"""Whose kernels a run uses, and where they are refused."""
+
+import pytest
+import yaml
+
+from tests.planner.golden import ROWS, recipe
+from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, T4
+from tunekit.errors import PlanError
+from tunekit.planner.kernels import LIGER_TYPES
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+
+TWO = H100.model_copy(update={"accelerators": H100.accelerators * 2})
+AMD = H100.model_copy(
+    update={"accelerators": (H100.device.model_copy(update={"gfx": "gfx942", "compute_capability": None}),)}
+)
+
+
+def planned(hardware, kernels=None, model=LLAMA_1B, **sections):
+    asked = {"path": "m"} if kernels is None else {"path": "m", "kernels": kernels}
+    return resolve(recipe(model=asked, **sections), hardware, model, ROWS)
+
+
+def why(plan):
+    (found,) = [reason.why for reason in plan.reasons if reason.topic == "kernels"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hardware", "sections", "kernels", "said"),
+    [
+        (H100, {}, "tunekit", "in Triton, for each module that computes what they do; the log names the others"),
+        (LAPTOP, {}, "tunekit", "in their torch forms, as Triton needs an accelerator; the head is what pays there"),
+        (H100.model_copy(update={"triton": False}), {}, "tunekit", "in their torch forms, as Triton is not installed"),
+        (T4, {}, "torch", "made for compute capability 8.0 and later, and T4"),
+        (AMD, {}, "torch", "tunekit's kernels are not tried on ROCm"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}}, "torch", "divides weights into"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "zero3"}}, "torch", "ZeRO-3 gathers the weights of a"),
+        (TWO, {"adapter": "full", "parallel": {"strategy": "fsdp2"}}, "tunekit", "in Triton"),
+    ],
+    ids=["h100", "cpu", "no-triton", "t4", "rocm", "tensor-parallel", "zero3", "fsdp2"],
+)
+def test_own_kernels_are_used_where_they_are_known_to_be_right(hardware, sections, kernels, said):
+    plan = planned(hardware, **sections)
+    assert plan.kernels == kernels
+    assert said in why(plan)
+
+
+@pytest.mark.parametrize("kernels", ["tunekit", "liger", "torch"])
+def test_kernels_can_be_asked_for(kernels):
+    plan = planned(H100, kernels)
+    assert plan.kernels == kernels
+    assert why(plan).startswith("as in the recipe")
+
+
+REFUSED = {
+    "liger-on-a-cpu": (
+        LAPTOP,
+        LLAMA_1B,
+        {},
+        "liger",
+        "model.kernels: liger's kernels are written in Triton, which does not run on CPU (test); use tunekit, whose "
+        "operations torch can compute too, or torch",
+    ),
+    "liger-is-missing": (
+        H100.model_copy(update={"liger_kernel": False}),
+        LLAMA_1B,
+        {},
+        "liger",
+        "model.kernels: liger-kernel is not installed; pip install 'tunekit[gpu]', or leave model.kernels out",
+    ),
+    "liger-does-not-know-it": (
+        H100,
+        LLAMA_1B.model_copy(update={"model_type": "stablelm"}),
+        {},
+        "liger",
+        "model.kernels: liger-kernel has none for stablelm; leave model.kernels out",
+    ),
+    "tensor-parallel": (
+        TWO,
+        LLAMA_1B,
+        {"adapter": "full", "parallel": {"strategy": "fsdp2", "tp_size": 2}},
+        "tunekit",
+        "tensor parallel divides weights into DTensors, which only torch's own operations take; leave model.kernels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_kernels_that_cannot_be_had_are_refused(name):
+    hardware, model, sections, kernels, said = REFUSED[name]
+    with pytest.raises(PlanError) as refused:
+        planned(hardware, kernels, model, **sections)
+    assert said in str(refused.value)
+
+
+def test_a_plan_of_before_there_were_kernels_has_none():
+    plan = planned(LAPTOP)
+    written = yaml.safe_load(plan.to_yaml())
+    del written["kernels"]
+    assert Plan.from_yaml(yaml.safe_dump(written), plan.recipe).kernels == "torch"
+
+
+def test_the_types_that_liger_is_said_to_know_are_its_own():
+    known = pytest.importorskip("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+    assert set(known) >= LIGER_TYPES

@@ -1,0 +1,85 @@
+"""The benchmarks that need an accelerator say so without one, and what they would run is known to work."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import kernels, tables, train
+from tests.kernels.interpreter import interpreted
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("benchmark", [kernels, train])
+def test_without_an_accelerator_it_says_what_it_would_measure(benchmark, capsys):
+    assert benchmark.main([]) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("There is no accelerator here")
+    assert len(printed.splitlines()) > 8
+
+
+@pytest.mark.slow
+def test_every_form_of_a_kernel_runs_and_agrees_with_the_formula(capsys):
+    from liger_kernel.ops import cross_entropy, fused_add_rms_norm, fused_linear_cross_entropy, rms_norm, rope, swiglu
+
+    with interpreted(cross_entropy, fused_add_rms_norm, fused_linear_cross_entropy, rms_norm, rope, swiglu):
+        assert kernels.main(["--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    errors = [float(line.rpartition("error ")[2]) for line in printed.splitlines() if " error " in line]
+    # bfloat16 has a relative rounding of 2^-9, and results go through a few of these.
+    assert len(errors) > 30
+    assert max(errors) < 2e-2
+    for rival in ("torch.compile", "liger", "trl", "peft", "bitsandbytes"):
+        assert rival in printed
+
+
+@pytest.mark.slow
+def test_every_runner_trains(capsys):
+    assert train.main(["--dry-run", "--only", "lora"]) == 0
+    # DeepSpeed's logger writes to where results go.
+    lines = [line for line in capsys.readouterr().out.splitlines() if "[WARNING]" not in line]
+    by_runner = {line.split()[3]: line for line in lines}
+    assert by_runner.keys() == set(train.RUNNERS)
+    for runner in ("auto", "torch", "trl"):
+        assert "tokens/s" in by_runner[runner], by_runner[runner]
+    assert "left out" in by_runner["liger"]  # it is for CUDA
+
+
+def test_the_readme_has_the_tables_that_the_results_make():
+    assert tables.block() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_without_results_nothing_is_claimed(tmp_path):
+    assert (
+        tables.block(tmp_path) == "Nothing was measured on an accelerator yet: `python -m benchmarks.kernels --save`.\n"
+    )
+
+
+def test_results_become_a_table(tmp_path):
+    row = {"case": "swiglu", "pass": "both", "milliseconds": 0.5, "share_of_ceiling": 0.91}
+    report = {"device": "NVIDIA X", "commit": "abc", "date": "2026-01-02"}
+    rows = [{**row, "form": "tunekit"}, {**row, "form": "liger", "milliseconds": 0.75, "share_of_ceiling": 0.6}]
+    (tmp_path / "kernels-x.json").write_text(json.dumps({**report, "rows": rows}))
+    run = {"shape": "8b", "adapter": "lora", "max_length": 2048, "mfu": 0.5, "peak_bytes": 2**34}
+    runs = [{**run, "runner": "auto", "tokens_per_second": 12000.0}, {**run, "runner": "trl", "left_out": "no room"}]
+    (tmp_path / "train-x.json").write_text(json.dumps({**report, "rows": runs}))
+    block = tables.block(tmp_path)
+    assert "NVIDIA X, commit abc, 2026-01-02" in block
+    assert "| swiglu | 0.50 ms (91%) | 0.75 ms (60%) |" in block
+    assert "| 8b lora 2048 | 12,000 (50%, 16 GiB) | - |" in block
+
+
+def test_the_tables_are_printed_by_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.tables"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == tables.block()

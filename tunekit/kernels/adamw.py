@@ -1,0 +1,337 @@
+"""AdamW whose weights and states are kept in few bits, and rounded at random so that small updates are not lost.
+
+    m = m + (1 - b1) * (g - m)
+    v = b2 * v + (1 - b2) * g²
+    p = (1 - lr * decay) * p - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
+
+Decoupled weight decay: https://arxiv.org/abs/1711.05101.
+
+**Rounding at random**: a float32 number is rounded up or down to bfloat16 with the odds that make it right on average.
+To the nearest, a weight would keep its value wherever the update is smaller than half the distance to the next one,
+1/512 of it or so; and v would never fall, as 1 - b2 is less than that too. What is rounded so: weights in bfloat16
+(https://arxiv.org/abs/2010.06192), and states in 16 or 8 bits. Weights in float32 are not.
+
+**States in 8 bits** are small floating-point numbers times a float32 for every 256 of them, the largest absolute value
+of these (blocks as in https://arxiv.org/abs/2110.02861, whose table of values is replaced by what can be computed from
+the bits). They have 3 bits of mantissa: m has a sign and 16 exponents, v, which is never negative, 32. So the error of
+a value is at most 1/8 of it, and none on average. What is smaller than the least such number (2^-15 of the largest for
+m) is that number or 0, at random; of v (2^-31) it is that number, as a 0 would make the step too large.
+
+**Random numbers** are Philox's (https://doi.org/10.1145/2063384.2063405): one for each value of each tensor at each
+step, from a seed, without a state. The lower half of its 32 bits rounds the weight, the upper half m and v. The same
+seed gives the same weights on every device that computes the same, and after a resume.
+
+Precision: all is computed in float32. On a CPU the operations are those of the kernel one by one, with the same bits
+as the kernel in Triton's interpreter; on devices products and sums are fused, and last bits are others.
+
+Bytes that go through memory for each value, with weights and gradients in bfloat16: 14 with states in bfloat16, 10 in
+8 bits, where float32 throughout takes 28. There is one launch for each tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tunekit.kernels.adamw_kernel import BLOCK, GROUP, TILE, adamw_kernel
+from tunekit.kernels.backend import triton, uses_triton
+
+States = Literal["float32", "bfloat16", "8bit"]
+"""What m and v are kept in."""
+
+MANTISSA_BITS = 3
+
+M_EXPONENTS, V_EXPONENTS = 16, 32
+"""Powers of two below the largest value of a block that 8-bit numbers have."""
+
+CHUNK = 256 * GROUP
+"""Values that are updated at once on a CPU, so that what is computed on the way takes little memory."""
+
+_LOW = 0xFFFFFFFF
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW over parameters in bfloat16, which are rounded at random, or in float32.
+
+    Parameters may be DTensors: each process updates its own part. Processes that hold the same part give it the same
+    bits. In 8 bits, blocks are those of a part.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        states: States = "bfloat16",
+        seed: int = 0,
+    ) -> None:
+        """Hold the parameters.
+
+        Args:
+            params: Parameters, or groups of them.
+            lr: Learning rate.
+            betas: Decay of m and of v.
+            eps: Added to the root of v.
+            weight_decay: Decoupled weight decay.
+            states: What m and v are kept in.
+            seed: Of the rounding. It is saved with the states.
+        """
+        self.states: States = states
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed})
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, gradient_scale: Tensor | None = None
+    ) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss again, as torch's optimizers have it.
+            gradient_scale: A float32 that gradients are multiplied by, such as what clips their norm.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group, index, gradient_scale)
+                index += 1
+        return loss
+
+    def _update(
+        self, parameter: Tensor, grad: Tensor, group: dict[str, Any], index: int, gradient_scale: Tensor | None
+    ) -> None:
+        state = self.state[parameter]
+        if not state:
+            self._begin(parameter, state)
+        state["step"] += 1
+        step = int(state["step"])
+        beta1, beta2 = group["betas"]
+        update = {
+            "decay": 1 - float(group["lr"]) * group["weight_decay"],
+            "step_size": float(group["lr"]) / (1 - beta1**step),
+            "rate1": 1 - beta1,
+            "beta2": beta2,
+            "rate2": 1 - beta2,
+            "root": math.sqrt(1 - beta2**step),
+            "eps": group["eps"],
+        }
+        values, gradient = _local(parameter), _local(grad)
+        if values.numel() == 0:
+            return
+        dense = values if values.is_contiguous() else values.contiguous()
+        adamw_step(
+            dense.view(-1),
+            gradient.reshape(-1),
+            _local(state["m"]).view(-1),
+            _local(state["v"]).view(-1),
+            state.get("m_scale"),
+            state.get("v_scale"),
+            key=_key(group["seed"], step, index, _part(parameter)),
+            gradient_scale=gradient_scale,
+            **update,
+        )
+        if dense is not values:
+            values.copy_(dense)
+
+    def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise TypeError(f"AdamW updates bfloat16 and float32 parameters, not {parameter.dtype}")
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[self.states]
+        state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        for name in ("m", "v"):
+            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            if self.states == "8bit":
+                local = _local(parameter)
+                num_blocks = -(-local.numel() // BLOCK)
+                state[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.float32, device=local.device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; torch alone would cast all states to the type of their parameter."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                place = "cpu" if name == "step" else parameter.device
+                self.state[parameter][name] = value.to(place, copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The values that this process has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(parameter: Tensor) -> list[int]:
+    """Which part of a parameter this process has: its place along what divides it."""
+    if not isinstance(parameter, DTensor):
+        return []
+    place = parameter.device_mesh.get_coordinate()
+    return [at for at, how in zip(place or (), parameter.placements, strict=False) if how.is_shard()]
+
+
+def _key(seed: int, step: int, index: int, part: list[int]) -> int:
+    """Philox's key for one tensor at one step. It is odd and has 63 bits, so that kernels are compiled once for all."""
+    digest = hashlib.blake2b(repr((seed, step, index, part)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1 | 1 << 62 | 1
+
+
+def adamw_step(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    key: int,
+    gradient_scale: Tensor | None,
+    decay: float,
+    step_size: float,
+    rate1: float,
+    beta2: float,
+    rate2: float,
+    root: float,
+    eps: float,
+) -> None:
+    """Update parameters and states, all of them contiguous and of one dimension, in place.
+
+    Args:
+        p: (size), bfloat16 or float32.
+        g: (size), the gradient.
+        m: (size), float32, bfloat16, or codes of 8 bits.
+        v: (size), the same.
+        m_scale: (blocks), the largest absolute value of each 256; None but for codes.
+        v_scale: (blocks), the same.
+        key: Of the random numbers.
+        gradient_scale: A float32 that g is multiplied by.
+        decay: What p is multiplied by first.
+        step_size: lr / (1 - b1^t).
+        rate1: 1 - b1.
+        beta2: b2.
+        rate2: 1 - b2.
+        root: sqrt(1 - b2^t).
+        eps: Added to the root of v.
+    """
+    numbers = (decay, step_size, rate1, beta2, rate2, root, eps)
+    if uses_triton(p):
+        adamw_kernel[(triton.cdiv(p.numel(), GROUP),)](
+            *(p, g, m, v, m_scale, v_scale, gradient_scale, p.numel(), key, *numbers),
+            BLOCK=BLOCK,
+            TILE=TILE,
+            QUANTISED=m_scale is not None,
+            SCALED=gradient_scale is not None,
+            num_warps=4,
+        )
+        return
+    for start in range(0, p.numel(), CHUNK):
+        part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        m_scales, v_scales = (None if scale is None else scale[blocks] for scale in (m_scale, v_scale))
+        words = _random_words(key, start // GROUP, p[part].numel())
+        gradient = g[part].float() if gradient_scale is None else g[part].float() * gradient_scale
+        of_part = p[part], gradient, m[part], v[part], m_scales, v_scales, words.to(p.device)
+        _update_in_torch(*of_part, *numbers)
+
+
+def _update_in_torch(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    m_scale: Tensor | None,
+    v_scale: Tensor | None,
+    words: Tensor,
+    decay: float,
+    step_size: float,
+    rate1: float,
+    beta2: float,
+    rate2: float,
+    root: float,
+    eps: float,
+) -> None:
+    """`adamw_step` in plain torch: the formulas as they stand above."""
+    for_weights, for_states = (words & 0xFFFF).int(), (words >> 16).int()
+    old_m = m.float() if m_scale is None else decoded(m, m_scale, M_EXPONENTS, signed=True)
+    old_v = v.float() if v_scale is None else decoded(v, v_scale, V_EXPONENTS, signed=False)
+    new_m = old_m + (g - old_m) * rate1
+    new_v = old_v * beta2 + g * g * rate2
+    # torch's root of float32 may be one off in the last bit on a CPU, which float64 rounded to it is not.
+    root_v = new_v.double().sqrt().float() / root + eps
+    p.copy_(_rounded(p.float() * decay - new_m / root_v * step_size, p.dtype, for_weights))
+    if m_scale is None or v_scale is None:
+        m.copy_(_rounded(new_m, m.dtype, for_states))
+        v.copy_(_rounded(new_v, v.dtype, for_states))
+    else:
+        for old, new, scale, exponents, signed in (
+            (m, new_m, m_scale, M_EXPONENTS, True),
+            (v, new_v, v_scale, V_EXPONENTS, False),
+        ):
+            codes, scales = encoded(new, for_states, exponents, signed=signed)
+            old.copy_(codes)
+            scale.copy_(scales)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, random: Tensor) -> Tensor:
+    """Numbers rounded at random to bfloat16, or as they are; `random` has 16 bits, in an int32, for each."""
+    if dtype != torch.bfloat16:
+        return x
+    return ((x.view(torch.int32) + random) & -65536).view(torch.float32).bfloat16()
+
+
+def encoded(x: Tensor, random: Tensor, exponents: int, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes of float32 numbers, and the largest absolute value of each 256; `random` is as above."""
+    scales = torch.nn.functional.pad(x.abs(), (0, -x.numel() % BLOCK)).view(-1, BLOCK).amax(-1)
+    shares = x.abs() / _of_each(torch.where(scales > 0, scales, 1.0), x)
+    least = 2.0 ** (1 - exponents)
+    codes = ((shares.view(torch.int32) + (random << 4)) >> 20) - (_first(exponents) - 1)
+    if signed:
+        codes = torch.where(shares < least, (random * (least / 65536) < shares).int(), codes) + 128 * (x < 0)
+    else:
+        codes = torch.where(shares < least, (shares > 0).int(), codes)
+    return codes.to(torch.uint8), scales
+
+
+def decoded(codes: Tensor, scales: Tensor, exponents: int, *, signed: bool) -> Tensor:
+    """The float32 numbers that codes stand for."""
+    sizes = codes.int() & 127 if signed else codes.int()
+    shares = ((sizes - 1 + _first(exponents)) << 20).view(torch.float32)
+    numbers = torch.where(sizes > 0, shares, 0.0) * _of_each(scales, codes)
+    return torch.where(codes > 127, -numbers, numbers) if signed else numbers
+
+
+def _first(exponents: int) -> int:
+    """The least number's exponent and mantissa, as float32 has them."""
+    return (128 - exponents) << MANTISSA_BITS
+
+
+def _of_each(scales: Tensor, x: Tensor) -> Tensor:
+    return scales.repeat_interleave(BLOCK)[: x.numel()]
+
+
+def _random_words(key: int, first_group: int, size: int) -> Tensor:
+    """Philox's numbers of 32 bits, as int64, for values from the beginning of a group on.
+
+    Each counter gives four, which are for the values at its place in each of four tiles.
+    """
+    num_groups = -(-size // GROUP)
+    counter = torch.arange(first_group * TILE, (first_group + num_groups) * TILE)
+    c0, c1, c2, c3 = counter & _LOW, torch.zeros_like(counter), torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = key & _LOW, key >> 32
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW
+        c2, c3 = (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
+        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    return torch.stack([word.view(num_groups, TILE) for word in (c0, c1, c2, c3)], dim=1).view(-1)[:size]

@@ -1,0 +1,434 @@
+"""Cross-entropy and log-probabilities of the tokens that a linear head predicts, without the logits of all of them.
+
+    logits = hidden @ weight.T + bias
+
+`cross_entropy` says what is computed of them. Tokens go through the head in chunks, as many as fit a budget of bytes:
+one product makes a chunk's logits, one pass turns them into numbers and, in place, into their gradient, and products
+with it give the gradients of hidden states and weight. So logits are made in one buffer, which all chunks share. Tokens
+without a loss are left out before any product. With N tokens that count, H wide, and V words:
+
+`linear_ce` gives the sum of all losses. What the backward pass will multiply it by is one number, so the gradients are
+computed in the forward pass (idea: github.com/mgmalek/efficient_cross_entropy), and scaled in the backward pass: 6 NHV
+FLOPs, 4 NHV where the head is frozen. Kept for the backward pass: the gradient of hidden states `(N, H)` in the compute
+type, and that of the weight `(V, H)` in `weight_gradient_dtype`.
+
+`linear_logprob` gives each token's log-probability, each with a gradient of its own. Where the head is frozen, the
+derivative of each by its hidden state is kept, `(N, H)` in the compute type, and scaled in the backward pass: 4 NHV.
+Where the head is trained, or the entropy is, hidden states and weight are kept, and logits are computed again: 8 NHV.
+
+Precision: products in the compute type, autocast's where it is on and that of the hidden states otherwise, with sums in
+float32; logits are rounded to it, all that is made of them is float32, and their gradient is rounded to it. The
+weight's gradient is summed over chunks in float32, or in the compute type if that is asked for, which is half as large
+and loses what is small against the sum. Each sum has always the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tunekit.kernels.chunks import BUDGET_BYTES, chunk_rows
+from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape, cross_entropy, new_logits, new_rows
+
+PLAIN = Shape()
+"""Of a loss that is the cross-entropy itself."""
+
+_COLUMNS = ("log_probs", *STATISTICS)
+
+
+class TokenScores(NamedTuple):
+    """What a head says of tokens, each `(..., seq)` like the labels and zero without a label; None is not asked for."""
+
+    loss: Tensor | None
+    log_probs: Tensor
+    entropy: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+
+
+def linear_ce(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    statistics: Sequence[str] = (),
+    shape: Shape = PLAIN,
+    weight_gradient_dtype: torch.dtype | None = torch.float32,
+    budget_bytes: int = BUDGET_BYTES,
+) -> TokenScores:
+    """The sum of the tokens' losses, with a gradient, and numbers of each token, without.
+
+    Its backward pass can be taken once.
+
+    Args:
+        hidden: `(..., hidden)`.
+        weight: Of the head, `(vocabulary, hidden)`.
+        labels: The token that each hidden state is to predict, `(...)`; -100 has no loss.
+        bias: Of the head, `(vocabulary,)`.
+        index: Places of the tokens with a loss, in the order of the flattened labels. Without it, they are looked for
+            in the labels, which an accelerator has to wait for.
+        token_weights: What each token's loss is multiplied by, `(...)`.
+        statistics: Of `cross_entropy.STATISTICS`, those that are wanted.
+        shape: What makes a loss of logits.
+        weight_gradient_dtype: Type in which the weight's gradient is summed; None for the compute type.
+        budget_bytes: Bytes of a chunk's logits, at most; a chunk has 128 tokens at least.
+    """
+    places = places_of(labels) if index is None else index
+    loss, *columns = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        labels.reshape(-1).index_select(0, places),
+        places,
+        None if token_weights is None else token_weights.reshape(-1).index_select(0, places).float(),
+        labels.numel(),
+        tuple(statistics),
+        shape,
+        weight_gradient_dtype,
+        budget_bytes,
+        torch.is_grad_enabled(),
+    )
+    return _token_scores(loss, columns, labels)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+    statistics: Sequence[str] = (),
+    entropy_gradient: bool = False,
+    shape: Shape = PLAIN,
+    weight_gradient_dtype: torch.dtype | None = torch.float32,
+    budget_bytes: int = BUDGET_BYTES,
+) -> TokenScores:
+    """Each token's log-probability, with a gradient, and other numbers, without.
+
+    Args:
+        hidden: As for `linear_ce`, and so `weight`, `labels`, `bias`, `index`, `statistics`, `shape`,
+            `weight_gradient_dtype` and `budget_bytes`.
+        weight: See there.
+        labels: See there.
+        bias: See there.
+        index: See there.
+        statistics: See there.
+        entropy_gradient: Whether the entropy has a gradient too. It costs the logits a second time.
+        shape: See there; `label_smoothing` and `z_loss` are those of a loss, and not used.
+        weight_gradient_dtype: See there.
+        budget_bytes: See there.
+    """
+    places = places_of(labels) if index is None else index
+    columns = _LinearLogProb.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        labels.reshape(-1).index_select(0, places),
+        places,
+        labels.numel(),
+        tuple(statistics),
+        entropy_gradient,
+        shape._replace(label_smoothing=0.0, z_loss=0.0),
+        weight_gradient_dtype,
+        budget_bytes,
+        torch.is_grad_enabled(),
+    )
+    return _token_scores(None, columns, labels)
+
+
+def reference_linear_ce(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    shape: Shape = PLAIN,
+) -> TokenScores:
+    """All of both functions with all logits at once, in the type of the arguments, for autograd."""
+    z = torch.nn.functional.linear(hidden, weight, bias) * shape.logit_scale
+    if shape.softcap is not None:
+        z = shape.softcap * torch.tanh(z / shape.softcap)
+    z = z / shape.temperature
+    is_scored = labels != IGNORED
+    lse = z.logsumexp(-1)
+    log_probs = z.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1) - lse
+    losses = -(1 - shape.label_smoothing) * log_probs + shape.label_smoothing * (lse - z.mean(-1))
+    losses = (losses + shape.z_loss * lse**2) * (1 if token_weights is None else token_weights)
+    log_p = z - lse[..., None]
+    columns = (
+        log_probs,
+        -(log_p.exp() * log_p).sum(-1),
+        (2 * log_p).logsumexp(-1),
+        z.mean(-1),
+        z.argmax(-1) == labels,
+    )
+    return TokenScores(losses.where(is_scored, 0).sum(), *(column.where(is_scored, 0) for column in columns))
+
+
+def _token_scores(loss: Tensor | None, columns: Sequence[Tensor | None], labels: Tensor) -> TokenScores:
+    log_probs, *others = columns
+    assert log_probs is not None
+    laid = (None if column is None else column.view(labels.shape) for column in others)
+    return TokenScores(loss, log_probs.view(labels.shape), *laid)
+
+
+def places_of(labels: Tensor) -> Tensor:
+    """Places of the tokens with a loss, in the order of the flattened labels."""
+    return (labels.reshape(-1) != IGNORED).nonzero().squeeze(1)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """Add `a @ b` to a sum of its own type, without rounding the product to theirs; what was there is not, at first."""
+    beta = 0 if is_first else 1
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+@torch.library.custom_op("tunekit::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    dtype: torch.dtype,
+    weight_gradient_dtype: torch.dtype,
+    wanted: Sequence[bool],
+    shape: Sequence[float],
+    gradients: Sequence[bool],
+    budget_bytes: int,
+) -> list[Tensor]:
+    """Numbers of each token, and gradients of hidden states, weight and bias: `Rows`, then those three.
+
+    What is not asked for has no elements; `wanted` is of `STATISTICS`. `labels`, `weights` and `entropy_weights` are of
+    the tokens at `index`, in whose order results are.
+    """
+    num_rows, num_columns = len(index), len(weight)
+    rows = new_rows(num_rows, wanted, hidden)
+    of_hidden, of_weight, of_bias = _room(hidden, weight, num_rows, dtype, weight_gradient_dtype, gradients)
+    per_chunk = chunk_rows(num_rows, num_columns, dtype.itemsize, budget_bytes)
+    buffer = new_logits(per_chunk, num_columns, hidden, dtype)
+    weight, made = weight.to(dtype), _shape(shape)
+    for start in range(0, num_rows, per_chunk):
+        end = min(start + per_chunk, num_rows)
+        x = hidden.index_select(0, index[start:end]).to(dtype)
+        logits = buffer[: end - start]
+        torch.mm(x, weight.t(), out=logits)
+        if bias is not None:
+            logits.add_(bias.to(dtype))
+        cross_entropy(
+            logits,
+            labels[start:end],
+            weights[start:end],
+            None if entropy_weights is None else entropy_weights[start:end],
+            rows.part(start, end),
+            made,
+            gradient=any(gradients),
+        )
+        if gradients[0]:
+            torch.mm(logits, weight, out=of_hidden[start:end])
+        if gradients[1]:
+            _add_product(of_weight, logits.t(), x, is_first=start == 0)
+        if gradients[2]:
+            of_bias += logits.sum(0, dtype=torch.float32)
+    return [*rows, of_hidden, of_weight, of_bias]
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    entropy_weights: Tensor | None,
+    dtype: torch.dtype,
+    weight_gradient_dtype: torch.dtype,
+    wanted: Sequence[bool],
+    shape: Sequence[float],
+    gradients: Sequence[bool],
+    budget_bytes: int,
+) -> list[Tensor]:
+    rows = new_rows(len(index), wanted, hidden)
+    return [*rows, *_room(hidden, weight, len(index), dtype, weight_gradient_dtype, gradients)]
+
+
+def _room(
+    hidden: Tensor,
+    weight: Tensor,
+    num_rows: int,
+    dtype: torch.dtype,
+    weight_gradient_dtype: torch.dtype,
+    gradients: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of hidden states, weight and bias; the weight's is zero only if there are no tokens."""
+    of_hidden, of_weight, of_bias = gradients
+    new = hidden.new_empty if num_rows else hidden.new_zeros
+    return (
+        hidden.new_empty((num_rows if of_hidden else 0, hidden.shape[1]), dtype=dtype),
+        new((len(weight) if of_weight else 0, hidden.shape[1]), dtype=weight_gradient_dtype),
+        hidden.new_zeros(len(weight) if of_bias else 0, dtype=torch.float32),
+    )
+
+
+def _shape(numbers: Sequence[float]) -> Shape:
+    logit_scale, softcap, temperature, label_smoothing, z_loss = numbers
+    return Shape(logit_scale, softcap or None, temperature, label_smoothing, z_loss)
+
+
+def _flags(statistics: Sequence[str]) -> list[bool]:
+    return [name in statistics for name in STATISTICS]
+
+
+def _numbers(shape: Shape) -> list[float]:
+    return [float(number or 0) for number in shape]
+
+
+def _spread(columns: Sequence[Tensor], index: Tensor, num_tokens: int, wanted: Sequence[str]) -> list[Tensor | None]:
+    """Numbers of tokens at their places among all, zero elsewhere."""
+    return [
+        column.new_zeros(num_tokens).index_copy(0, index, column) if name in wanted else None
+        for name, column in zip(_COLUMNS, columns, strict=True)
+    ]
+
+
+def _spread_gradient(kept: Tensor, factors: Tensor, index: Tensor, like: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of all hidden states, from that of those that count and what each of them is multiplied by."""
+    # Not in place where it is float32 already, for that is kept.
+    scaled = kept * factors if kept.dtype == torch.float32 else kept.float().mul_(factors)
+    scaled = scaled.to(dtype)
+    return kept.new_zeros(like, dtype=dtype).index_copy_(0, index, scaled)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        index: Tensor,
+        token_weights: Tensor | None,
+        num_tokens: int,
+        statistics: tuple[str, ...],
+        shape: Shape,
+        weight_gradient_dtype: torch.dtype | None,
+        budget_bytes: int,
+        learns: bool,
+    ) -> tuple[Tensor | None, ...]:
+        dtype = _compute_dtype(hidden)
+        weights = hidden.new_ones(len(index), dtype=torch.float32) if token_weights is None else token_weights
+        losses, *columns, of_hidden, of_weight, of_bias = _linear_cross_entropy(
+            hidden, weight, bias, labels, index, weights, None, dtype, weight_gradient_dtype or dtype,
+            _flags(statistics), _numbers(shape), [learns and needs for needs in ctx.needs_input_grad[:3]],
+            budget_bytes,
+        )  # fmt: skip
+        ctx.save_for_backward(of_hidden, of_weight, of_bias, index)
+        ctx.hidden, ctx.types = hidden.shape, (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        spread = _spread(columns, index, num_tokens, ("log_probs", *statistics))
+        ctx.mark_non_differentiable(*(column for column in spread if column is not None))
+        return losses.sum(), *spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight, of_bias, index = ctx.saved_tensors
+        hidden_dtype, weight_dtype, bias_dtype = ctx.types
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        return (
+            _spread_gradient(of_hidden, grad, index, ctx.hidden, hidden_dtype) if needs_hidden else None,
+            # In place, for it is the largest of all; torch refuses another backward pass that would read it.
+            of_weight.mul_(grad).to(weight_dtype) if needs_weight else None,
+            (of_bias * grad).to(bias_dtype) if needs_bias else None,
+            *[None] * 9,
+        )
+
+
+class _LinearLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        index: Tensor,
+        num_tokens: int,
+        statistics: tuple[str, ...],
+        entropy_gradient: bool,
+        shape: Shape,
+        weight_gradient_dtype: torch.dtype | None,
+        budget_bytes: int,
+        learns: bool,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        ctx.recomputes = needs_weight or needs_bias or entropy_gradient
+        ctx.dtype = _compute_dtype(hidden)
+        # The loss that is the log-probability itself has a weight of -1.
+        weights = hidden.new_full((len(index),), -1.0, dtype=torch.float32)
+        _, *columns, of_hidden, _, _ = _linear_cross_entropy(
+            hidden, weight, bias, labels, index, weights, None, ctx.dtype, weight_gradient_dtype or ctx.dtype,
+            _flags(statistics), _numbers(shape), [learns and needs_hidden and not ctx.recomputes, False, False],
+            budget_bytes,
+        )  # fmt: skip
+        if ctx.recomputes:
+            ctx.save_for_backward(hidden, weight, bias, labels, index)
+        else:
+            ctx.save_for_backward(of_hidden, index)
+        ctx.hidden, ctx.hidden_dtype = hidden.shape, hidden.dtype
+        ctx.has_entropy_gradient, ctx.shape, ctx.budget_bytes = entropy_gradient, shape, budget_bytes
+        ctx.weight_gradient_dtype = weight_gradient_dtype or ctx.dtype
+        spread = _spread(columns, index, num_tokens, ("log_probs", *statistics))
+        with_gradient = 2 if entropy_gradient else 1
+        ctx.mark_non_differentiable(*(column for column in spread[with_gradient:] if column is not None))
+        return tuple(spread)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        nothing = [None] * 9
+        if not ctx.recomputes:
+            if grad is None:
+                return None, None, None, *nothing
+            of_hidden, index = ctx.saved_tensors
+            factors = grad.index_select(0, index)[:, None]
+            return _spread_gradient(of_hidden, factors, index, ctx.hidden, ctx.hidden_dtype), None, None, *nothing
+        hidden, weight, bias, labels, index = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        weights = hidden.new_zeros(len(index), dtype=torch.float32) if grad is None else -grad.index_select(0, index)
+        of_entropy = None if entropy_grad is None else entropy_grad.index_select(0, index)
+        *_, of_hidden, of_weight, of_bias = _linear_cross_entropy(
+            hidden, weight, bias, labels, index, weights, of_entropy, ctx.dtype, ctx.weight_gradient_dtype,
+            _flags(() if of_entropy is None else ("entropy",)), _numbers(ctx.shape),
+            [needs_hidden, needs_weight, needs_bias], ctx.budget_bytes,
+        )  # fmt: skip
+        return (
+            hidden.new_zeros(hidden.shape).index_copy_(0, index, of_hidden.to(hidden.dtype)) if needs_hidden else None,
+            of_weight.to(weight.dtype) if needs_weight else None,
+            of_bias.to(bias.dtype) if needs_bias else None,
+            *nothing,
+        )

@@ -1,0 +1,221 @@
+"""Fuse a loaded model by structure: modules whose forward computes what a kernel does are given that kernel.
+
+A rule looks at a module: what its forward computes (`tunekit.model.structure`) and what it has. Where it knows the
+form, it says how the module computes instead, and that is proved (`tunekit.model.proof`) before the *instance* is
+given another forward. Its class stays as it is, and so do its weights, their names, its submodules and its hooks. What
+is not known, or does not agree, stays and is named in the report.
+
+The model is fused behind the injection of adapters, and before it is divided, wrapped or compiled. A deep copy of a
+fused model is fused; a pickled one comes back with the original forwards.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tunekit.model.proof import FUSED, SETTINGS, Difference, Trial, prove
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How a module computes instead.
+
+    Attributes:
+        form: What it computes, in words.
+        forward: The new forward, whose first parameter is the module. It finds `settings` as `module.fused_as`. It is
+            called `forward` too, and is the same function for all modules of a form, so that they share compiled code.
+        settings: What the forward has to know; frozen, compared by value.
+        trial: Makes a stand-in for the module, and what to call it with, on a device in a type.
+        sizes: Whatever else makes a proof another one, such as shapes.
+        parts: Submodules by name that the forward needs fused, and how they are.
+    """
+
+    form: str
+    forward: Callable[..., Any]
+    settings: Hashable
+    trial: Callable[[torch.Generator, torch.device, torch.dtype], Trial]
+    sizes: Hashable = ()
+    parts: "tuple[tuple[str, Fusion], ...]" = ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Why a module stays as it is."""
+
+    reason: str
+
+
+Rule = Callable[[nn.Module], Fusion | Kept | None]
+"""How to fuse a module, why not to, or None for one that the rule has nothing to say of."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of the modules of a class and form.
+
+    Attributes:
+        module: Name of the class.
+        num_modules: How many there are.
+        example: Name of the first of them in the model.
+        form: What they compute; None where no rule knows it.
+        reason: Why they stayed as they are; None where they are fused.
+        difference: What the proof found, as a share of a row's largest value; None where there was none.
+    """
+
+    module: str
+    num_modules: int
+    example: str
+    form: str | None
+    reason: str | None
+    difference: float | None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether they are fused."""
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What of a model is fused and what not, in the order of the model."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def fused(self) -> tuple[Line, ...]:
+        """What is fused."""
+        return tuple(line for line in self.lines if line.is_fused)
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """What stayed as it was."""
+        return tuple(line for line in self.lines if not line.is_fused)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {"lines": [asdict(line) for line in self.lines]}
+
+    def words(self) -> str:
+        """The report in a line: how many of each form are fused, and the classes of what is not."""
+        nums: Counter[str] = Counter()
+        for line in self.fused:
+            nums[str(line.form)] += line.num_modules
+        fused = ", ".join(f"{num} {form}" for form, num in nums.items()) or "nothing"
+        kept = ", ".join(dict.fromkeys(line.module for line in self.kept))
+        return f"tunekit's for {fused}{f'; torch for {kept}' if kept else ''}"
+
+
+def replace(module: nn.Module, fusion: Fusion) -> None:
+    """Give a module another forward; nothing else of it changes."""
+    vars(module)[SETTINGS] = fusion.settings
+    vars(module)["forward"] = MethodType(fusion.forward, module)
+    for name, part in fusion.parts:
+        replace(module.get_submodule(name), part)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module has a forward of ours."""
+    return SETTINGS in vars(module)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give all modules of a model their own forwards back."""
+    for module in model.modules():
+        if is_fused(module):
+            for name in FUSED:
+                del vars(module)[name]
+
+
+def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[Rule] | None = None) -> Report:
+    """Fuse what can be proved to compute the same, and say what became of each kind of module.
+
+    Args:
+        model: The model, with its adapters, neither divided nor compiled. It may be on `meta`.
+        dtype: The type that it computes in, which is tried on its device; that of its weights where left out.
+        rules: What is looked for, one after the other: a rule may ask whether a submodule is fused already.
+    """
+    from tunekit.model.rules import RULES
+
+    unfuse(model)
+    first = next(model.parameters())
+    named = dict(model.named_modules())
+    proofs: dict[Hashable, Difference] = {}
+    found: dict[str, _Found] = {}
+    for rule in RULES if rules is None else rules:
+        for name, module in named.items():
+            fusion = rule(module) if name not in found else None
+            if fusion is not None:
+                found[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
+    for name, module in named.items():
+        if name not in found and _is_of_a_model(module):
+            found[name] = _Found(None, "no kernel for what it computes", None)
+    return _report(named, found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What became of a module."""
+
+    form: str | None
+    reason: str | None
+    difference: float | None
+
+
+def _fuse_one(
+    module: nn.Module,
+    fusion: Fusion | Kept,
+    proofs: dict[Hashable, Difference],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Found:
+    """Fuse a module, if that is proved; one proof serves all that compute the same."""
+    if isinstance(fusion, Kept):
+        return _Found(None, fusion.reason, None)
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        return _Found(fusion.form, obstacle, None)
+    key = (type(module), fusion.forward, fusion.settings, fusion.sizes)
+    if key not in proofs:
+        proofs[key] = prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
+    proof = proofs[key]
+    if not proof.is_rounding:
+        return _Found(fusion.form, proof.words(), proof.share)
+    replace(module, fusion)
+    return _Found(fusion.form, None, proof.share)
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """What keeps a module of a known form from being fused."""
+    if "forward" in vars(module):
+        return "something else has replaced its forward"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return "its weights are divided over devices"
+    return None
+
+
+def _is_of_a_model(module: nn.Module) -> bool:
+    """Whether a module computes something of its own: not a container, a layer of torch's, or the model itself."""
+    from transformers import PreTrainedModel
+
+    own = type(module).__module__
+    others = ("torch.", "peft.", "bitsandbytes.", "transformers.activations")
+    return not own.startswith(others) and not isinstance(module, PreTrainedModel)
+
+
+def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
+    groups: dict[tuple[str, _Found], list[str]] = {}
+    for name, module in named.items():
+        if name in found:
+            groups.setdefault((type(module).__name__, found[name]), []).append(name)
+    return Report(
+        tuple(
+            Line(module, len(names), names[0], one.form, one.reason, one.difference)
+            for (module, one), names in groups.items()
+        )
+    )

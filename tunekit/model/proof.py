@@ -1,0 +1,176 @@
+"""The proof that a fused forward computes what the original does: outputs and gradients on random input agree.
+
+A proof is on a stand-in: a module of the same class and settings with fresh random weights of the same shapes, so that
+it holds for weights that are on `meta`, or divided. It is in float32 on the CPU, where the kernels' formulas are
+computed by torch, and in the model's own type on its accelerator, where there is one.
+
+What is compared are rows, each against its own largest value: a kernel that forgets an epsilon differs only in rows
+that are small. Allowed are `ROUNDING` steps of the type: both sides round, and sum in different orders.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+ROUNDING = {torch.float32: 256, torch.bfloat16: 8, torch.float16: 16}
+"""How many steps of a type, as a share of a row's largest value, outputs and gradients may differ by.
+
+In float32 sums over thousands of columns differ by some dozens. In 16 bits the original rounds between its operations,
+where a kernel does not, and each of these roundings is half a step.
+"""
+
+
+SETTINGS = "fused_as"
+"""Name of the attribute of a fused module that holds its fusion's settings."""
+
+FUSED = (SETTINGS, "forward")
+"""What a fused module has and its stand-in has not."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A stand-in for a module, and what it is called with.
+
+    Attributes:
+        module: The stand-in; its parameters have gradients.
+        args: Positional arguments.
+        kwargs: Keywords.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a fused forward is from the original.
+
+    Attributes:
+        share: Of the largest value of a row; the largest over all rows of all that was compared.
+        allowed: What rounding explains.
+        where: What differs by that much.
+        place: Device and type.
+    """
+
+    share: float
+    allowed: float
+    where: str
+    place: str
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains it. A NaN is explained by nothing."""
+        return self.share <= self.allowed
+
+    def words(self) -> str:
+        """The difference as a sentence has it."""
+        differs = f"{self.where} differs by {self.share:.2g} of its largest value"
+        return f"{differs} ({self.place}; rounding is {self.allowed:.2g})"
+
+
+def random_rows(width: int, *, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Rows of different sizes, of shape `(2, 5, width)`, as a batch of sequences is."""
+    sizes = torch.tensor([1.0, 1e-3, 0.1, 30.0, 1.0]).reshape(1, 5, 1)
+    rows = torch.randn(2, 5, width, generator=generator) * sizes
+    return rows.to(device=device, dtype=dtype).requires_grad_()
+
+
+def stand_in(module: nn.Module, *, generator: torch.Generator, **submodules: nn.Module) -> nn.Module:
+    """A module of the same class and settings, with random weights of its own and other submodules."""
+    copy = type(module).__new__(type(module))
+    nn.Module.__init__(copy)
+    left = {*vars(copy), *FUSED}
+    vars(copy).update({name: held for name, held in vars(module).items() if name not in left})
+    for name, parameter in module.named_parameters(recurse=False):
+        copy.register_parameter(name, nn.Parameter(torch.randn(whole_shape(parameter), generator=generator)))
+    for name, submodule in submodules.items():
+        copy.add_module(name, submodule)
+    return copy.train()
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, that which DeepSpeed has divided taken together."""
+    divided = vars(parameter).get("ds_shape")
+    return parameter.shape if divided is None else torch.Size(divided)
+
+
+def differ(old: Trial, new: Trial, place: str, dtype: torch.dtype) -> Difference:
+    """How far two modules of equal weights are apart on equal input."""
+    allowed = ROUNDING[dtype] * torch.finfo(dtype).eps
+    worst, where = 0.0, "nothing"
+    for (name, wanted), (_, found) in zip(_results(old), _results(new), strict=True):
+        share = _share(wanted, found)
+        if not share <= worst:
+            worst, where = share, name
+    return Difference(worst, allowed, where, place)
+
+
+def _results(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
+    """Outputs, then the gradients of inputs and weights by a random weighting of the outputs."""
+    inputs = {f"the gradient of argument {i}": a for i, a in enumerate(trial.args) if _is_trained(a)}
+    inputs |= {f"the gradient of {name}": a for name, a in trial.kwargs.items() if _is_trained(a)}
+    inputs |= {f"the gradient of {name}": p for name, p in trial.module.named_parameters() if p.requires_grad}
+    outputs = list(_tensors(trial.module(*trial.args, **trial.kwargs)))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+    gradients = torch.autograd.grad(outputs, list(inputs.values()), weights, allow_unused=True)
+    for index, output in enumerate(outputs):
+        yield f"output {index}" if len(outputs) > 1 else "the output", output.detach()
+    for (name, tensor), gradient in zip(inputs.items(), gradients, strict=True):
+        yield name, torch.zeros_like(tensor) if gradient is None else gradient
+
+
+def _is_trained(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.requires_grad
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _tensors(part)
+
+
+def _share(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference of a row as a share of its largest value; infinite where shape or type differ."""
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return float("inf")
+    wanted, found = wanted.double(), found.double()
+    scale = wanted.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    share = float(((wanted - found).abs().amax(-1) / scale).max())
+    return float("inf") if share != share else share
+
+
+def prove(
+    trial: Callable[[torch.Generator, torch.device, torch.dtype], Trial],
+    replace: Callable[[nn.Module], None],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Difference:
+    """How far a module is from itself after `replace`; the worst of the places where it was tried.
+
+    Args:
+        trial: Makes the stand-in and its input, anew and equal for equal generators.
+        replace: Gives a stand-in the fused forward.
+        device: Where the model is.
+        dtype: The type that it computes in.
+    """
+    places = [(torch.device("cpu"), torch.float32)]
+    if device.type not in ("cpu", "meta"):
+        places.append((device, dtype))
+    found = []
+    for there, type_there in places:
+        # Layers are made with weights of torch's own, which are replaced: the run's random numbers are not touched.
+        with torch.random.fork_rng(devices=[]):
+            old, new = (trial(torch.Generator().manual_seed(0), there, type_there) for _ in range(2))
+        replace(new.module)
+        with torch.enable_grad(), torch.autocast(there.type, enabled=False):
+            name = f"{str(type_there).removeprefix('torch.')} on {there.type}"
+            found.append(differ(old, new, name, type_there))
+    return next((one for one in found if not one.is_rounding), found[-1])
