@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
     from tunekit.data.report import DataReport
+    from tunekit.detached import start, start_resume
+    from tunekit.devices import DeviceState, devices
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DataReport",
+    "DeviceState",
     "Plan",
     "Progress",
     "Recipe",
@@ -34,6 +37,7 @@ __all__ = [
     "TunekitError",
     "compare",
     "data_report",
+    "devices",
     "find_run",
     "fit",
     "launch",
@@ -41,6 +45,8 @@ __all__ = [
     "load_recipe",
     "plan",
     "resume",
+    "start",
+    "start_resume",
     "stop",
     "sweep",
     "train",
@@ -49,6 +55,7 @@ __all__ = [
 
 _HOMES = {
     "DataReport": "tunekit.data.report",
+    "DeviceState": "tunekit.devices",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
@@ -57,6 +64,7 @@ _HOMES = {
     "TunekitError": "tunekit.errors",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
+    "devices": "tunekit.devices",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "launch": "tunekit.api",
@@ -64,6 +72,8 @@ _HOMES = {
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
     "resume": "tunekit.api",
+    "start": "tunekit.detached",
+    "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
