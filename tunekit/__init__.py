@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
+    from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.run.events import Event
+    from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs
 
 __version__ = "0.1.0"
@@ -29,10 +32,13 @@ __version__ = "0.1.0"
 __all__ = [
     "DataReport",
     "DeviceState",
+    "Event",
+    "EventReader",
     "Plan",
     "Progress",
     "Recipe",
     "Run",
+    "Series",
     "Stopped",
     "TunekitError",
     "compare",
@@ -40,10 +46,12 @@ __all__ = [
     "devices",
     "find_run",
     "fit",
+    "last_events",
     "launch",
     "list_runs",
     "load_recipe",
     "plan",
+    "recipe_diff",
     "resume",
     "start",
     "start_resume",
@@ -56,10 +64,13 @@ __all__ = [
 _HOMES = {
     "DataReport": "tunekit.data.report",
     "DeviceState": "tunekit.devices",
+    "Event": "tunekit.run.events",
+    "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
+    "Series": "tunekit.run.reader",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "compare": "tunekit.api",
@@ -67,10 +78,12 @@ _HOMES = {
     "devices": "tunekit.devices",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
