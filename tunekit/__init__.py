@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.redact import redacted
     from tunekit.run.events import Event
+    from tunekit.run.measures import judged_by
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs
 
@@ -46,12 +48,14 @@ __all__ = [
     "devices",
     "find_run",
     "fit",
+    "judged_by",
     "last_events",
     "launch",
     "list_runs",
     "load_recipe",
     "plan",
     "recipe_diff",
+    "redacted",
     "resume",
     "start",
     "start_resume",
@@ -78,12 +82,14 @@ _HOMES = {
     "devices": "tunekit.devices",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
     "recipe_diff": "tunekit.recipe.difference",
+    "redacted": "tunekit.redact",
     "resume": "tunekit.api",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
