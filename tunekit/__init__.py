@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
+    from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DataPreview",
     "DataReport",
     "Event",
     "EventReader",
@@ -47,6 +49,7 @@ __all__ = [
     "list_runs",
     "load_recipe",
     "plan",
+    "preview",
     "recipe_diff",
     "resume",
     "stop",
@@ -56,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
@@ -75,6 +79,7 @@ _HOMES = {
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "preview": "tunekit.api",
     "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
     "stop": "tunekit.api",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
+from tunekit.data.preview import DataPreview
 from tunekit.data.report import DataReport
 from tunekit.errors import PlanError, TunekitError
 from tunekit.lookup import LEARNERS, Lookup
@@ -30,6 +31,7 @@ from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.preview import preview_data
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
@@ -451,6 +453,34 @@ def data_report(
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
     with library_words_to(StringIO()):
         return prepare(continued(recipe), data, _progress_to(on_event), num_samples=num_samples).report
+
+
+def preview(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    key: str | None = None,
+    start: int = 0,
+    num_rows: int = 10,
+) -> DataPreview:
+    """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
+
+    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        start: The first row to show, counted from 0.
+        num_rows: Rows to show.
+
+    Raises:
+        TunekitError: The recipe has a fault, or the source is not there.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    with library_words_to(StringIO()):
+        return preview_data(recipe, LEARNERS[recipe.method.type], key=key, start=start, num_rows=num_rows)
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
