@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunekit.accelerators import DeviceState, devices
     from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
-    from tunekit.devices import DeviceState, devices
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
@@ -63,7 +63,7 @@ __all__ = [
 
 _HOMES = {
     "DataReport": "tunekit.data.report",
-    "DeviceState": "tunekit.devices",
+    "DeviceState": "tunekit.accelerators",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
@@ -75,7 +75,7 @@ _HOMES = {
     "TunekitError": "tunekit.errors",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
-    "devices": "tunekit.devices",
+    "devices": "tunekit.accelerators",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "last_events": "tunekit.run.reader",

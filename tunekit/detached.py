@@ -19,7 +19,7 @@ from typing import IO, Any
 import yaml
 
 from tunekit import errors
-from tunekit.devices import visible_to
+from tunekit.accelerators import visible_to
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.schema import Recipe
