@@ -13,9 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunekit.accelerators import DeviceState, devices
     from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
+    from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataPreview",
     "DataReport",
+    "DeviceState",
     "Event",
     "EventReader",
     "Plan",
@@ -42,6 +45,7 @@ __all__ = [
     "TunekitError",
     "compare",
     "data_report",
+    "devices",
     "find_run",
     "fit",
     "last_events",
@@ -52,6 +56,8 @@ __all__ = [
     "preview",
     "recipe_diff",
     "resume",
+    "start",
+    "start_resume",
     "stop",
     "sweep",
     "train",
@@ -61,6 +67,7 @@ __all__ = [
 _HOMES = {
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
+    "DeviceState": "tunekit.accelerators",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
@@ -72,6 +79,7 @@ _HOMES = {
     "TunekitError": "tunekit.errors",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
+    "devices": "tunekit.accelerators",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "last_events": "tunekit.run.reader",
@@ -82,6 +90,8 @@ _HOMES = {
     "preview": "tunekit.api",
     "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
+    "start": "tunekit.detached",
+    "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
