@@ -20,20 +20,31 @@ if TYPE_CHECKING:
     from tunekit.planner.plan import Plan
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
-    from tunekit.run.run import Run, find_run, list_runs
+    from tunekit.run.deleting import delete_run
+    from tunekit.run.diagnosis import Diagnosis, diagnose_run
+    from tunekit.run.effects import EditEffect, effects_of
+    from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.run import Run, find_run, list_runs, set_tags
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "DataReport",
+    "Diagnosis",
+    "EditEffect",
     "Plan",
     "Progress",
     "Recipe",
     "Run",
     "Stopped",
     "TunekitError",
+    "checkpoints",
     "compare",
     "data_report",
+    "delete_run",
+    "diagnose_run",
+    "effects_of",
     "find_run",
     "fit",
     "launch",
@@ -41,6 +52,7 @@ __all__ = [
     "load_recipe",
     "plan",
     "resume",
+    "set_tags",
     "stop",
     "sweep",
     "train",
@@ -48,15 +60,22 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoint": "tunekit.run.kept",
     "DataReport": "tunekit.data.report",
+    "Diagnosis": "tunekit.run.diagnosis",
+    "EditEffect": "tunekit.run.effects",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
+    "delete_run": "tunekit.run.deleting",
+    "diagnose_run": "tunekit.run.diagnosis",
+    "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "launch": "tunekit.api",
@@ -64,6 +83,7 @@ _HOMES = {
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
     "resume": "tunekit.api",
+    "set_tags": "tunekit.run.run",
     "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
