@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
+    from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
+    from tunekit.run.events import Event
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
 
 __version__ = "0.1.0"
@@ -33,10 +36,13 @@ __all__ = [
     "DataReport",
     "Diagnosis",
     "EditEffect",
+    "Event",
+    "EventReader",
     "Plan",
     "Progress",
     "Recipe",
     "Run",
+    "Series",
     "Stopped",
     "TunekitError",
     "checkpoints",
@@ -47,10 +53,12 @@ __all__ = [
     "effects_of",
     "find_run",
     "fit",
+    "last_events",
     "launch",
     "list_runs",
     "load_recipe",
     "plan",
+    "recipe_diff",
     "resume",
     "set_tags",
     "stop",
@@ -64,10 +72,13 @@ _HOMES = {
     "DataReport": "tunekit.data.report",
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
+    "Event": "tunekit.run.events",
+    "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
+    "Series": "tunekit.run.reader",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "checkpoints": "tunekit.run.kept",
@@ -78,10 +89,12 @@ _HOMES = {
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
     "stop": "tunekit.api",

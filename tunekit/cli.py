@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
+from tunekit.cli_ui import ui
 from tunekit.errors import PlanError, TunekitError
 from tunekit.redact import Redacting
 from tunekit.run.silence import send_nothing
@@ -317,6 +318,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
+app.command(rich_help_panel=RUNS)(ui)
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 

@@ -1,7 +1,7 @@
 """Deleting a run: of one that is over, from the disk, and of nothing else.
 
-Its folder first gets a name that no list shows, in one step, so that nobody sees a part of a run; then its files go. What
-an earlier deletion has left, because it was cut off, goes with the next one beside it.
+Its folder first gets a name that no list shows, in one step, so that nobody sees a part of a run; then its files go.
+What an earlier deletion has left, because it was cut off, goes with the next one beside it.
 """
 
 import os

@@ -38,6 +38,9 @@ CAUSES: tuple[tuple[type[TunekitError], Cause], ...] = (
 )
 """What each kind of error comes down to; the first that fits counts."""
 
+REPEATED: tuple[Cause, ...] = ("memory", "non_finite", "rows")
+"""Causes that come again at the same place where nothing is changed."""
+
 TAIL_BYTES = 8192
 """Of a log that is shown."""
 
@@ -51,9 +54,10 @@ class Diagnosis:
         what: What went wrong and where, in words.
         hint: What to do about it; None where nobody knows.
         rank: The process that failed first; None where none told.
-        changes: Changes of the recipe that mend it, each as `key=value`; none where they are not known, or where nothing
-            of the recipe is at fault.
-        can_go_on: Whether it can be gone on with from a checkpoint, with these changes if there are any.
+        changes: Changes of the recipe that mend it, each as `key=value`; none where they are not known, or where
+            nothing of the recipe is at fault.
+        can_go_on: Whether it can be gone on with from a checkpoint, with these changes if there are any, and would not
+            fail there again.
         trace: Where in a program it failed, as a traceback or as the stacks of processes; None where that says nothing.
         log: The end of what the libraries said.
     """
@@ -78,14 +82,14 @@ def diagnose_run(run: Run) -> Diagnosis | None:
     if told is None:
         cause, what = _without_word(run, state, status)
         return Diagnosis(cause, what, None, None, (), _can_go_on(run, ()), None, log)
-    changes = tuple(told.get("changes", ()))
+    changes, cause = tuple(told.get("changes", ())), _cause_of(told["kind"])
     return Diagnosis(
-        cause=_cause_of(told["kind"]),
+        cause=cause,
         what=told["problem"] if told["traceback"] is None else f"{told['kind']}: {told['problem']}",
         hint=told["hint"],
         rank=told["rank"],
         changes=changes,
-        can_go_on=_can_go_on(run, changes),
+        can_go_on=(bool(changes) or cause not in REPEATED) and _can_go_on(run, changes),
         trace=told["traceback"] or _stacks_of(run),
         log=log,
     )

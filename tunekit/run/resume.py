@@ -215,6 +215,7 @@ def recipe_of(run: Run, found: Found) -> Recipe:
 
 
 def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
+    """The plan that a checkpoint was made by."""
     copy = found.path / "plan.yaml"
     text = (copy if copy.is_file() else run.path / "plan.yaml").read_text(encoding="utf-8")
     return Plan.from_yaml(text, recipe)
