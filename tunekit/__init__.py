@@ -13,8 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tunekit.accelerators import DeviceState, devices
     from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
     from tunekit.data.report import DataReport
+    from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "DataReport",
+    "DeviceState",
     "Diagnosis",
     "EditEffect",
     "Event",
@@ -49,6 +52,7 @@ __all__ = [
     "compare",
     "data_report",
     "delete_run",
+    "devices",
     "diagnose_run",
     "effects_of",
     "find_run",
@@ -61,6 +65,8 @@ __all__ = [
     "recipe_diff",
     "resume",
     "set_tags",
+    "start",
+    "start_resume",
     "stop",
     "sweep",
     "train",
@@ -70,6 +76,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "tunekit.run.kept",
     "DataReport": "tunekit.data.report",
+    "DeviceState": "tunekit.accelerators",
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
     "Event": "tunekit.run.events",
@@ -85,6 +92,7 @@ _HOMES = {
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
     "delete_run": "tunekit.run.deleting",
+    "devices": "tunekit.accelerators",
     "diagnose_run": "tunekit.run.diagnosis",
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
@@ -97,6 +105,8 @@ _HOMES = {
     "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
+    "start": "tunekit.detached",
+    "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",

@@ -98,6 +98,8 @@ class Progress:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "queue":
+            self.console.print(Text(queue_words(event), style="yellow"))
         elif kind == "hosts":
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "fused":
@@ -214,6 +216,11 @@ def _fitting(told: Sequence[str], width: int) -> str:
             break
         line += f"  {more}"
     return line
+
+
+def queue_words(event: Event) -> str:
+    """What a run waits for, and which place it has."""
+    return f"in line for {', '.join(event['devices'])}, place {event['place']}, behind {', '.join(event['behind'])}"
 
 
 def hosts_words(hosts: Sequence[Event]) -> str:

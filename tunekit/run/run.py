@@ -9,6 +9,7 @@
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
     log-1.txt ...  the same from the other processes, where there are several
+    console.log    what a detached run printed
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
     ranks/         what each process is at, while it lives
@@ -137,7 +138,13 @@ class Run:
 
     def begin(self) -> None:
         """Say that the run starts, or goes on, and lives as long as this process."""
-        self.update_status(phase="starting", exit_reason=None, **_this_process())
+        self.update_status(phase="starting", exit_reason=None, place_in_line=None, **_this_process())
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is this process that has made the run or goes on with it, and has said so."""
+        status, this = self.status(), _this_process()
+        return status["phase"] == "starting" and all(status[key] == this[key] for key in this)
 
     @property
     def state(self) -> str:
@@ -150,8 +157,8 @@ class Run:
         job = read_job(self.path)
         if job is not None and phase != "finished":
             return state_of(job, phase)
-        # A job that was printed waits until somebody submits it.
-        if phase in FINAL_PHASES or phase == "queued":
+        # A job that was printed waits until somebody submits it; in the line for devices a process does.
+        if phase in FINAL_PHASES or (phase == "queued" and status.get("place_in_line") is None):
             return phase
         return state_of_processes(self.path, status)
 

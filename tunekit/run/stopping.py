@@ -52,7 +52,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     """
     state = run.state
     left = _Left(run)
-    if state == "queued":
+    if state == "queued" and run.status().get("place_in_line") is None:
         job = read_job(run.path)
         hint = f"take it out of the queue: scancel {job}" if job is not None else None
         raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
