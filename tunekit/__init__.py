@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.run.deleting import delete_run
+    from tunekit.run.diagnosis import Diagnosis, diagnose_run
+    from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
+    from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.reader import EventReader, Series, last_events
-    from tunekit.run.run import Run, find_run, list_runs
+    from tunekit.run.run import Run, find_run, list_runs, set_tags
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "DataPreview",
     "DataReport",
     "DeviceState",
+    "Diagnosis",
+    "EditEffect",
     "Event",
     "EventReader",
     "Plan",
@@ -43,9 +50,13 @@ __all__ = [
     "Series",
     "Stopped",
     "TunekitError",
+    "checkpoints",
     "compare",
     "data_report",
+    "delete_run",
     "devices",
+    "diagnose_run",
+    "effects_of",
     "find_run",
     "fit",
     "last_events",
@@ -56,6 +67,7 @@ __all__ = [
     "preview",
     "recipe_diff",
     "resume",
+    "set_tags",
     "start",
     "start_resume",
     "stop",
@@ -65,9 +77,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoint": "tunekit.run.kept",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
     "DeviceState": "tunekit.accelerators",
+    "Diagnosis": "tunekit.run.diagnosis",
+    "EditEffect": "tunekit.run.effects",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
@@ -77,9 +92,13 @@ _HOMES = {
     "Series": "tunekit.run.reader",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
+    "delete_run": "tunekit.run.deleting",
     "devices": "tunekit.accelerators",
+    "diagnose_run": "tunekit.run.diagnosis",
+    "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "last_events": "tunekit.run.reader",
@@ -90,6 +109,7 @@ _HOMES = {
     "preview": "tunekit.api",
     "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
+    "set_tags": "tunekit.run.run",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
