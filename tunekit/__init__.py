@@ -13,34 +13,63 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.api import compare, data_report, fit, launch, plan, resume, stop, sweep, train, try_rewards
+    from tunekit.accelerators import DeviceState, devices
+    from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
+    from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.errors import Stopped, TunekitError
     from tunekit.planner.plan import Plan
+    from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
-    from tunekit.run.run import Run, find_run, list_runs
+    from tunekit.run.deleting import delete_run
+    from tunekit.run.diagnosis import Diagnosis, diagnose_run
+    from tunekit.run.effects import EditEffect, effects_of
+    from tunekit.run.events import Event
+    from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.reader import EventReader, Series, last_events
+    from tunekit.run.run import Run, find_run, list_runs, set_tags
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
+    "DataPreview",
     "DataReport",
+    "DeviceState",
+    "Diagnosis",
+    "EditEffect",
+    "Event",
+    "EventReader",
     "Plan",
     "Progress",
     "Recipe",
     "Run",
+    "Series",
     "Stopped",
     "TunekitError",
+    "checkpoints",
     "compare",
     "data_report",
+    "delete_run",
+    "devices",
+    "diagnose_run",
+    "effects_of",
     "find_run",
     "fit",
+    "last_events",
     "launch",
     "list_runs",
     "load_recipe",
     "plan",
+    "preview",
+    "recipe_diff",
     "resume",
+    "set_tags",
+    "start",
+    "start_resume",
     "stop",
     "sweep",
     "train",
@@ -48,22 +77,41 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoint": "tunekit.run.kept",
+    "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
+    "DeviceState": "tunekit.accelerators",
+    "Diagnosis": "tunekit.run.diagnosis",
+    "EditEffect": "tunekit.run.effects",
+    "Event": "tunekit.run.events",
+    "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
+    "Series": "tunekit.run.reader",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
+    "delete_run": "tunekit.run.deleting",
+    "devices": "tunekit.accelerators",
+    "diagnose_run": "tunekit.run.diagnosis",
+    "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "plan": "tunekit.api",
+    "preview": "tunekit.api",
+    "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
+    "set_tags": "tunekit.run.run",
+    "start": "tunekit.detached",
+    "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
     "sweep": "tunekit.api",
     "train": "tunekit.api",

@@ -196,7 +196,7 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
     num_trainable = num_truncated = longest = 0
     for index, row in enumerate(rows.rows):
         try:
-            prompt_tokens, answered = _tokens(row, _ANSWERS[rows.format], tokenizer)
+            prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(
                 f"{rows.place(index)}: the row does not fit the chat template: {error}",
@@ -224,11 +224,13 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
 
 
 _PAIR = ("chosen", "rejected")
-_ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 
-def _tokens(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[Sequence[int]]]:
+def tokens_of(
+    row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[int, list[Sequence[int]]]:
     """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
     if isinstance(prompt, list):
@@ -256,7 +258,7 @@ def tokenised_pairs(
     """Pairs as token ids and labels (-100 for the prompt), cut at the longest sequence, by TRL's experimental names."""
 
     def columns(row: Row) -> dict[str, list[int]]:
-        prompt_tokens, answered = _tokens(row, _PAIR, tokenizer)
+        prompt_tokens, answered = tokens_of(row, _PAIR, tokenizer)
         made: dict[str, list[int]] = {}
         for name, sequence in zip(_PAIR, answered, strict=True):
             ids = list(sequence[:max_length])

@@ -164,7 +164,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if isinstance(recipe.method, DistillationMethod):
         teacher = recipe.method.teacher
         distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
-    splits = measure_data(recipe.data, data, tokenizer, _room(recipe), on_progress)
+    splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -201,8 +201,8 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     )
 
 
-def _room(recipe: Recipe) -> Room:
-    """How long rows may be."""
+def room_of(recipe: Recipe) -> Room:
+    """How long rows of answers, or of prompts alone, may be."""
     method, max_length = recipe.method, recipe.data.max_length
     if isinstance(method, RewardMethod):
         # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
@@ -215,7 +215,7 @@ def _room(recipe: Recipe) -> Room:
 
 
 def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
-    room = _room(recipe)
+    room = room_of(recipe)
     for source in (source for split in splits for source in split.sources if source.num_dropped):
         left_out = counted(source.num_dropped, "row")
         yield f"{source.rows.source}: {left_out} left out: {room.too_long}"
