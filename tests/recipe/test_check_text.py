@@ -45,7 +45,9 @@ def test_an_override_is_told_as_of_the_command_line() -> None:
 
 
 def test_a_secret_is_refused_and_not_repeated() -> None:
-    _, (fault,) = tunekit.check_text(GOOD + "method: {type: sft, trainer_args: {hub_token: hf_abcdefghijklmnopqrstu}}\n")
+    _, (fault,) = tunekit.check_text(
+        GOOD + "method: {type: sft, trainer_args: {hub_token: hf_abcdefghijklmnopqrstu}}\n"
+    )
     assert "hf_abc" not in str(fault)
 
 
