@@ -14,13 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.api import (
+        check,
+        compare,
+        data_report,
+        fit,
+        launch,
+        plan,
+        preview,
+        resume,
+        stop,
+        sweep,
+        train,
+        try_rewards,
+    )
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
-    from tunekit.errors import Stopped, TunekitError
-    from tunekit.planner.plan import Plan
+    from tunekit.display_plan import plan_figures
+    from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.planner.machines import machines
+    from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
@@ -52,6 +67,7 @@ __all__ = [
     "EventReader",
     "Fault",
     "Plan",
+    "PlanError",
     "Progress",
     "Recipe",
     "Run",
@@ -59,6 +75,7 @@ __all__ = [
     "ShippedRecipe",
     "Stopped",
     "TunekitError",
+    "check",
     "check_text",
     "checkpoints",
     "compare",
@@ -70,12 +87,15 @@ __all__ = [
     "effects_of",
     "find_run",
     "fit",
+    "gib",
     "last_events",
     "launch",
     "list_recipes",
     "list_runs",
     "load_recipe",
+    "machines",
     "plan",
+    "plan_figures",
     "preview",
     "read_text",
     "recipe_diff",
@@ -104,6 +124,7 @@ _HOMES = {
     "EventReader": "tunekit.run.reader",
     "Fault": "tunekit.recipe.places",
     "Plan": "tunekit.planner.plan",
+    "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
@@ -113,6 +134,7 @@ _HOMES = {
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
     "check_text": "tunekit.run.origin",
+    "check": "tunekit.api",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
@@ -123,12 +145,15 @@ _HOMES = {
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
+    "machines": "tunekit.planner.machines",
     "plan": "tunekit.api",
+    "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
