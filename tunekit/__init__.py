@@ -14,13 +14,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.api import (
+        check,
+        compare,
+        data_report,
+        fit,
+        launch,
+        plan,
+        preview,
+        resume,
+        stop,
+        sweep,
+        train,
+        try_rewards,
+    )
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
-    from tunekit.errors import Stopped, TunekitError
-    from tunekit.planner.plan import Plan
+    from tunekit.display_plan import plan_figures
+    from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.planner.machines import machines
+    from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
     from tunekit.recipe.schema import Recipe
@@ -44,12 +59,14 @@ __all__ = [
     "Event",
     "EventReader",
     "Plan",
+    "PlanError",
     "Progress",
     "Recipe",
     "Run",
     "Series",
     "Stopped",
     "TunekitError",
+    "check",
     "checkpoints",
     "compare",
     "data_report",
@@ -59,11 +76,14 @@ __all__ = [
     "effects_of",
     "find_run",
     "fit",
+    "gib",
     "last_events",
     "launch",
     "list_runs",
     "load_recipe",
+    "machines",
     "plan",
+    "plan_figures",
     "preview",
     "recipe_diff",
     "resume",
@@ -86,12 +106,14 @@ _HOMES = {
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Plan": "tunekit.planner.plan",
+    "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "check": "tunekit.api",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
@@ -101,11 +123,14 @@ _HOMES = {
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
+    "machines": "tunekit.planner.machines",
     "plan": "tunekit.api",
+    "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
     "recipe_diff": "tunekit.recipe.difference",
     "resume": "tunekit.api",
