@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
+from tunekit.data.preview import DataPreview
 from tunekit.data.report import DataReport
 from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.lookup import LEARNERS, Lookup
@@ -31,7 +32,8 @@ from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.line import when_served
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
-from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
+from tunekit.run.preview import preview_data
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
@@ -453,21 +455,46 @@ def data_report(
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
-        num_samples: Sequences of each source to take as samples.
+        num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
         on_event: Told how far the rows are; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe, _ = read_recipe(source, overrides)
-    if not isinstance(recipe.method, SFTMethod):
-        raise TunekitError(
-            f"method.type: rows of {recipe.method.type} are tokenised by TRL when a run begins, and have no report",
-            hint="`tunekit check` reads and checks them",
-        )
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
+    make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
     with library_words_to(StringIO()):
-        return prepare(continued(recipe), data, _progress_to(on_event), num_samples=num_samples).report
+        made = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
+        return made if isinstance(made, DataReport) else made.report
+
+
+def preview(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    key: str | None = None,
+    start: int = 0,
+    num_rows: int = 10,
+) -> DataPreview:
+    """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
+
+    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        start: The first row to show, counted from 0.
+        num_rows: Rows to show.
+
+    Raises:
+        TunekitError: The recipe has a fault, or the source is not there.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    with library_words_to(StringIO()):
+        return preview_data(recipe, LEARNERS[recipe.method.type], key=key, start=start, num_rows=num_rows)
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:

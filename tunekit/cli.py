@@ -1,6 +1,6 @@
 """The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
 
-What starts runs is in `tunekit.cli_train`.
+What starts runs is in `tunekit.cli_train`, what is done with them later in `tunekit.cli_runs`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
 stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli_ui import ui
 from tunekit.errors import PlanError, TunekitError
@@ -48,7 +49,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
-runs_app = typer.Typer(help="List the runs of this folder, or show one.", invoke_without_command=True)
 
 TRAIN, RECIPES, RUNS = "Train", "Recipes", "Runs and the machine"
 
@@ -272,37 +272,6 @@ def copy_recipe(
     from tunekit.recipe import library
 
     print(library.copy_recipe(name, dest))
-
-
-@runs_app.callback()
-def _runs(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        from tunekit.display import make_console, runs_table
-        from tunekit.run.run import list_runs
-
-        runs = list_runs()
-        if not runs:
-            print("no runs here; `tunekit train sft/quickstart` makes one")
-            return
-        make_console().print(runs_table(runs))
-
-
-@runs_app.command("show")
-def show_run(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Write the loss curve as a PNG file.")] = None,
-) -> None:
-    """Show a run with its loss curve."""
-    from tunekit.display import make_console, run_report
-    from tunekit.run.run import find_run
-
-    found = find_run(run)
-    if plot is not None:
-        found.plot().savefig(plot, dpi=150)
-        print(plot)
-        return
-    console = make_console()
-    console.print(*run_report(found, console.width), sep="\n")
 
 
 @app.command(rich_help_panel=RUNS)

@@ -206,7 +206,7 @@ def resume(
 def _use(devices: str | None) -> None:
     """Have this process see some devices alone, before anything asks what there are."""
     if devices is not None:
-        from tunekit.devices import visible_to
+        from tunekit.accelerators import visible_to
 
         os.environ.update(visible_to(devices.split(",")))
 

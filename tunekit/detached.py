@@ -19,7 +19,7 @@ from typing import IO, Any
 import yaml
 
 from tunekit import errors
-from tunekit.devices import visible_to
+from tunekit.accelerators import visible_to
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.schema import Recipe
@@ -124,7 +124,7 @@ def _run_of(line: str, console: IO[bytes]) -> Run:
     if "run" in told:
         return Run(told["run"])
     kind: type[TunekitError] = vars(errors)[told["kind"]]
-    raise kind(told["problem"], hint=told["hint"])
+    raise kind(told["problem"], hint=told["hint"], changes=told.get("changes", ()))
 
 
 def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:
@@ -164,7 +164,8 @@ class Announcer:
 
     def refuse(self, error: TunekitError) -> None:
         """Tell that there is no run."""
-        self._tell({"kind": type(error).__name__, "problem": error.problem, "hint": error.hint})
+        words = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
+        self._tell({**words, "changes": error.changes})
 
     def stopped(self, stopped: Stopped) -> None:
         """Tell that it ended before there was one."""

@@ -117,7 +117,7 @@ class Listing:
                 num_steps=status["num_steps"],
                 started=status["started"],
                 **self._figures(logs, state, status),
-                tags=tags_of(run),
+                tags=tuple(run.tags),
             )
         except (tunekit.TunekitError, OSError, ValueError, KeyError):
             # It is being deleted or written just now, or was damaged, or is of another version.
@@ -161,11 +161,6 @@ def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float 
         return None
     rate: float = (logs[-1]["time"] - logs[0]["time"]) / (logs[-1]["step"] - logs[0]["step"])
     return max(0.0, rate * (num_steps - logs[-1]["step"]))
-
-
-def tags_of(run: tunekit.Run) -> tuple[str, ...]:
-    """What a run was marked with."""
-    return ()
 
 
 def _asked(run: tunekit.Run) -> dict[str, str]:

@@ -282,7 +282,7 @@ def raised(words: dict[str, Any]) -> Exception:
     """The error that a process wrote down."""
     if words["traceback"] is None:
         kind: type[TunekitError] = vars(errors)[words["kind"]]
-        return kind(words["problem"], hint=words["hint"])
+        return kind(words["problem"], hint=words["hint"], changes=words["changes"])
     return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
 
 

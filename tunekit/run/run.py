@@ -4,6 +4,7 @@
     plan.yaml      the plan with its reasons
     recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
     status.json    phase, step, process, and why it ended
+    tags.json      words that the user has given it
     job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
@@ -26,6 +27,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where runs are kept, in the working directory."""
+
+TAGS = "tags.json"
+"""File of a run folder with the user's own words for it."""
+
+MAX_TAG_LETTERS = 40
 
 SEEN_SECONDS = 30
 """How long another machine has to see a new file of a run, which the file system of a network may show late."""
@@ -119,6 +126,15 @@ class Run:
     def update_status(self, **changes: Any) -> None:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
+
+    @property
+    def tags(self) -> list[str]:
+        """Words that the user has given the run, in their order."""
+        try:
+            tags: list[str] = json.loads((self.path / TAGS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        return tags
 
     def begin(self) -> None:
         """Say that the run starts, or goes on, and lives as long as this process."""
@@ -241,10 +257,11 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first; not what is only linked to from there."""
+    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted."""
     if not root.is_dir():
         return []
-    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file() and is_inside(path, root)]
+    found = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
+    runs = [Run(path) for path in found if (path / "status.json").is_file()]
     return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
 
 
@@ -267,6 +284,33 @@ def find_run(name: str) -> Run:
     if not matching:
         raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
     return matching[0]
+
+
+def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
+    """Give a run words to find it by, in the place of those that it had, and return them.
+
+    Args:
+        run: The run.
+        tags: The words. Spaces around them do not count, nor does a word that is given again.
+
+    Raises:
+        RunError: One is empty, too long, or holds what is no letter of a line, or the folder cannot be written.
+    """
+    words = list(dict.fromkeys(tag.strip() for tag in tags))
+    for word in words:
+        if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
+            raise RunError(
+                f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
+            )
+    draft = run.path / f".{TAGS}-{os.getpid()}-{threading.get_ident()}"
+    try:
+        draft.write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
+        draft.replace(run.path / TAGS)
+    except OSError as error:
+        raise RunError(
+            f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
+        ) from error
+    return words
 
 
 def check_free(recipe: Recipe) -> None:

@@ -79,6 +79,12 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
 
 
+def words_of_what_lives(run: Run) -> str | None:
+    """What there is of a run's processes, in words; None where nothing is."""
+    left = _Left(run)
+    return left.words() if left.look() else None
+
+
 def _past(state: str) -> str:
     return {"interrupted": "was interrupted", "finished": "finished", "failed": "failed"}.get(state, state)
 
