@@ -203,7 +203,7 @@ def spec_of(
         "title": {"text": title, "subtitle": words(f"charts.{kind.key}_help")},
         "description": f"{title}: {', '.join(labels)}",
         "width": "container",
-        "height": 220,
+        "height": 270,
         "autosize": {"type": "fit", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
@@ -224,7 +224,7 @@ TEXT, LINES = "var(--body-text-color)", "var(--border-color-primary)"
 CONFIG: dict[str, Any] = {
     "font": "inherit",
     "view": {"stroke": None},
-    "title": {"color": TEXT, "subtitleColor": "var(--body-text-color-subdued)", "anchor": "start", "fontSize": 14},
+    "title": {"color": TEXT, "subtitleColor": TEXT, "anchor": "start", "fontSize": 14},
     "axis": {"labelColor": TEXT, "titleColor": TEXT, "gridColor": LINES, "tickColor": LINES, "domainColor": LINES},
     "axisX": {"grid": False, "labelFlush": True, "tickCount": 5},
     "axisY": {"tickCount": 5},

@@ -165,7 +165,10 @@ def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float 
 
 def _asked(run: tunekit.Run) -> dict[str, str]:
     recipe = run.recipe
-    return {"method": recipe.method.type, "model": str(recipe.model.path)}
+    path = Path(recipe.model.path)
+    # A run that went on from another one's result trains a folder with the same name in each.
+    folder = path.parent.name if path.name == "model" else path.name
+    return {"method": recipe.method.type, "model": folder if path.is_absolute() else recipe.model.path}
 
 
 def _last_logs(path: Path) -> list[tunekit.Event]:

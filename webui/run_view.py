@@ -66,11 +66,11 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
-    warnings = gr.HTML(elem_id="runs-warnings")
+    warnings = gr.HTML(elem_id="runs-warnings", visible=False)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
             controls = _controls(words)
-            no_curves = gr.HTML(elem_id="runs-no-curves")
+            no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
             with gr.Row(elem_id="runs-charts"):
                 plots = [
                     gr.Plot(visible=False, show_label=False, container=False, elem_classes="runs-chart", min_width=300)
@@ -176,7 +176,7 @@ def _changed(
         head: Any = run_parts.head(run, line, reader, words)
         head = head if is_new("head", hash(head)) else gr.skip()
         warnings: Any = run_parts.warnings(reader, words)
-        warnings = warnings if is_new("warnings", hash(warnings)) else gr.skip()
+        warnings = gr.HTML(warnings, visible=bool(warnings)) if is_new("warnings", hash(warnings)) else gr.skip()
         samples: Any = run_parts.samples(reader, words) if is_new("samples", _answers_mark(reader)) else gr.skip()
         answers = reader.all("completions")
         choice, completions = gr.skip(), gr.skip()
@@ -199,7 +199,7 @@ def _changed(
         drawn = drawings(run, others, view, words)
         plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
         plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
-        no_curves = "" if drawn else run_parts.empty(words("runs.no_curves"))
+        no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not drawn)
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
         recipe, plan = recipe_of(run), plan_of(run)

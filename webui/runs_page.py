@@ -147,7 +147,7 @@ def _row(line: Line, site: Site, words: Words) -> str:
         "name": f"<a id='run-{name}' href='{link}'>{name}</a>{tags}",
         "state": state_words(line.state, words),
         "method": escape(line.method),
-        "model": escape(line.model.rsplit("/", 1)[-1]),
+        "model": escape(line.model),
         "step": steps,
         "measure": _measure(line, words),
         "tokens_per_second": "–" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
