@@ -118,7 +118,7 @@ def _controls(words: Words) -> list[Any]:
                 0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
-            sides = [(words("charts.step"), "step"), (words("charts.hours"), "time")]
+            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
             by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="runs-by", min_width=160)
         with gr.Row():
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="runs-log-scale", min_width=160)
