@@ -190,27 +190,6 @@ def spec_of(
     values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
     y_scale = {"type": "log" if view.is_log else "linear", "zero": False, **_clipped(values, view)}
     labels = list(dict.fromkeys(row["c"] for row in rows))
-    encoding: dict[str, Any] = {
-        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
-        "y": {
-            "field": "y",
-            "type": "quantitative",
-            "title": None,
-            "scale": y_scale,
-            "axis": {"format": kind.digits} if kind.digits else {},
-        },
-        "color": {
-            "field": "c",
-            "type": "nominal",
-            "scale": {"domain": labels, "range": [COLOURS[place % len(COLOURS)] for place in range(len(labels))]},
-            "legend": {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None,
-        },
-        "tooltip": [
-            {"field": "t", "type": "nominal", "title": words("charts.curve")},
-            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
-            {"field": "y", "type": "quantitative", "title": words(f"charts.{kind.key}"), "format": ".5~g"},
-        ],
-    }
     layers = _layers(rows, view)
     if planned is not None:
         layers.append(_planned(planned, words))
@@ -224,7 +203,7 @@ def spec_of(
         "autosize": {"type": "fit", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
-        "encoding": encoding,
+        "encoding": _encoding(kind, labels, x_title, y_scale, words),
         "layer": layers,
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
@@ -298,6 +277,34 @@ def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) 
     tells = not brief and (curve.is_held_out or not label)
     part = [words("charts.evaluation" if curve.is_held_out else "charts.training")] if tells else []
     return " · ".join([*([curve.run] if several else []), *([label] if label else []), *part])
+
+
+def _encoding(kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words) -> dict[str, Any]:
+    """What places, colours and tooltips stand for."""
+    title = words(f"charts.{kind.key}")
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
+    legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None
+    return {
+        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
+        "y": {
+            "field": "y",
+            "type": "quantitative",
+            "title": None,
+            "scale": y_scale,
+            "axis": {"format": kind.digits} if kind.digits else {},
+        },
+        "color": {
+            "field": "c",
+            "type": "nominal",
+            "scale": {"domain": list(labels), "range": colours},
+            "legend": legend,
+        },
+        "tooltip": [
+            {"field": "t", "type": "nominal", "title": words("charts.curve")},
+            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
+            {"field": "y", "type": "quantitative", "title": title, "format": ".5~g"},
+        ],
+    }
 
 
 def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:

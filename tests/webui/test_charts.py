@@ -55,7 +55,7 @@ def test_a_method_has_the_charts_of_what_it_logs(tmp_path):
     keys = [kind.key for kind in charts.kinds_of(grpo)]
     assert keys == ["reward", "functions", "loss", "kl", "length", "signal", "learning_rate"]
     functions = next(kind for kind in charts.KINDS if kind.key == "functions")
-    reader = reader_of(tmp_path / "events.jsonl", [log(1, **{name: 0.5 for name in grpo})])
+    reader = reader_of(tmp_path / "events.jsonl", [log(1, **dict.fromkeys(grpo, 0.5))])
     curves = charts.curves_of("mine", reader, functions, View())
     labels = [charts.label_of(curve, WORDS, several=False) for curve in curves]
     assert labels == ["numeric_match", "regex"], "a spread is no reward"
