@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.stop import stop_wish
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "start",
     "start_resume",
     "stop",
+    "stop_wish",
     "sweep",
     "train",
     "try_rewards",
@@ -113,6 +115,7 @@ _HOMES = {
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
+    "stop_wish": "tunekit.run.stop",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",
