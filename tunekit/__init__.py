@@ -14,21 +14,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.api import (
+        check,
+        compare,
+        data_report,
+        fit,
+        launch,
+        plan,
+        preview,
+        resume,
+        stop,
+        sweep,
+        train,
+        try_rewards,
+    )
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
-    from tunekit.errors import Stopped, TunekitError
-    from tunekit.planner.plan import Plan
+    from tunekit.display_plan import plan_figures
+    from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.planner.machines import machines
+    from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
-    from tunekit.recipe.load import load_recipe
+    from tunekit.recipe.entries import UNSET, Entry, recipe_entries
+    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.places import Fault
+    from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
     from tunekit.run.stop import stop_wish
@@ -36,39 +56,55 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "UNSET",
     "Checkpoint",
     "DataPreview",
     "DataReport",
     "DeviceState",
     "Diagnosis",
     "EditEffect",
+    "Entry",
     "Event",
     "EventReader",
+    "Fault",
     "Plan",
+    "PlanError",
     "Progress",
     "Recipe",
     "Run",
     "Series",
+    "ShippedRecipe",
     "Stopped",
     "TunekitError",
+    "check",
+    "check_text",
     "checkpoints",
     "compare",
     "data_report",
     "delete_run",
     "devices",
     "diagnose_run",
+    "edit_text",
     "effects_of",
     "find_run",
     "fit",
+    "gib",
     "last_events",
     "launch",
+    "list_recipes",
     "list_runs",
     "load_recipe",
+    "machines",
     "plan",
+    "plan_figures",
     "preview",
+    "read_text",
     "recipe_diff",
+    "recipe_entries",
+    "recipe_text",
     "resume",
     "set_tags",
+    "short_recipe",
     "start",
     "start_resume",
     "stop",
@@ -85,33 +121,49 @@ _HOMES = {
     "DeviceState": "tunekit.accelerators",
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
+    "Entry": "tunekit.recipe.entries",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
+    "Fault": "tunekit.recipe.places",
     "Plan": "tunekit.planner.plan",
+    "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
+    "ShippedRecipe": "tunekit.recipe.library",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "UNSET": "tunekit.recipe.entries",
+    "check_text": "tunekit.run.origin",
+    "check": "tunekit.api",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
     "delete_run": "tunekit.run.deleting",
     "devices": "tunekit.accelerators",
     "diagnose_run": "tunekit.run.diagnosis",
+    "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
+    "machines": "tunekit.planner.machines",
     "plan": "tunekit.api",
+    "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
+    "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
+    "recipe_entries": "tunekit.recipe.entries",
+    "recipe_text": "tunekit.recipe.library",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
+    "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
