@@ -14,20 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import (
-        check,
-        compare,
-        data_report,
-        fit,
-        launch,
-        plan,
-        preview,
-        resume,
-        stop,
-        sweep,
-        train,
-        try_rewards,
-    )
+    from tunekit.api import check, compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
@@ -56,7 +43,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "UNSET",
     "Checkpoint",
     "DataPreview",
     "DataReport",
@@ -76,6 +62,7 @@ __all__ = [
     "ShippedRecipe",
     "Stopped",
     "TunekitError",
+    "UNSET",
     "check",
     "check_text",
     "checkpoints",
@@ -135,8 +122,8 @@ _HOMES = {
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
-    "check_text": "tunekit.run.origin",
     "check": "tunekit.api",
+    "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
