@@ -14,7 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import check, compare, data_report, fit, launch, plan, preview, resume, stop, sweep, train, try_rewards
+    from tunekit.api import (
+        check,
+        compare,
+        data_report,
+        fit,
+        launch,
+        plan,
+        preview,
+        resume,
+        stop,
+        sweep,
+        train,
+        try_rewards,
+    )
     from tunekit.data.preview import DataPreview
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
@@ -43,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "UNSET",
     "Checkpoint",
     "DataPreview",
     "DataReport",
@@ -62,7 +76,6 @@ __all__ = [
     "ShippedRecipe",
     "Stopped",
     "TunekitError",
-    "UNSET",
     "check",
     "check_text",
     "checkpoints",
