@@ -1,4 +1,4 @@
-"""What can be done with a run from its page: asked of the panel's functions, and once of the real thing in a browser."""
+"""What can be done with a run from its page: the panel's functions, and once the real thing in a real browser."""
 
 import json
 import shutil
