@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.load import load_recipe
+    from tunekit.recipe.reach import named_paths
     from tunekit.recipe.schema import Recipe
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
@@ -82,6 +83,7 @@ __all__ = [
     "list_runs",
     "load_recipe",
     "machines",
+    "named_paths",
     "plan",
     "plan_figures",
     "preview",
@@ -129,6 +131,7 @@ _HOMES = {
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
+    "named_paths": "tunekit.recipe.reach",
     "plan": "tunekit.api",
     "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
