@@ -37,49 +37,61 @@ if TYPE_CHECKING:
     from tunekit.planner.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
-    from tunekit.recipe.load import load_recipe
+    from tunekit.recipe.entries import UNSET, Entry, recipe_entries
+    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.places import Fault
     from tunekit.recipe.reach import named_paths
+    from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "UNSET",
     "Checkpoint",
     "DataPreview",
     "DataReport",
     "DeviceState",
     "Diagnosis",
     "EditEffect",
+    "Entry",
     "Event",
     "EventReader",
+    "Fault",
     "Plan",
     "PlanError",
     "Progress",
     "Recipe",
     "Run",
     "Series",
+    "ShippedRecipe",
     "Stopped",
     "TunekitError",
     "check",
+    "check_text",
     "checkpoints",
     "compare",
     "data_report",
     "delete_run",
     "devices",
     "diagnose_run",
+    "edit_text",
     "effects_of",
     "find_run",
     "fit",
     "gib",
     "last_events",
     "launch",
+    "list_recipes",
     "list_runs",
     "load_recipe",
     "machines",
@@ -87,9 +99,13 @@ __all__ = [
     "plan",
     "plan_figures",
     "preview",
+    "read_text",
     "recipe_diff",
+    "recipe_entries",
+    "recipe_text",
     "resume",
     "set_tags",
+    "short_recipe",
     "start",
     "start_resume",
     "stop",
@@ -105,29 +121,36 @@ _HOMES = {
     "DeviceState": "tunekit.accelerators",
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
+    "Entry": "tunekit.recipe.entries",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
+    "Fault": "tunekit.recipe.places",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
+    "ShippedRecipe": "tunekit.recipe.library",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
+    "UNSET": "tunekit.recipe.entries",
     "check": "tunekit.api",
+    "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
     "delete_run": "tunekit.run.deleting",
     "devices": "tunekit.accelerators",
     "diagnose_run": "tunekit.run.diagnosis",
+    "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
@@ -135,9 +158,13 @@ _HOMES = {
     "plan": "tunekit.api",
     "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
+    "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
+    "recipe_entries": "tunekit.recipe.entries",
+    "recipe_text": "tunekit.recipe.library",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
+    "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",

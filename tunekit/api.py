@@ -32,7 +32,7 @@ from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.line import when_served
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
-from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
 from tunekit.run.preview import preview_data
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
@@ -455,21 +455,18 @@ def data_report(
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
-        num_samples: Sequences of each source to take as samples.
+        num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
         on_event: Told how far the rows are; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe, _ = read_recipe(source, overrides)
-    if not isinstance(recipe.method, SFTMethod):
-        raise TunekitError(
-            f"method.type: rows of {recipe.method.type} are tokenised by TRL when a run begins, and have no report",
-            hint="`tunekit check` reads and checks them",
-        )
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
+    make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
     with library_words_to(StringIO()):
-        return prepare(continued(recipe), data, _progress_to(on_event), num_samples=num_samples).report
+        made = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
+        return made if isinstance(made, DataReport) else made.report
 
 
 def preview(

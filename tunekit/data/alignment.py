@@ -80,7 +80,8 @@ class Measured:
         is_good: Whether the answer of each of them is good, where rows say so.
         num_trainable_tokens: Of all of them, those of answers.
         num_truncated: Rows with an answer that is cut.
-        longest_tokens: Tokens of the longest sequence before anything was cut or left out.
+        lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
+            prompt alone.
     """
 
     rows: Rows
@@ -89,7 +90,12 @@ class Measured:
     is_good: "np.ndarray"
     num_trainable_tokens: int
     num_truncated: int
-    longest_tokens: int
+    lengths: "np.ndarray"
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence before anything was cut or left out."""
+        return int(self.lengths.max())
 
     @property
     def num_dropped(self) -> int:
@@ -193,7 +199,8 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
     kept: list[int] = []
     sizes: list[int] = []
     good: list[bool] = []
-    num_trainable = num_truncated = longest = 0
+    longest: list[int] = []
+    num_trainable = num_truncated = 0
     for index, row in enumerate(rows.rows):
         try:
             prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
@@ -203,7 +210,7 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
                 hint="name another template in model.chat_template, or write prompts as text",
             ) from error
         sequences = [len(sequence) for sequence in answered]
-        longest = max(longest, prompt_tokens, *sequences)
+        longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
         if room.has(prompt_tokens, sequences):
             cut = [min(length, room.max_length) for length in sequences]
             kept.append(index)
@@ -215,12 +222,12 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             on_progress(rows.source, index + 1, len(rows))
     if not kept:
         raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {longest:,}",
+            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
             hint="raise data.max_length",
         )
-    lengths = np.array(sizes, dtype=np.int64)
+    num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
-    return Measured(rows, tuple(kept), lengths, is_good, num_trainable, num_truncated, longest)
+    return Measured(rows, tuple(kept), num_tokens, is_good, num_trainable, num_truncated, lengths)
 
 
 _PAIR = ("chosen", "rejected")

@@ -9,6 +9,7 @@ from tunekit.data.alignment import AlignmentSplit, Room, measure_data
 from tunekit.data.formats import Row, counted
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.measure import report_data
+from tunekit.data.measure_rows import report_rows
 from tunekit.data.mixture import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.remote import is_url, without_user
@@ -187,6 +188,31 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
     return PreparedRows(splits, facts, (*data.notes, *_left_out(recipe, splits)), data.skipped)
+
+
+def report_on_rows(
+    recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
+) -> DataReport:
+    """Measure the rows of a method whose trainer tokenises them, and look at what came out.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+        num_samples: Rows of each source to take as samples.
+
+    Raises:
+        DataError: No row is left, or the rows do not fit the chat template.
+    """
+    prepared = prepare_rows(recipe, data, on_progress)
+    return report_rows(
+        prepared.splits,
+        load_tokenizer(recipe.model),
+        max_length=recipe.data.max_length,
+        num_samples=num_samples,
+        notes=prepared.notes,
+        skipped=prepared.skipped,
+    )
 
 
 def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
