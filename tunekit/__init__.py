@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from tunekit.recipe.reach import named_paths
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.redact import redacted
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
@@ -89,6 +91,7 @@ __all__ = [
     "find_run",
     "fit",
     "gib",
+    "judged_by",
     "last_events",
     "launch",
     "list_recipes",
@@ -103,6 +106,7 @@ __all__ = [
     "recipe_diff",
     "recipe_entries",
     "recipe_text",
+    "redacted",
     "resume",
     "set_tags",
     "short_recipe",
@@ -147,6 +151,7 @@ _HOMES = {
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "judged_by": "tunekit.run.measures",
     "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
@@ -160,6 +165,7 @@ _HOMES = {
     "preview": "tunekit.api",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
+    "redacted": "tunekit.redact",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
     "resume": "tunekit.api",
