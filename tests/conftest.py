@@ -21,6 +21,9 @@ if "TUNEKIT_TEST_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TUNEKIT_TEST_CACHE"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["TUNEKIT_TEST_CACHE"]
 
+# Runs of tests stand in no line with the user's own.
+os.environ["XDG_STATE_HOME"] = os.environ["TUNEKIT_TEST_CACHE"]
+
 # GNU readline, which pytest loads, tells child processes of 80 columns wherever they write to.
 os.environ["COLUMNS"] = "140"
 

@@ -69,7 +69,7 @@ def test_help_lists_the_commands_by_task(workspace):
     answer = tunekit(workspace, "--help")
     assert answer.returncode == 0
     panels = ("─ Train ─", "│ train ", "│ plan ", "│ check ", "│ data ", "─ Recipes ─", "│ explain ", "│ recipes ")
-    words = (*panels, "─ Runs and the machine ─", "│ doctor ", "│ runs ")
+    words = (*panels, "─ Runs and the machine ─", "│ doctor ", "│ ui ", "│ runs ")
     order = [answer.stdout.index(word) for word in words]
     assert order == sorted(order)
 

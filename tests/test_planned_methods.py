@@ -67,9 +67,3 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_read_or_written(
     assert error.value.problem.startswith(problem)
     assert error.value.hint
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("method", ["dpo", "grpo"])
-def test_rows_that_trl_tokenises_have_no_report(method):
-    with pytest.raises(TunekitError, match=f"rows of {method} are tokenised by TRL when a run begins"):
-        api.data_report({"model": "pico", "data": {"train": "nowhere.jsonl"}, "method": method})

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
+from tunekit.data.preview import DataPreview
 from tunekit.data.report import DataReport
-from tunekit.errors import PlanError, TunekitError
+from tunekit.errors import PlanError, RunError, TunekitError
 from tunekit.lookup import LEARNERS, Lookup
 from tunekit.methods.rewards.rows import check_rows
 from tunekit.planner.facts import Hardware
@@ -17,6 +18,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.storage import check_disk
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
+from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
@@ -27,9 +29,11 @@ from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
+from tunekit.run.line import when_served
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
-from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record
+from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
+from tunekit.run.preview import preview_data
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
@@ -159,6 +163,7 @@ def train(
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
+    queue: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Train, in as many processes as the plan has, and return the finished run.
@@ -167,6 +172,7 @@ def train(
         source: The recipe, or a plan of it.
         overrides: Changes to the recipe.
         resume: Go on with the run of this recipe that has ended early, where there is one.
+        queue: Wait in line until no other run of this machine has the devices that this one needs.
         on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
 
     Raises:
@@ -181,9 +187,10 @@ def train(
         if earlier is not None and recipe.output.dir is None:
             on = f"`tunekit resume {earlier.path}` goes on with it"
             notes.append(f"a run of this recipe has ended early: {on}")
-        return make_run(recipe, notes=notes, on_event=on_event)
+        hardware = when_served(probe_hardware()) if queue else None
+        return make_run(recipe, hardware=hardware, notes=notes, on_event=on_event)
 
-    return _start(make, on_event)
+    return _start(make, on_event, queue=queue)
 
 
 def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
@@ -208,6 +215,7 @@ def resume(
     from_: str | None = None,
     weights_only: bool = False,
     nodes: Sequence[str] | None = None,
+    queue: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Run:
     """Go on with a run that was interrupted, failed or died, or train a finished one further, and return it.
@@ -218,6 +226,7 @@ def resume(
         from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
         weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
         nodes: Machines, named as for `launch`; this one where left out.
+        queue: Wait in line until no other run of this machine has the devices that this one needs.
         on_event: Called with every event as it happens.
 
     Raises:
@@ -229,7 +238,8 @@ def resume(
         return resumed(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
 
     if not nodes:
-        return _start(make, on_event)
+        return _start(make, on_event, queue=queue)
+    _refuse_queue(queue, "on machines that are named")
     found = make()
     launch_on(found, nodes, on_event)
     return found
@@ -256,18 +266,27 @@ def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], N
     return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
 
 
-def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None) -> Run:
+def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *, queue: bool) -> Run:
     """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
     place = place_of()
     if place.num_processes > 1:
+        _refuse_queue(queue, "in processes that a launcher has started")
         from tunekit.run.joined import train_joined
 
         return train_joined(place, make, on_event)
     run = make()
-    from tunekit.run.launch import launch
+    from tunekit.run.launch import begin, launch
+    from tunekit.run.line import turn
 
-    launch(run, on_event)
+    begin(run)
+    with turn(run, waits=queue, listener=on_event):
+        launch(run, on_event)
     return run
+
+
+def _refuse_queue(queue: bool, where: str) -> None:
+    if queue:
+        raise RunError(f"a run {where} waits in no line of this machine's", hint="leave out --queue")
 
 
 def launch(
@@ -436,21 +455,46 @@ def data_report(
     Args:
         source: The recipe.
         overrides: Changes to it, such as `data.max_length=512`.
-        num_samples: Sequences of each source to take as samples.
+        num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
         on_event: Told how far the rows are; `tunekit.Progress()` shows it.
 
     Raises:
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe, _ = read_recipe(source, overrides)
-    if not isinstance(recipe.method, SFTMethod):
-        raise TunekitError(
-            f"method.type: rows of {recipe.method.type} are tokenised by TRL when a run begins, and have no report",
-            hint="`tunekit check` reads and checks them",
-        )
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
+    make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
     with library_words_to(StringIO()):
-        return prepare(continued(recipe), data, _progress_to(on_event), num_samples=num_samples).report
+        made = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
+        return made if isinstance(made, DataReport) else made.report
+
+
+def preview(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    key: str | None = None,
+    start: int = 0,
+    num_rows: int = 10,
+) -> DataPreview:
+    """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
+
+    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        start: The first row to show, counted from 0.
+        num_rows: Rows to show.
+
+    Raises:
+        TunekitError: The recipe has a fault, or the source is not there.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    with library_words_to(StringIO()):
+        return preview_data(recipe, LEARNERS[recipe.method.type], key=key, start=start, num_rows=num_rows)
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:

@@ -1,6 +1,7 @@
 """The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
 
-What starts runs is in `tunekit.cli_train`, and what comes after them in `tunekit.cli_after`.
+What starts runs is in `tunekit.cli_train`, what is done with them later in `tunekit.cli_runs`, and with their models in
+`tunekit.cli_after`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
 stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
@@ -15,7 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
+from tunekit.cli_ui import ui
 from tunekit.errors import PlanError, TunekitError
 from tunekit.redact import Redacting
 from tunekit.run.silence import send_nothing
@@ -48,7 +51,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
-runs_app = typer.Typer(help="List the runs of this folder, or show one.", invoke_without_command=True)
 
 TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
 
@@ -274,37 +276,6 @@ def copy_recipe(
     print(library.copy_recipe(name, dest))
 
 
-@runs_app.callback()
-def _runs(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        from tunekit.display import make_console, runs_table
-        from tunekit.run.run import list_runs
-
-        runs = list_runs()
-        if not runs:
-            print("no runs here; `tunekit train sft/quickstart` makes one")
-            return
-        make_console().print(runs_table(runs))
-
-
-@runs_app.command("show")
-def show_run(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Write the loss curve as a PNG file.")] = None,
-) -> None:
-    """Show a run with its loss curve."""
-    from tunekit.display import make_console, run_report
-    from tunekit.run.run import find_run
-
-    found = find_run(run)
-    if plot is not None:
-        found.plot().savefig(plot, dpi=150)
-        print(plot)
-        return
-    console = make_console()
-    console.print(*run_report(found, console.width), sep="\n")
-
-
 @app.command(rich_help_panel=RUNS)
 def doctor(
     recipe: Annotated[
@@ -352,6 +323,7 @@ def kernels(
 for after in (chat, export, report):
     app.command(rich_help_panel=AFTER)(after)
 
+app.command(rich_help_panel=RUNS)(ui)
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
 

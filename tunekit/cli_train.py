@@ -1,5 +1,6 @@
 """The commands that start runs: here, on other machines, or where they ended before."""
 
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from tunekit.clusters import Submitted
     from tunekit.run.events import Listener
+    from tunekit.run.run import Run
 
 RecipeArgument = Annotated[
     str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
@@ -31,18 +33,45 @@ NodesOption = Annotated[
 ]
 
 
+QueueOption = Annotated[
+    bool, typer.Option("--queue", help="Wait in line until no other run of this machine has the devices.")
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID."),
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Come back when the run has begun, and leave it to itself.")
+]
+AnnounceOption = Annotated[int | None, typer.Option("--announce-to", hidden=True)]
+
+
 def train(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
     ] = False,
+    devices: DevicesOption = None,
+    queue: QueueOption = False,
+    detach: DetachOption = False,
+    announce_to: AnnounceOption = None,
 ) -> None:
     """Train: plan, run, and say what came out."""
     from tunekit import api
     from tunekit.run.place import place_of
 
     words = overrides or []
+    if detach:
+        if resume:
+            raise TunekitError(
+                "--detach starts a run, and --resume goes on with one", hint="tunekit resume RUN --detach"
+            )
+        from tunekit.detached import start
+
+        _leave(start(recipe, words, devices=devices.split(",") if devices else None, queue=queue))
+        return
+    _use(devices)
     if not resume and place_of().num_processes == 1 and sys.stdin.isatty() and sys.stdout.isatty():
         found = api.unfinished(recipe, words)
         if found is not None:
@@ -51,8 +80,9 @@ def train(
                 f"{found.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
             )
     _watch(
-        lambda on_event: api.train(recipe, words, resume=resume, on_event=on_event),
+        lambda on_event: api.train(recipe, words, resume=resume, queue=queue, on_event=on_event),
         "the data and the model's files",
+        announce_to,
     )
 
 
@@ -140,40 +170,89 @@ def resume(
         bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
     ] = False,
     nodes: NodesOption = None,
+    devices: DevicesOption = None,
+    queue: QueueOption = False,
+    detach: DetachOption = False,
+    announce_to: AnnounceOption = None,
 ) -> None:
     """Go on with a run that was interrupted, failed or died, or train a finished one further."""
     from tunekit import api
 
     hosts = nodes.split(",") if nodes else None
+    if detach:
+        if hosts:
+            raise TunekitError("--detach is for this machine, and --nodes for others", hint="leave out one of them")
+        from tunekit.detached import start_resume
+
+        named = devices.split(",") if devices else None
+        _leave(start_resume(run, overrides or [], from_=from_, weights_only=weights_only, devices=named, queue=queue))
+        return
+    _use(devices)
     _watch(
         lambda on_event: api.resume(
-            run, overrides or [], from_=from_, weights_only=weights_only, nodes=hosts, on_event=on_event
+            run,
+            overrides or [],
+            from_=from_,
+            weights_only=weights_only,
+            nodes=hosts,
+            queue=queue,
+            on_event=on_event,
         ),
         "the run",
+        announce_to,
     )
 
 
-def _watch(start: "Callable[[Listener | None], object]", what: str) -> None:
+def _use(devices: str | None) -> None:
+    """Have this process see some devices alone, before anything asks what there are."""
+    if devices is not None:
+        from tunekit.accelerators import visible_to
+
+        os.environ.update(visible_to(devices.split(",")))
+
+
+def _leave(run: "Run") -> None:
+    """Say how a run is watched and ended that was left to itself."""
+    from tunekit.detached import CONSOLE
+
+    print(f"{run.path} ({run.state}) goes on by itself")
+    print(f"watch it:  tunekit runs show {run.name}   or   tail -f {run.path / CONSOLE}")
+    print(f"end it:    tunekit stop {run.path}")
+
+
+def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to: int | None = None) -> None:
     """Show a run as it goes, in the one process that does so.
 
     Args:
         start: Starts it, with what is to be told of its events.
         what: What is read first, in words.
+        announce_to: The pipe of whoever started this process and waits to hear of the run.
     """
     from tunekit.display import Progress, make_console
     from tunekit.run.interrupt import before_a_run
     from tunekit.run.place import place_of
 
     progress = Progress(make_console()) if place_of().is_main else None
+    announcer = None
+    if announce_to is not None:
+        from tunekit.detached import Announcer
+
+        announcer = Announcer(announce_to)
     if progress is not None:
         progress.console.print(f"[dim]reading {what}[/dim]")
     try:
         # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, before_a_run)
-        start(progress)
+        start(progress if announcer is None or progress is None else announcer.heard_by(progress))
+    except TunekitError as error:
+        if announcer is not None:
+            announcer.refuse(error)
+        raise
     except KeyboardInterrupt as interrupt:
         stopped = interrupt if isinstance(interrupt, Stopped) else Stopped("interrupted", hint=None, exit_code=130)
+        if announcer is not None:
+            announcer.stopped(stopped)
         if progress is not None:
             progress.stop()
             print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)

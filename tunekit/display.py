@@ -5,6 +5,7 @@ print what these functions return.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -31,6 +32,7 @@ from tunekit.planner.plan import gib
 from tunekit.planner.speed import Speed, duration
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.bandwidth import Exchange
+from tunekit.run.diagnosis import diagnose_run
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
 from tunekit.run.prospects import prospects
@@ -96,6 +98,8 @@ class Progress:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))
             self.console.print(Text(f"run  {self._run.path}\n", style="bold"))
+        elif kind == "queue":
+            self.console.print(Text(queue_words(event), style="yellow"))
         elif kind == "hosts":
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "fused":
@@ -212,6 +216,11 @@ def _fitting(told: Sequence[str], width: int) -> str:
             break
         line += f"  {more}"
     return line
+
+
+def queue_words(event: Event) -> str:
+    """What a run waits for, and which place it has."""
+    return f"in line for {', '.join(event['devices'])}, place {event['place']}, behind {', '.join(event['behind'])}"
 
 
 def hosts_words(hosts: Sequence[Event]) -> str:
@@ -354,7 +363,7 @@ def _short(text: str) -> str:
 
 def runs_table(runs: Sequence[Run]) -> RenderableType:
     """Runs with their state, step, and the last of what they are judged by."""
-    table = Table("run", "state", "step", "last", "started", box=None, padding=(0, 3, 0, 0))
+    table = Table("run", "state", "step", "last", "started", "tags", box=None, padding=(0, 3, 0, 0))
     for run in runs:
         status = run.status()
         logs = [event for event in run.events() if event["event"] == "log"]
@@ -367,6 +376,7 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
             f"{status['step']}/{status['num_steps']}",
             f"{words_of(learned)} {number(float(values[-1]), '.4f')}" if values else "",
             f"{datetime.fromtimestamp(status['started']):%Y-%m-%d %H:%M:%S}",
+            Text(", ".join(run.tags)),
         )
     return table
 
@@ -377,8 +387,9 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
     head = Text.assemble((run.name, "bold"), f": {run.state}, step {status['step']} of {status['num_steps']}")
     if status.get("comes_from"):
         head.append(f"\n{status['comes_from']}", style="dim")
-    if status["exit_reason"] and run.state != "finished":
-        head.append(f"\n{status['exit_reason']}", style="red")
+    if run.tags:
+        head.append(f"\ntags: {', '.join(run.tags)}", style="dim")
+    head.append(_why_not_finished(run, status["exit_reason"]))
     next_words = prospects(run)
     if next_words is not None:
         head.append(f"\n{next_words}", style="dim")
@@ -389,6 +400,23 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
     result = run.result()
     parts.append(summary(result, run) if result else "")
     return parts
+
+
+def _why_not_finished(run: Run, reason: str | None) -> Text:
+    """Why a run ended before it was done, and what mends it; empty where neither is known."""
+    found = diagnose_run(run)
+    if found is None:
+        return Text(f"\n{reason}" if reason and run.state != "finished" else "", style="red")
+    words = Text(f"\n{found.what}", style="red")
+    if found.hint is not None:
+        words.append(f"\n{found.hint}")
+    if found.changes:
+        changes = shlex.join(found.changes)
+        again = f"tunekit resume {run.path} {changes}"
+        if not found.can_go_on:
+            again = f"tunekit train {run.path / 'recipe.yaml'} output.dir=NEW {changes}"
+        words.append(f"\ntry: {again}", style="bold not red")
+    return words
 
 
 def loss_curve(run: Run, width: int) -> str:

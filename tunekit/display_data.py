@@ -43,7 +43,8 @@ def data_report_parts(report: DataReport, console: Console) -> list[RenderableTy
         parts += ["", _heading(source.title), _facts_table(source, report)]
         parts += ["", _heading(f"{source.title}: row lengths", "tokens, before anything is cut")]
         parts.append(_histogram_table(source, report.max_length))
-        parts += ["", _heading(f"{source.title}: special tokens"), _special_tokens_table(source)]
+        if source.special_tokens:
+            parts += ["", _heading(f"{source.title}: special tokens"), _special_tokens_table(source)]
         if source.samples:
             key = "green tokens count in the loss" if in_colour else "tokens between ⟦ and ⟧ count in the loss"
             parts += ["", _heading(f"{source.title}: samples", key)]

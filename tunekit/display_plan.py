@@ -146,7 +146,7 @@ class MemoryBar:
 
     def _parts(self) -> Iterator[tuple[Part, int]]:
         """Parts in the order in which they are drawn."""
-        return ((part, self.plan.memory.parts[part]) for part in COLOURS if part in self.plan.memory.parts)
+        return ((part, size) for part, size, _ in self.plan.drawn_parts())
 
     def _cell(self, size_bytes: int, width: int) -> int:
         return round(size_bytes / self.scale_bytes * width)
@@ -246,7 +246,7 @@ class PlanRows:
     ) -> None:
         """Give the names of the first columns, what each row has in them, and the figures to show if there are any."""
         self.names = names
-        self.rows = [(words, _layout(plan), _figures(plan)) for words, plan in rows]
+        self.rows = [(words, _layout(plan), plan_figures(plan)) for words, plan in rows]
         self.figures = [name for name in figures if any(name in row for *_, row in self.rows)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -293,8 +293,8 @@ def _layout(plan: Plan | PlanError) -> Text:
     return Text(plan.layout_words, style="green")
 
 
-def _figures(plan: Plan | PlanError) -> dict[str, str]:
-    """What there is of FIGURES."""
+def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
+    """What is known of FIGURES, each in few letters: what a plan needs and how fast it is, or what did not fit."""
     if isinstance(plan, PlanError):
         needed, limit = plan.needed_bytes, plan.limit_bytes
         return {} if needed is None or limit is None else {"GiB": _memory(needed, limit)}

@@ -4,6 +4,8 @@ Everything that tunekit raises on purpose is a `TunekitError`; the command line 
 exits with 2. Any other exception is a defect of tunekit and keeps its traceback.
 """
 
+from collections.abc import Sequence
+
 
 class TunekitError(Exception):
     """A problem that the user can mend.
@@ -11,11 +13,13 @@ class TunekitError(Exception):
     Args:
         problem: Where and what, in one line or a list of lines.
         hint: What to do about it, in the imperative.
+        changes: Changes of the recipe that mend it, each as `key=value`, where it is known which do.
     """
 
-    def __init__(self, problem: str, *, hint: str | None = None) -> None:
+    def __init__(self, problem: str, *, hint: str | None = None, changes: Sequence[str] = ()) -> None:
         self.problem = problem
         self.hint = hint
+        self.changes = tuple(changes)
         super().__init__(problem if hint is None else f"{problem}; {hint}")
 
 
@@ -29,6 +33,7 @@ class PlanError(TunekitError):
     Args:
         problem: What is wrong.
         hint: What would fit or run.
+        changes: Changes of the recipe with which it would.
         needed_bytes: What each device would need at least, where that is too much.
         limit_bytes: What may be used of each.
     """
@@ -38,12 +43,13 @@ class PlanError(TunekitError):
         problem: str,
         *,
         hint: str | None = None,
+        changes: Sequence[str] = (),
         needed_bytes: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
-        super().__init__(problem, hint=hint)
+        super().__init__(problem, hint=hint, changes=changes)
 
 
 class ModelError(TunekitError):
@@ -62,12 +68,20 @@ class RunError(TunekitError):
     """A run cannot be started, found or read, or it failed."""
 
 
-class RollbackError(RunError):
+class NonFiniteError(RunError):
+    """A step of a run had a loss or gradients that are not numbers, or infinite."""
+
+
+class RollbackError(NonFiniteError):
     """A step of a run was not finite, and the run goes back to its newest checkpoint to leave it out."""
 
 
 class MemoryShortError(RunError):
     """A device of a run is out of memory."""
+
+
+class DiskError(RunError):
+    """What a run writes has no room on its disk, or could not be written there."""
 
 
 class ExchangeError(RunError):

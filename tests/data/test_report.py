@@ -14,7 +14,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import make_tokenizer, save_chats
+from tests.tiny import make_tokenizer, save_chats, save_tiny_model
+from tunekit import api
 from tunekit.data.load import load_data
 from tunekit.data.measure import histogram, padded_share, quantile, report_data
 from tunekit.data.prepare import prepare_data
@@ -258,3 +259,43 @@ def test_the_shares_of_a_mixture_are_told_and_each_source_is_measured(folder):
     assert found.num_train == 4
     assert found.mixture_words == "4 packed sequences an epoch, 87.1% of their places hold tokens"
     assert "b.jsonl" in found.to_html() and "48.4%" in found.to_html()
+
+
+def pair(question, chosen, rejected):
+    return json.dumps({"prompt": question, "chosen": chosen, "rejected": rejected})
+
+
+def test_pairs_are_measured_by_their_longer_answer_and_cut_and_left_out_as_in_a_run(folder):
+    (folder / "pairs.jsonl").write_text(
+        "\n".join([pair("ab", "c", "defg"), pair("ab", "c" * 30, "d"), pair("a" * 40, "b", "c")])
+    )
+    save_tiny_model(folder / "model")
+    given = {"model": str(folder / "model"), "data": {"train": "pairs.jsonl", "max_length": 20}, "method": "dpo"}
+    (source,) = (report := api.data_report(given, num_samples=1)).sources
+    assert (source.num_rows, source.num_dropped, source.num_truncated, source.num_sequences) == (3, 1, 1, 2)
+    assert source.lengths == Quantiles(7, 33, 42, 42)
+    assert source.num_tokens == (2 + 1 + 1) + (2 + 4 + 1) + 20 + (2 + 1 + 1)
+    assert source.num_trained == source.num_tokens - 4 * 2
+    assert sum(bar.num_rows for bar in source.histogram) == 3
+    assert any(bar.high == 20 for bar in source.histogram)
+    assert [text(sample.pieces) for sample in source.samples] == ["abc<|im_end|>", "abdefg<|im_end|>"]
+    assert [text(piece for piece in sample.pieces if piece.trained) for sample in source.samples] == [
+        "c<|im_end|>",
+        "defg<|im_end|>",
+    ]
+    assert report.warnings() == [
+        "train: 33.3% of the rows are cut at data.max_length=20, and their ends are never trained"
+    ]
+    assert "packed" not in dict(source.facts(20, is_packed=False))
+    assert "Special tokens" not in report.to_html()
+
+
+def test_prompts_are_measured_alone():
+    given = {
+        "model": "pico",
+        "data": {"train": "example:sums.jsonl", "max_length": 64},
+        "method": {"type": "grpo", "max_completion_length": 24},
+    }
+    (source,) = api.data_report(given).sources
+    assert (source.num_trained, source.samples) == (0, ())
+    assert dict(source.facts(64, is_packed=False))["tokens"] == f"{source.num_tokens:,}, of prompts"

@@ -8,7 +8,7 @@ from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.planner.catalogue import CATALOGUE, NOT_TRAINED_ON
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.machines import find_machine
+from tunekit.planner.machines import find_machine, machines
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 
@@ -201,3 +201,11 @@ def test_a_file_that_is_not_text_or_not_a_file_is_one_line(tmp_path):
         find_machine(str(tmp_path / "bytes.yaml"))
     with pytest.raises(PlanError, match=r"folder\.yaml: cannot be read: Is a directory"):
         find_machine(str(tmp_path / "folder.yaml"))
+
+
+def test_every_machine_that_is_listed_can_be_planned_for():
+    names = machines()
+    assert {"h200", "8xh100", "rtx4090"} <= set(names) and not any("tpu" in name for name in names)
+    for name in names:
+        hardware = find_machine(name).hardware()
+        assert name.startswith(f"{hardware.num_accelerators}x") == (hardware.num_accelerators > 1)

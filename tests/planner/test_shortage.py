@@ -63,19 +63,22 @@ def plan():
 
 def test_a_smaller_micro_batch_is_tried_before_the_result_changes(plan):
     before = plan(micro_batch_size=8, gradient_checkpointing=True)
-    words = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
+    words, changes = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
     assert words.startswith("train.micro_batch_size=4 would fit with ")
     assert words.endswith(", and the result stays the same")
+    assert changes == ("train.micro_batch_size=4",)
 
 
 def test_with_one_sequence_activations_are_recomputed(plan):
     before = plan(micro_batch_size=1, gradient_checkpointing=False)
-    words = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
+    words, changes = change_that_fits(before, LLAMA_1B, before.memory.total_bytes - 1)
     assert words.startswith("train.gradient_checkpointing=true would fit with ")
+    assert changes == ("train.gradient_checkpointing=true",)
     after = plan(micro_batch_size=1, gradient_checkpointing=True)
     assert f"would fit with {gib(after.memory.total_bytes)}," in words
 
 
 def test_where_no_micro_batch_fits_something_else_has_to_change(plan):
-    words = change_that_fits(plan(), LLAMA_1B, 6 * GIB)
+    words, changes = change_that_fits(plan(), LLAMA_1B, 6 * GIB)
     assert words.startswith("adapter.type=lora would fit with ")
+    assert changes == ("adapter.type=lora",)

@@ -119,6 +119,8 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     assert total.startswith("  in all  ")
     # The same limit, and what was said to fit.
     settings = change.partition(" would fit")[0].split(" and ")
+    found = tunekit.diagnose_run(run)
+    assert found.cause == "memory" and list(found.changes) == settings
     changed = {name: json.loads(value) for name, value in (s.removeprefix("train.").split("=") for s in settings)}
     changed_recipe = recipe("full", **changed) | BY_TRL
     assert train_within(workspace, changed_recipe, "training", 500, tmp_path / "second").state == "finished"

@@ -80,7 +80,8 @@ class Measured:
         is_good: Whether the answer of each of them is good, where rows say so.
         num_trainable_tokens: Of all of them, those of answers.
         num_truncated: Rows with an answer that is cut.
-        longest_tokens: Tokens of the longest sequence before anything was cut or left out.
+        lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
+            prompt alone.
     """
 
     rows: Rows
@@ -89,7 +90,12 @@ class Measured:
     is_good: "np.ndarray"
     num_trainable_tokens: int
     num_truncated: int
-    longest_tokens: int
+    lengths: "np.ndarray"
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence before anything was cut or left out."""
+        return int(self.lengths.max())
 
     @property
     def num_dropped(self) -> int:
@@ -193,17 +199,18 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
     kept: list[int] = []
     sizes: list[int] = []
     good: list[bool] = []
-    num_trainable = num_truncated = longest = 0
+    longest: list[int] = []
+    num_trainable = num_truncated = 0
     for index, row in enumerate(rows.rows):
         try:
-            prompt_tokens, answered = _tokens(row, _ANSWERS[rows.format], tokenizer)
+            prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(
                 f"{rows.place(index)}: the row does not fit the chat template: {error}",
                 hint="name another template in model.chat_template, or write prompts as text",
             ) from error
         sequences = [len(sequence) for sequence in answered]
-        longest = max(longest, prompt_tokens, *sequences)
+        longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
         if room.has(prompt_tokens, sequences):
             cut = [min(length, room.max_length) for length in sequences]
             kept.append(index)
@@ -215,20 +222,22 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
             on_progress(rows.source, index + 1, len(rows))
     if not kept:
         raise DataError(
-            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {longest:,}",
+            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
             hint="raise data.max_length",
         )
-    lengths = np.array(sizes, dtype=np.int64)
+    num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
-    return Measured(rows, tuple(kept), lengths, is_good, num_trainable, num_truncated, longest)
+    return Measured(rows, tuple(kept), num_tokens, is_good, num_trainable, num_truncated, lengths)
 
 
 _PAIR = ("chosen", "rejected")
-_ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 
-def _tokens(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, list[Sequence[int]]]:
+def tokens_of(
+    row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[int, list[Sequence[int]]]:
     """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
     if isinstance(prompt, list):
@@ -256,7 +265,7 @@ def tokenised_pairs(
     """Pairs as token ids and labels (-100 for the prompt), cut at the longest sequence, by TRL's experimental names."""
 
     def columns(row: Row) -> dict[str, list[int]]:
-        prompt_tokens, answered = _tokens(row, _PAIR, tokenizer)
+        prompt_tokens, answered = tokens_of(row, _PAIR, tokenizer)
         made: dict[str, list[int]] = {}
         for name, sequence in zip(_PAIR, answered, strict=True):
             ids = list(sequence[:max_length])

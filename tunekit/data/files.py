@@ -341,8 +341,8 @@ def _lines(file: File) -> Iterator[tuple[int, str]]:
 
     Lines end at line feeds only: `str.splitlines` would also split at characters that may stand in a JSON string.
     """
-    with _open(file) as opened:
-        for number, raw in enumerate(_raw_lines(opened, file.name), start=1):
+    with opened(file) as lines:
+        for number, raw in enumerate(_raw_lines(lines, file.name), start=1):
             if number == 1:
                 for start, (kind, advice) in _BINARY_STARTS.items():
                     if raw.startswith(start):
@@ -363,7 +363,8 @@ def _lines(file: File) -> Iterator[tuple[int, str]]:
             yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
 
 
-def _open(file: File) -> BinaryIO:
+def opened(file: File) -> BinaryIO:
+    """The bytes of a file of text from the start, no longer compressed."""
     compression = next((_COMPRESSIONS[ending] for ending in _COMPRESSIONS if file.suffix.endswith(ending)), None)
     if compression is None:
         return file.open()

@@ -155,7 +155,7 @@ def load_rows(
         RecipeError: There is no such function.
     """
     files = find_files(source, key=key)
-    reader = _Reader(shown(source.path), key, format, columns, max_bad_rows, learner)
+    reader = Reader(shown(source.path), key, format, columns, max_bad_rows, learner)
     if files is None:
         deque(reader.read(source.path, hub.open_hub(source, key=key, default_split=default_split)), maxlen=0)
         return reader.rows(num_files=1, is_text=False)
@@ -180,7 +180,7 @@ def stream_rows(
         DataError: The source cannot be found or read on, or rows are not valid.
     """
     check_mapping(source.columns)
-    reader = _Reader(shown(source.path), source.key, source.format, source.columns, max_bad_rows, learner)
+    reader = Reader(shown(source.path), source.key, source.format, source.columns, max_bad_rows, learner)
     for name, table in _tables(source):
         for _ in reader.read(name, table):
             if reader.num_held == num_rows:
@@ -200,24 +200,24 @@ def _tables(source: CompleteSource) -> Iterator[tuple[str, Table]]:
 
 
 @dataclass(frozen=True)
-class _FirstRow:
+class FirstRow:
     """The names by which a format is recognised: a table's header, or the keys of the first object."""
 
     columns: tuple[str, ...]
     number: int | None
 
 
-def _first_row(table: Table) -> _FirstRow | None:
+def first_row(table: Table) -> FirstRow | None:
     """The header of a table or its first row that is an object; None if no row is one."""
     if table.columns is not None:
-        return _FirstRow(table.columns, number=1 if table.unit == "line" else None)
+        return FirstRow(table.columns, number=1 if table.unit == "line" else None)
     for record in table.read(()):
         if isinstance(record.value, dict):
-            return _FirstRow(tuple(record.value), number=record.number)
+            return FirstRow(tuple(record.value), number=record.number)
     return None
 
 
-class _Reader:
+class Reader:
     """Reads the rows of the files of one source, or gathers what is wrong with them."""
 
     def __init__(
@@ -232,7 +232,8 @@ class _Reader:
         self._source, self._key = source, key
         self._function = format if ":" in format else None
         self._recognised = format == "auto" or self._function is not None
-        self._format = None if self._recognised else cast(SourceFormat, format)
+        self.format = None if self._recognised else cast(SourceFormat, format)
+        """The format of the source, once it is known."""
         self._columns = columns
         self._max_bad_rows = max_bad_rows
         self._learner = learner
@@ -300,7 +301,7 @@ class _Reader:
         Raises:
             DataError: More rows are bad than may be.
         """
-        format = self._format or "messages"
+        format = self.format or "messages"
         if self._num_bad > self._max_bad_rows or self._cut_short:
             raise DataError("\n".join(self._faults()))
         notes = (self._note(format, 1, is_text=False),)
@@ -308,13 +309,19 @@ class _Reader:
         self._store, self._numbers = RowStore(), array("Q")
         return taken
 
+    def so_far(self, *, num_files: int = 1, is_text: bool = False) -> Rows:
+        """The good rows that were read, and the bad ones, however many there are."""
+        format = self.format or "messages"
+        notes = (self._note(format, num_files, is_text=is_text),) if self.format is not None else ()
+        return self._held(format, notes, parts=tuple(self._parts))
+
     def rows(self, *, num_files: int, is_text: bool) -> Rows:
         """All rows that were read.
 
         Raises:
             DataError: More rows are bad than may be, or none is good.
         """
-        format = self._format or "messages"
+        format = self.format or "messages"
         if self._num_bad > self._max_bad_rows or self._cut_short or (self._num_bad and not self._store):
             raise DataError("\n".join(self._faults()))
         if not self._store:
@@ -344,26 +351,26 @@ class _Reader:
 
     def _settle_format(self, name: str, table: Table) -> SourceFormat:
         """The format of the source, told from its first file; the columns of every file are checked."""
-        first = _first_row(table)
+        first = first_row(table)
         if first is None:
             # Where no row is an object there is nothing to recognise; reading then reports what the rows are instead.
-            return self._format or "messages"
+            return self.format or "messages"
         where = name if first.number is None else f"{name}:{first.number}"
         missing = missing_columns(first.columns, self._columns, only_needed=table.columns is None)
         if missing is not None:
             raise DataError(f"{where}: {missing}")
         columns = tuple(renamed(dict.fromkeys(first.columns), self._columns))
         try:
-            if self._format is None:
-                self._format = recognise(columns)
+            if self.format is None:
+                self.format = recognise(columns)
             elif table.columns is not None:
-                self._check_reading(columns, self._format)
+                self._check_reading(columns, self.format)
         except BadRow as error:
             raise DataError(f"{where}: {error}") from None
-        refusal = None if self._learner is None else self._learner.refusal(self._format, columns)
+        refusal = None if self._learner is None else self._learner.refusal(self.format, columns)
         if refusal is not None:
             raise DataError(f"{self._key}: '{self._source}' {refusal[0]}", hint=refusal[1])
-        return self._format
+        return self.format
 
     def _check_reading(self, columns: Sequence[str], format: SourceFormat) -> None:
         """Check that columns are those of the format, and, where it was recognised, of no other."""

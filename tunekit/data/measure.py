@@ -125,7 +125,7 @@ def _source_report(
         ),
         duplicates=find_repeats([rows]),
         special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-        samples=tuple(_sample(found["input_ids"], found["labels"], tokenizer) for found in samples),
+        samples=tuple(sample(found["input_ids"], found["labels"], tokenizer) for found in samples),
     )
 
 
@@ -260,7 +260,7 @@ def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return sorted({*tokenizer.all_special_ids, *added})
 
 
-def _sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sample:
+def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sample:
     """Tokens with the text of each, as it reads behind the one before it."""
     special = set(_special_ids(tokenizer))
     pieces: list[Piece] = []

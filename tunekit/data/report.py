@@ -57,6 +57,17 @@ class Packing:
     batch_size: int
     padded_share: float
 
+    def facts(self, max_length: int, *, is_packed: bool, is_alone: bool) -> list[tuple[str, str]]:
+        """Both ways to lay out sequences, as pairs of a name and words."""
+        so = " (as in this recipe)"
+        here, not_here = so if is_packed and is_alone else "", "" if is_packed else so
+        packed = f"{self.packed_share:.1%} of the places hold tokens, in {counted(self.num_packed, 'sequence')}"
+        padded = f"{self.padded_share:.1%} of the places hold tokens, in batches of {self.batch_size}"
+        return [
+            ("packed", f"{packed} of {max_length:,}{here}"),
+            ("not packed", f"{padded} padded to their longest sequence{not_here}"),
+        ]
+
 
 @dataclass(frozen=True)
 class SpecialToken:
@@ -139,7 +150,7 @@ class SourceReport:
         num_trained: Those that count in the loss.
         lengths: Quantiles of the rows' lengths in tokens, before anything is cut.
         histogram: Rows by length, before anything is cut.
-        packing: What packing saves.
+        packing: What packing saves; None for rows that TRL tokenises, which are never packed.
         duplicates: Rows that repeat an earlier row of the source.
         special_tokens: Special tokens, those with a role first.
         samples: The first sequences.
@@ -158,7 +169,7 @@ class SourceReport:
     num_trained: int
     lengths: Quantiles
     histogram: tuple[Bin, ...]
-    packing: Packing
+    packing: Packing | None
     duplicates: Repeats
     special_tokens: tuple[SpecialToken, ...]
     samples: tuple[Sample, ...]
@@ -192,27 +203,23 @@ class SourceReport:
             ("source", f"{self.source} ({self.format})"),
             ("rows", "; ".join([kept, *changed])),
             ("sequences", f"{self.num_sequences:,}"),
-            (
-                "tokens",
-                f"{self.num_tokens:,}, of which {self.num_trained:,} count in the loss ({self.trained_share:.1%})",
-            ),
+            ("tokens", self._tokens_words),
             (
                 "row length",
                 "min {min:,}, median {median:,}, 95% up to {p95:,}, max {max:,}".format(**asdict(self.lengths)),
             ),
-            (
-                "packed",
-                f"{packing.packed_share:.1%} of the places hold tokens, in {counted(packing.num_packed, 'sequence')} "
-                f"of {max_length:,}{' (as in this recipe)' if is_packed and self.is_alone else ''}",
-            ),
-            (
-                "not packed",
-                f"{packing.padded_share:.1%} of the places hold tokens, in batches of {packing.batch_size} padded to "
-                f"their longest sequence{'' if is_packed else ' (as in this recipe)'}",
-            ),
-            ("duplicates", f"{counted(repeats.num_rows, 'row')}{_equal(repeats)}" if repeats.num_rows else "none"),
         ]
-        return [*facts, ("end token", self.end_token_words)]
+        if packing is not None:
+            facts += packing.facts(max_length, is_packed=is_packed, is_alone=self.is_alone)
+        equal = f"{counted(repeats.num_rows, 'row')}{_equal(repeats)}" if repeats.num_rows else "none"
+        facts.append(("duplicates", equal))
+        return facts if packing is None else [*facts, ("end token", self.end_token_words)]
+
+    @property
+    def _tokens_words(self) -> str:
+        if self.num_trained == 0:
+            return f"{self.num_tokens:,}, of prompts"
+        return f"{self.num_tokens:,}, of which {self.num_trained:,} count in the loss ({self.trained_share:.1%})"
 
     @property
     def end_token_words(self) -> str:
@@ -291,7 +298,7 @@ class DataReport:
                 "will look better than the model is"
             )
         for split in self.sources:
-            if split.split == "train" and split.end_token is None:
+            if split.split == "train" and split.packing is not None and split.end_token is None:
                 found.append("no special token is trained: the model does not learn where its answers end")
             if split.num_truncated:
                 share = split.num_truncated / split.num_rows

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,8 +109,10 @@ def tokenize(
 
 def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
     """The batches in their order, encoded in this process or, where that is worth it, in one process a core."""
-    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script.
-    num_processes = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script. One that
+    # is to end with its parent may have no children.
+    may_fork = sys.platform == "linux" and not current_process().daemon
+    num_processes = len(os.sched_getaffinity(0)) if may_fork else 1
     if num_processes == 1 or len(rows) <= FEW_ROWS:
         yield from (encoder.encode(rows, batch) for batch in batches)
         return

@@ -132,6 +132,12 @@ def find_machine(on: str) -> Machine:
     )
 
 
+def machines() -> list[str]:
+    """Names of machines to plan for: each accelerator that tunekit trains on, alone and as many as a node has."""
+    kinds = [kind for kind in CATALOGUE if kind.platform not in NOT_TRAINED_ON]
+    return [_written(1, number, kind.name) for kind in kinds for number in sorted({1, kind.max_per_node})]
+
+
 def _split(on: str) -> tuple[int, int, str]:
     """Nodes, accelerators in each and the accelerator's name, from a machine's name."""
     text = re.sub(r"\s", "", on).lower().replace("×", "x").replace("*", "x")

@@ -278,6 +278,10 @@ class Plan(Facts):
         """Predicted bytes by part, the largest first."""
         return dict(sorted(self.memory.parts.items(), key=lambda part: -part[1]))
 
+    def drawn_parts(self) -> list[tuple[Part, int, str]]:
+        """Predicted bytes by part in the order in which they are drawn, each with its colour."""
+        return [(part, self.memory.parts[part], COLOURS[part]) for part in COLOURS if part in self.memory.parts]
+
     def elsewhere_lines(self) -> list[str]:
         """What is needed of each node besides its devices, a line each."""
         sizes = (("main memory", self.memory.host_bytes), ("disk", self.memory.nvme_bytes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tunekit.errors import PlanError
 from tunekit.planner.attention import choose_attention, dense_reason, flash_attention_of, of_rows
@@ -57,6 +58,7 @@ from tunekit.planner.storage import saving_reasons
 from tunekit.planner.vllm import why_no_vllm, why_not_in
 from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
 from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
 
@@ -374,10 +376,12 @@ def _choose(setting: Setting) -> _Chosen:
     over = smallest.total_bytes - limit
     tried = "" if len(rejected) == 1 else "".join(f"\n  {one.layout.name}: {one.why}" for one in rejected)
     much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
+    smaller = what_would_fit(setting)
     raise PlanError(
         f"this does not fit {_machine(setting)}: the least it needs is {gib(smallest.total_bytes)}, "
         f"{gib(limit)} may be used{much}",
-        hint="\n".join([what_would_fit(setting), *_elsewhere(setting)]) + tried,
+        hint="\n".join([smaller.words, *_elsewhere(setting)]) + tried,
+        changes=smaller.changes,
         needed_bytes=smallest.total_bytes if over > 0 else None,
         limit_bytes=limit,
     )
@@ -421,16 +425,26 @@ def _multiple_of(setting: Setting) -> str:
     return f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
 
 
-def what_would_fit(setting: Setting) -> str:
-    """The smallest single change of a recipe with which it fits, in words."""
+class Smaller(NamedTuple):
+    """What of a recipe to change so that it fits."""
+
+    words: str
+    """What, and what it comes to then."""
+    changes: tuple[str, ...] = ()
+    """The same as `key=value`; none where nothing would do."""
+
+
+def what_would_fit(setting: Setting) -> Smaller:
+    """The smallest single change of a recipe with which it fits."""
     train = setting.recipe.train.model_copy(update={"micro_batch_size": None, "gradient_checkpointing": "auto"})
     free = setting.recipe.model_copy(update={"train": train})
     for change, changed in _changes(setting.recipe, free):
         other = replace(setting, recipe=changed)
         for layout, memory in _that_fit(other):
             how = "" if layout.num_processes == 1 else f" ({layout.name})"
-            return f"{change} would fit with {gib(memory.total_bytes)}{how}"
-    return "no single change of the recipe would fit; take a smaller model or a device with more memory"
+            changes = tuple(edit.override for edit in edits(setting.recipe, changed))
+            return Smaller(f"{change} would fit with {gib(memory.total_bytes)}{how}", changes)
+    return Smaller("no single change of the recipe would fit; take a smaller model or a device with more memory")
 
 
 def _changes(recipe: Recipe, free: Recipe) -> Iterator[tuple[str, Recipe]]:

@@ -7,7 +7,7 @@ from tunekit.planner.facts import Facts, Hardware, ModelFacts
 from tunekit.planner.fit import Setting, divisors
 from tunekit.planner.memory import MemoryEstimate, Part
 from tunekit.planner.plan import Plan, Reason, gib
-from tunekit.planner.resolve import setting_of, what_would_fit
+from tunekit.planner.resolve import Smaller, setting_of, what_would_fit
 
 CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
 """Parts that are the same in all phases of a step, so that their plan can be compared with what is held at any time."""
@@ -69,8 +69,8 @@ class Shortage(Facts):
         yield "in all", gib(self.planned.total_bytes), gib(taken)
 
 
-def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> str:
-    """The smallest change of a plan's recipe with which it fits, in words: what leaves the result as it is comes first.
+def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> Smaller:
+    """The smallest change of a plan's recipe with which it fits: what leaves the result as it is comes first.
 
     Args:
         plan: The plan that did not fit.
@@ -86,8 +86,10 @@ def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: M
             if setting.fits(memory, of_a_node):
                 smaller = f"train.micro_batch_size={size}" if size != plan.micro_batch_size else ""
                 again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
-                changes = " and ".join(change for change in (smaller, again) if change)
-                return f"{changes} would fit with {gib(memory.total_bytes)}, and the result stays the same"
+                changes = tuple(change for change in (smaller, again) if change)
+                comes_to = gib(memory.total_bytes)
+                words = f"{' and '.join(changes)} would fit with {comes_to}, and the result stays the same"
+                return Smaller(words, changes)
     return what_would_fit(setting)
 
 

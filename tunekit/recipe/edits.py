@@ -46,7 +46,22 @@ class Edit(NamedTuple):
     @property
     def words(self) -> str:
         """The edit in words: `train.max_steps 100 -> 200`."""
-        return f"{self.name} {_shown(self.before)} -> {_shown(self.now)}"
+        return f"{self.name} {self.shown_before} -> {self.shown_now}"
+
+    @property
+    def shown_before(self) -> str:
+        """The value that it had, on a line of YAML that may be cut."""
+        return _shown(self.before)
+
+    @property
+    def shown_now(self) -> str:
+        """The same of the value that it has now."""
+        return _shown(self.now)
+
+    @property
+    def override(self) -> str:
+        """The edit as it is given to a command: `train.max_steps=200`."""
+        return f"{self.name}={to_inline_yaml(_plain(self.now))}"
 
 
 _TAKES_EFFECT = Ruling("takes effect")
@@ -189,8 +204,11 @@ def _edits(before: Section, now: Section, above: tuple[str, ...] = ()) -> Iterat
 def _shown(value: Any) -> str:
     if value is None:
         return "(left out)"
-    plain = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
-    if isinstance(plain, list):
-        plain = [one.model_dump(exclude_defaults=True) if isinstance(one, Section) else one for one in plain]
-    text = to_inline_yaml(plain)
+    text = to_inline_yaml(_plain(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value

@@ -133,7 +133,7 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     field = holders[0].field
     below = sections_of(field)
     sections = [("a section", takes_one(field)), ("a list of sections", takes_list(field))]
-    parts = [any_of([words for words, taken in sections if taken]) if below else _takes(holders)]
+    parts = [any_of([words for words, taken in sections if taken]) if below else takes_words(holders)]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:
@@ -152,20 +152,21 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _takes(holders: list[Holder]) -> str:
+def takes_words(holders: list[Holder]) -> str:
     """What a field takes, in words, with its bounds; the words of all variants for a tag."""
     kinds = [kind for holder in holders for kind in members(holder.field.annotation) if kind is not type(None)]
-    bounds = [_bound(item) for item in _metadata(holders[0].field)]
+    bounds = [_bound(item) for item in constraints_of(holders[0].field)]
     return " ".join([expected(list(dict.fromkeys(kinds))), " and ".join(filter(None, bounds))]).rstrip()
 
 
-def _metadata(field: FieldInfo) -> list[Any]:
+def constraints_of(field: FieldInfo) -> list[Any]:
     """The constraints of a field, those inside an optional type included."""
     inner = [
         item
         for member in get_args(field.annotation)
         if get_origin(member) is Annotated
         for info in get_args(member)[1:]
+        if isinstance(info, FieldInfo)
         for item in info.metadata
     ]
     return [*field.metadata, *inner]

@@ -75,6 +75,15 @@ def find_recipe(name: str) -> Path:
     )
 
 
+def recipe_text(name: str) -> str:
+    """The YAML text of a shipped recipe, with its comments.
+
+    Raises:
+        RecipeError: There is none of that name.
+    """
+    return find_recipe(name).read_text(encoding="utf-8")
+
+
 def copy_recipe(name: str, dest: Path | None = None) -> Path:
     """Copy a shipped recipe to edit, and say where the copy is.
 

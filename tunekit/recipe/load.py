@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -23,7 +23,7 @@ from tunekit.recipe.library import find_recipe, list_recipes, near_names
 from tunekit.recipe.overrides import Overrides, spell_out
 from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
 from tunekit.recipe.phrases import show
-from tunekit.recipe.places import MAPPING, Key, Place, Places, Problem, dotted, raise_problems
+from tunekit.recipe.places import MAPPING, Fault, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.schema import NAME_PATTERN, Recipe
 from tunekit.recipe.secrets import find_secrets
 from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
@@ -31,8 +31,12 @@ from tunekit.recipe.train import ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
 from tunekit.recipe.wording import to_problems
 from tunekit.recipe.write import to_yaml
+from tunekit.redact import redacted
 
 _SUFFIXES = (".yaml", ".yml")
+_Secrets = Literal["anywhere", "in overrides", "nowhere"]
+"""Where a recipe is looked through for secrets."""
+
 _START = "`tunekit recipes copy sft/quickstart` gives one to start from"
 
 
@@ -74,6 +78,70 @@ def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return _load(path, overrides, find_functions=False)[0]
 
 
+def check_text(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    find_functions: bool = True,
+    conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
+) -> tuple[Recipe | None, list[Fault]]:
+    """The recipe of a YAML text, or what is wrong with the text: what would be said of a file that holds it.
+
+    Args:
+        text: The text, such as one that is being written in an editor.
+        overrides: As for `load_recipe`.
+        find_functions: Whether the user's own functions are looked up, for which their modules are imported.
+        conflicts_of: As for `load_recipe_with_notes`.
+    """
+    start = Place(0, 1, 1, "recipe")
+    problems = _not_text(text, start)
+    recipe = None
+    if not problems:
+        checked = _check(
+            _draft(text, start, None),
+            overrides,
+            find_functions=find_functions,
+            secrets="anywhere",
+            conflicts_of=conflicts_of,
+        )
+        recipe, problems = checked.recipe, checked.problems
+    faults = [
+        Fault(bad.place.line, bad.place.column, dotted(bad.key), redacted(bad.what), bad.hint and redacted(bad.hint))
+        for bad in sorted(problems, key=lambda bad: bad.place)
+    ]
+    return (None if faults else recipe), list(dict.fromkeys(faults))
+
+
+def read_text(text: str) -> dict[str, Any]:
+    """What a YAML text says, unchecked, with each shorthand written out, such as `model: pico`; {} of an empty text.
+
+    Raises:
+        RecipeError: It cannot be read as one mapping; the message has the place.
+    """
+    start = Place(0, 1, 1, "recipe")
+    raise_problems(_not_text(text, start))
+    draft = _draft(text, start, None)
+    if not draft.is_empty:
+        raise_problems(draft.problems)
+    return draft.values
+
+
+def _not_text(text: str, start: Place) -> list[Problem]:
+    """Why a text is none of a recipe, before it is looked at."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
+        return [Problem(start, f"is larger than {MAX_BYTES // 1024} KiB", hint="name a recipe, not its data")]
+    return []
+
+
+@dataclass
+class _Checked:
+    """A recipe that was looked at, with all that was found."""
+
+    recipe: Recipe | None
+    problems: list[Problem]
+    notes: list[str]
+
+
 def _load(
     source: str | Path | Mapping[str, Any] | Recipe,
     overrides: Sequence[str],
@@ -81,26 +149,44 @@ def _load(
     find_functions: bool,
     conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None = None,
 ) -> tuple[Recipe, list[str]]:
-    draft = _read(source)
+    # One that was loaded before was looked through for secrets then; its variables are filled in now.
+    secrets: _Secrets = "in overrides" if isinstance(source, Recipe) else "anywhere"
+    checked = _check(
+        _read(source),
+        overrides,
+        find_functions=find_functions,
+        secrets=secrets if find_functions else "nowhere",
+        conflicts_of=conflicts_of,
+    )
+    raise_problems(checked.problems)
+    assert checked.recipe is not None, "a recipe without problems is valid"
+    return checked.recipe, checked.notes
+
+
+def _check(
+    draft: "_Draft",
+    overrides: Sequence[str],
+    *,
+    find_functions: bool,
+    secrets: _Secrets,
+    conflicts_of: Callable[[Recipe], Iterable[Conflict]] | None,
+) -> _Checked:
+    if not draft.is_mapping:
+        return _Checked(None, draft.problems, [])
     laid = Overrides(draft.values, draft.places)
     laid.apply(list(overrides))
     values, unexpanded = expand_environment(draft.values, draft.places)
     problems = [*draft.problems, *laid.problems, *unexpanded]
-    if find_functions:
-        # One that was loaded before was looked through then; its variables are filled in now.
-        problems += find_secrets(draft.values, draft.places, laid.commanded if isinstance(source, Recipe) else None)
+    if secrets != "nowhere":
+        problems += find_secrets(draft.values, draft.places, laid.commanded if secrets == "in overrides" else None)
     recipe, invalid = _validate(values, draft.places)
     invalid += _missing_functions(values, draft.places) if find_functions else []
     # What could not be read has been reported; what the schema then says of its place would only repeat it.
     reported = {bad.key for bad in problems if bad.key}
     problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
-    raise_problems(problems)
-    assert recipe is not None, "a recipe without problems is valid"
-    if conflicts_of is not None:
-        raise_problems(
-            Problem(draft.places.of_key(one.key), one.what, one.key, one.hint) for one in conflicts_of(recipe)
-        )
-    return _named(recipe, draft.name), laid.notes
+    if not problems and recipe is not None and conflicts_of is not None:
+        problems = [Problem(draft.places.of_key(one.key), one.what, one.key, one.hint) for one in conflicts_of(recipe)]
+    return _Checked(None if recipe is None else _named(recipe, draft.name), problems, laid.notes)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -118,12 +204,17 @@ class _Draft:
     name: str | None
     """Name of the run where the recipe gives none; None: after the method and the model."""
 
+    is_mapping: bool = True
+    """Whether it has values at all: where it has not, the problems say why."""
+
+    is_empty: bool = False
+
 
 def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
     if isinstance(source, Recipe):
         values = {
-            **_asked_for(source),
-            **{name: _asked_for(section) for name, section in source if tag_of(type(section))},
+            **asked_for(source),
+            **{name: asked_for(section) for name, section in source if tag_of(type(section))},
         }
         # Of an adapter it matters what was asked for, also where that is the default: what was not is left to a run.
         values["adapter"] |= source.adapter.model_dump(include=source.adapter.model_fields_set)
@@ -135,12 +226,12 @@ def _read(source: str | Path | Mapping[str, Any] | Recipe) -> _Draft:
     return _read_file(source)
 
 
-def _asked_for(value: Any) -> Any:
+def asked_for(value: Any) -> Any:
     """A section's values without its defaults, so that overrides only meet what was asked for; always with its tag."""
     if isinstance(value, Section):
         fields = type(value).model_fields
-        return {name: _asked_for(item) for name, item in value if name == TAG or item != fields[name].default}
-    return [_asked_for(item) for item in value] if isinstance(value, list) else value
+        return {name: asked_for(item) for name, item in value if name == TAG or item != fields[name].default}
+    return [asked_for(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
@@ -158,18 +249,23 @@ def _plain(value: Any, key: Key, problems: list[Problem]) -> Any:
 def _read_file(source: str | Path) -> _Draft:
     path = _find(source)
     text = _read_text(path, str(source))
-    start = Place(0, 1, 1, str(source))
+    return _draft(text, Place(0, 1, 1, str(source)), _safe_name(path.stem, otherwise="recipe"))
+
+
+def _draft(text: str, start: Place, name: str | None) -> _Draft:
+    """What a YAML text says."""
     try:
         values, places, problems = read_yaml(text, start)
     except YAMLProblem as error:
-        raise RecipeError(str(error.problem)) from None
+        return _Draft({}, Places(start), [error.problem], name, is_mapping=False)
     if values is None and not problems:
-        raise RecipeError(f"{start}: the file is empty", hint=_START)
+        problems = [Problem(start, "the file is empty", hint=_START)]
+        return _Draft({}, places, problems, name, is_mapping=False, is_empty=True)
     if not isinstance(values, dict):
         what = f"a recipe is a mapping of sections (model, data, ...), got {show(values)}"
         bad = Problem(places.of_value(()), what, hint=_START)
-        raise_problems(problems or [bad])
-    return _Draft(spell_out(values), places, problems, _safe_name(path.stem, otherwise="recipe"))
+        return _Draft({}, places, problems or [bad], name, is_mapping=False)
+    return _Draft(spell_out(values), places, problems, name)
 
 
 def _find(source: str | Path) -> Path:

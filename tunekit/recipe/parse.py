@@ -227,6 +227,14 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     return (None if node is None else reading.value(node, ())), reading.places, reading.problems
 
 
+def node_of(text: str) -> Node | None:
+    """The root of a YAML text as PyYAML composes it, with the positions of all parts; None where it has no content.
+
+    Only for a text that `read_yaml` has read.
+    """
+    return _Nodes(text).get_single_node()
+
+
 def plain_scalar(text: str) -> bool | int | float | str | None:
     """What an unquoted scalar means by the core schema of YAML 1.2; `012` is twelve, `0x1f` is 31."""
     if _NULL.match(text):

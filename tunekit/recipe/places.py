@@ -59,6 +59,33 @@ class Problem:
         return f"{where}: {self.what}; {self.hint}" if self.hint else f"{where}: {self.what}"
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One mistake as an editor shows it, beside its line and at its field."""
+
+    line: int
+    """From 1; 0 where it is in an override."""
+
+    column: int
+    """From 1; 0 where it is in an override."""
+
+    key: str
+    """The dotted key; empty where none is at fault, as in a text that is not YAML."""
+
+    problem: str
+    hint: str | None
+
+    @property
+    def message(self) -> str:
+        """What is wrong, and what to do about it."""
+        return f"{self.problem}; {self.hint}" if self.hint else self.problem
+
+    def __str__(self) -> str:
+        """The line that the command line shows, without the file's name."""
+        where = f"{self.line}:{self.column}: " if self.line else "command line: "
+        return f"{where}{self.key}: {self.message}" if self.key else f"{where}{self.message}"
+
+
 @dataclass
 class Places:
     """The place of every key and of every value of a recipe."""

@@ -94,7 +94,7 @@ class Talk:
             self._tell({"name": name, "checkpoint": at, "compare": compare, "device": device})
             if on_event is not None:
                 on_event({"event": "chat", "phase": "loading", "name": self.name})
-            self.facts = self._hear()
+            self.facts = self._checked(self._read())
         except BaseException:
             self.close()
             raise
@@ -153,15 +153,17 @@ class Talk:
         with self._turn:
             self.last = None
             self._tell({"say": [dict(message) for message in messages], "base": base, **options})
+            is_over = False
             try:
-                while self.last is None:
-                    told = self._hear()
-                    if "piece" in told:
-                        yield told["piece"]
+                while not is_over:
+                    told = self._read()
+                    is_over = "piece" not in told
+                    if is_over:
+                        self.last = Said(**self._checked(told))
                     else:
-                        self.last = Said(**told)
+                        yield told["piece"]
             finally:
-                if self.last is None and self.is_open:
+                if not is_over and self.is_open:
                     self._leave()
 
     def stop(self) -> None:
@@ -196,9 +198,9 @@ class Talk:
     def _leave(self) -> None:
         """Stop an answer and pass over what is left of it."""
         self.stop()
-        # It may fail instead, which nobody waits to hear.
+        # It may fail instead, or the process end, which nobody waits to hear.
         with contextlib.suppress(RunError):
-            while "reason" not in self._hear():
+            while "piece" in self._read():
                 pass
 
     def _tell(self, words: Mapping[str, Any]) -> None:
@@ -210,7 +212,8 @@ class Talk:
         except (BrokenPipeError, ValueError) as error:
             raise self._gone() from error
 
-    def _hear(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
+        """What the process says next."""
         assert self._process.stdout is not None
         try:
             line = self._process.stdout.readline()
@@ -219,6 +222,10 @@ class Talk:
         if not line:
             raise self._gone()
         told: dict[str, Any] = json.loads(line)
+        return told
+
+    def _checked(self, told: dict[str, Any]) -> dict[str, Any]:
+        """What it said, unless that is what is wrong."""
         if "problem" in told:
             raise RunError(told["problem"], hint=told["hint"])
         return told

@@ -3,6 +3,8 @@
 Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
 
 - `phase`: `phase`, one of PHASES
+- `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those that
+  come first or have them now, and `devices`, by UUID (see `tunekit.run.line`)
 - `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.run.hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.run.verify`)
 - `fused`: `lines`, what became of each kind of module of the model (see `tunekit.model.fuse`), and that as `message`
@@ -52,7 +54,8 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "failed", "interrupted")
-"""What a run can be at: `queued` where a cluster is to start it, at first or again; the last three are final."""
+"""What a run can be at: `queued` where a cluster is to start it, at first or again, or where it waits in the
+line for devices; the last three are final."""
 
 FINAL_PHASES = PHASES[-3:]
 

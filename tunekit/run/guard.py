@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tunekit.errors import RollbackError, RunError
+from tunekit.errors import NonFiniteError, RollbackError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, ORPOMethod
+from tunekit.recipe.schema import DEFAULT_LEARNING_RATE
 from tunekit.run.exchange import any_of, of_all, same_everywhere
 from tunekit.run.record import Record
 from tunekit.run.rows import Rows
@@ -53,6 +54,7 @@ class Guard:
     def __init__(self, trainer: "Trainer", plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
+        self._lower = (self.train.learning_rate or DEFAULT_LEARNING_RATE[plan.recipe.adapter.type]) / 10
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
         self.leaves_out = False
@@ -159,14 +161,16 @@ class Guard:
         """Do what the recipe says, in all processes alike."""
         policy, most = self.train.non_finite, self.train.max_non_finite
         if policy == "stop":
-            raise RunError(
+            raise NonFiniteError(
                 problem,
                 hint="lower train.learning_rate, look at these rows, or leave such steps out: train.non_finite=skip",
+                changes=[f"train.learning_rate={self._lower:g}"],
             )
         if len(self._left_out) == most:
-            raise RunError(
+            raise NonFiniteError(
                 f"{problem}; {most} such steps were left out before",
                 hint="lower train.learning_rate, look at these rows, or raise train.max_non_finite",
+                changes=[f"train.learning_rate={self._lower:g}"],
             )
         self._left_out.add(step)
         if self.record.place.is_main:

@@ -54,9 +54,8 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
         Stopped: The run was asked to end before it was done.
     """
+    begin(run)
     recipe, plan = run.recipe, run.plan
-    forget_request(run)
-    run.begin()
     forget_errors(run)
     # DeepSpeed wants a process group for one process too.
     alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
@@ -78,6 +77,13 @@ def launch(run: Run, listener: Listener | None = None) -> None:
             yield group
 
     supervise(run, start, listener)
+
+
+def begin(run: Run) -> None:
+    """Say that this process works on a run from now on. What an earlier attempt was asked does not count."""
+    if not run.is_begun:
+        forget_request(run)
+        run.begin()
 
 
 class Processes(Protocol):
@@ -276,7 +282,7 @@ def raised(words: dict[str, Any]) -> Exception:
     """The error that a process wrote down."""
     if words["traceback"] is None:
         kind: type[TunekitError] = vars(errors)[words["kind"]]
-        return kind(words["problem"], hint=words["hint"])
+        return kind(words["problem"], hint=words["hint"], changes=words["changes"])
     return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
 
 

@@ -14,6 +14,7 @@ from tunekit.errors import ModelError, PlanError, RunError, TunekitError
 from tunekit.planner.origin import contradictions, taken_over
 from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
+from tunekit.recipe import load
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.load import load_recipe_with_notes
 from tunekit.recipe.methods import (
@@ -26,7 +27,7 @@ from tunekit.recipe.methods import (
 )
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.phrases import show
-from tunekit.recipe.places import Key, dotted
+from tunekit.recipe.places import Fault, Key, dotted
 from tunekit.recipe.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Conflict
@@ -46,6 +47,22 @@ def read_recipe(
         RecipeError: It is not valid; the message has a line for every mistake, each with its place.
     """
     return load_recipe_with_notes(source, overrides, conflicts_of=_conflicts)
+
+
+def check_text(
+    text: str, overrides: Sequence[str] = (), *, find_functions: bool = True
+) -> tuple[Recipe | None, list[Fault]]:
+    """The recipe of a YAML text, or all that is wrong with it: what the command line would say of a file that holds it.
+
+    Args:
+        text: The text, such as a draft in an editor.
+        overrides: `dotted.key=value` words to lay over it.
+        find_functions: Whether the user's own functions are looked up, for which their modules are imported here.
+
+    Returns:
+        The recipe and no faults, or None and at least one fault, in the order of the text.
+    """
+    return load.check_text(text, overrides, find_functions=find_functions, conflicts_of=_conflicts)
 
 
 def _conflicts(recipe: Recipe) -> Iterator[Conflict]:

@@ -9,6 +9,7 @@ from tunekit.data.alignment import AlignmentSplit, Room, measure_data
 from tunekit.data.formats import Row, counted
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.measure import report_data
+from tunekit.data.measure_rows import report_rows
 from tunekit.data.mixture import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
 from tunekit.data.remote import is_url, without_user
@@ -164,7 +165,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     if isinstance(recipe.method, DistillationMethod):
         teacher = recipe.method.teacher
         distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
-    splits = measure_data(recipe.data, data, tokenizer, _room(recipe), on_progress)
+    splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
     train, shares = splits[0], splits[0].shares
     evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
     facts = DataFacts(
@@ -189,6 +190,31 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     return PreparedRows(splits, facts, (*data.notes, *_left_out(recipe, splits)), data.skipped)
 
 
+def report_on_rows(
+    recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
+) -> DataReport:
+    """Measure the rows of a method whose trainer tokenises them, and look at what came out.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+        num_samples: Rows of each source to take as samples.
+
+    Raises:
+        DataError: No row is left, or the rows do not fit the chat template.
+    """
+    prepared = prepare_rows(recipe, data, on_progress)
+    return report_rows(
+        prepared.splits,
+        load_tokenizer(recipe.model),
+        max_length=recipe.data.max_length,
+        num_samples=num_samples,
+        notes=prepared.notes,
+        skipped=prepared.skipped,
+    )
+
+
 def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     """Answers that are all good, or all bad."""
     label, what = ("true", "good") if facts.num_good else ("false", "bad")
@@ -201,8 +227,8 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
     )
 
 
-def _room(recipe: Recipe) -> Room:
-    """How long rows may be."""
+def room_of(recipe: Recipe) -> Room:
+    """How long rows of answers, or of prompts alone, may be."""
     method, max_length = recipe.method, recipe.data.max_length
     if isinstance(method, RewardMethod):
         # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
@@ -215,7 +241,7 @@ def _room(recipe: Recipe) -> Room:
 
 
 def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
-    room = _room(recipe)
+    room = room_of(recipe)
     for source in (source for split in splits for source in split.sources if source.num_dropped):
         left_out = counted(source.num_dropped, "row")
         yield f"{source.rows.source}: {left_out} left out: {room.too_long}"

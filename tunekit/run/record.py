@@ -64,6 +64,7 @@ class Record:
             "kind": type(error).__name__,
             "problem": error.problem if isinstance(error, TunekitError) else str(error),
             "hint": error.hint if isinstance(error, TunekitError) else None,
+            "changes": error.changes if isinstance(error, TunekitError) else (),
             "traceback": None if mended else "".join(traceback.format_exception(error)),
         }
         text = json.dumps(without_secrets(words), indent=2)

@@ -85,8 +85,8 @@ def decide(
     _check_ended(run)
     _check_writable(run)
     found, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
-    before = _recipe_of(run, found)
-    saved = _plan_of(run, found, before)
+    before = recipe_of(run, found)
+    saved = plan_of(run, found, before)
     recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
     again = _another_run(run, found)
@@ -208,13 +208,14 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     return Found(newest.step, newest.path, newest.skipped), False
 
 
-def _recipe_of(run: Run, found: Found) -> Recipe:
+def recipe_of(run: Run, found: Found) -> Recipe:
     """The recipe that a checkpoint was made by: it may hold a copy, as the run's own may be edited by now."""
     copy = found.path / "recipe.yaml"
     return reload_recipe(copy if copy.is_file() else run.path / "recipe.yaml")
 
 
-def _plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
+def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
+    """The plan that a checkpoint was made by."""
     copy = found.path / "plan.yaml"
     text = (copy if copy.is_file() else run.path / "plan.yaml").read_text(encoding="utf-8")
     return Plan.from_yaml(text, recipe)

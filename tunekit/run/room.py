@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tunekit.errors import RunError
+from tunekit.errors import DiskError
 from tunekit.planner.plan import gib
 from tunekit.recipe.schema import Recipe
 from tunekit.run.checkpoint import newest_complete
@@ -59,10 +59,10 @@ def tokenizers_errors() -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
-def disk_full(run: Run, where: str, error: OSError) -> RunError:
+def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     """What to say where something else than a checkpoint could not be written."""
     give_room(run)
-    return RunError(
+    return DiskError(
         f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
         hint=f"free some on its disk, then go on: tunekit resume {run.name}",
     )
@@ -87,7 +87,7 @@ def words_of(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> RunError:
+def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskError:
     """What to say where a checkpoint or the result could not be written.
 
     Args:
@@ -106,7 +106,7 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> RunErr
     kept = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
     on = f"go on: tunekit resume {run.name}" if newest.path else f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
-    return RunError(
+    return DiskError(
         f"{what} could not be written: {why}{needs}; {kept}",
         hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
     )

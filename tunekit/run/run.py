@@ -4,10 +4,12 @@
     plan.yaml      the plan with its reasons
     recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
     status.json    phase, step, process, and why it ended
+    tags.json      words that the user has given it
     job.json       which job of a cluster it is, where it is one
     events.jsonl   everything that happened (see `tunekit.run.events`)
     log.txt        what the libraries said
     log-1.txt ...  the same from the other processes, where there are several
+    console.log    what a detached run printed
     launcher.log   what else these wrote; errors/ has the words of those that failed
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
     ranks/         what each process is at, while it lives
@@ -25,6 +27,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +39,9 @@ from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
-from tunekit.run.inside import has_controls, is_inside
+from tunekit.run.inside import has_controls, is_inside, is_name
 from tunekit.run.job import read_job, state_of
-from tunekit.run.life import state_of_processes
+from tunekit.run.life import beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -47,6 +50,11 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """Where runs are kept, in the working directory."""
+
+TAGS = "tags.json"
+"""File of a run folder with the user's own words for it."""
+
+MAX_TAG_LETTERS = 40
 
 SEEN_SECONDS = 30
 """How long another machine has to see a new file of a run, which the file system of a network may show late."""
@@ -119,9 +127,24 @@ class Run:
         """Change the status; readers see the old or the new one, never half of one."""
         _write_status(self.path, {**self.status(), **changes})
 
+    @property
+    def tags(self) -> list[str]:
+        """Words that the user has given the run, in their order."""
+        try:
+            tags: list[str] = json.loads((self.path / TAGS).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        return tags
+
     def begin(self) -> None:
         """Say that the run starts, or goes on, and lives as long as this process."""
-        self.update_status(phase="starting", exit_reason=None, **_this_process())
+        self.update_status(phase="starting", exit_reason=None, place_in_line=None, **_this_process())
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is this process that has made the run or goes on with it, and has said so."""
+        status, this = self.status(), _this_process()
+        return status["phase"] == "starting" and all(status[key] == this[key] for key in this)
 
     @property
     def state(self) -> str:
@@ -134,10 +157,18 @@ class Run:
         job = read_job(self.path)
         if job is not None and phase != "finished":
             return state_of(job, phase)
-        # A job that was printed waits until somebody submits it.
-        if phase in FINAL_PHASES or phase == "queued":
+        # A job that was printed waits until somebody submits it; in the line for devices a process does.
+        if phase in FINAL_PHASES or (phase == "queued" and status.get("place_in_line") is None):
             return phase
         return state_of_processes(self.path, status)
+
+    @property
+    def doing(self) -> str | None:
+        """What its first process said last that it does: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+
+        None where no process has said anything yet.
+        """
+        return next((beat["at"] for beat in beats_in(self.path) if beat["rank"] == 0), None)
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
@@ -226,10 +257,11 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first; not what is only linked to from there."""
+    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted."""
     if not root.is_dir():
         return []
-    runs = [Run(path) for path in root.iterdir() if (path / "status.json").is_file() and is_inside(path, root)]
+    found = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
+    runs = [Run(path) for path in found if (path / "status.json").is_file()]
     return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
 
 
@@ -239,7 +271,7 @@ def find_run(name: str) -> Run:
     Raises:
         RunError: There is none.
     """
-    if not name or "\0" in name:
+    if not is_name(name):
         raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
     if (Path(name) / "status.json").is_file():
         return Run(name)
@@ -252,6 +284,33 @@ def find_run(name: str) -> Run:
     if not matching:
         raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
     return matching[0]
+
+
+def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
+    """Give a run words to find it by, in the place of those that it had, and return them.
+
+    Args:
+        run: The run.
+        tags: The words. Spaces around them do not count, nor does a word that is given again.
+
+    Raises:
+        RunError: One is empty, too long, or holds what is no letter of a line, or the folder cannot be written.
+    """
+    words = list(dict.fromkeys(tag.strip() for tag in tags))
+    for word in words:
+        if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
+            raise RunError(
+                f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
+            )
+    draft = run.path / f".{TAGS}-{os.getpid()}-{threading.get_ident()}"
+    try:
+        draft.write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
+        draft.replace(run.path / TAGS)
+    except OSError as error:
+        raise RunError(
+            f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
+        ) from error
+    return words
 
 
 def check_free(recipe: Recipe) -> None:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import TrainerCallback
 
-from tunekit.errors import RunError
+from tunekit.errors import DiskError, RunError
 from tunekit.recipe.train import TrainSection
 from tunekit.run import fsdp2, zero
 from tunekit.run.checkpoint import (
@@ -371,7 +371,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Wait for the checkpoint that is being written, if there is one, and tell of it.
 
         Raises:
-            RunError: It could not be written; every process raises it.
+            DiskError: It could not be written; every process raises it.
         """
         saving = self._saving
         if saving is None:
@@ -431,7 +431,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Go on if nothing went wrong in any process.
 
         Raises:
-            RunError: Something did; every process raises it.
+            DiskError: Something did; every process raises it.
         """
         self._hear_problem(saving)
         self._raise(saving)
@@ -452,7 +452,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
             words = error.problem, error.hint or ""
         problem, hint = self._tell_all(words)[0]
-        raise RunError(problem, hint=hint)
+        raise DiskError(problem, hint=hint)
 
     def _tell_all(self, value: T) -> list[T]:
         """What each process says, by rank. Exchanged by those who save, and not while a thread does."""
@@ -468,7 +468,7 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
     """While the result is written to a folder beside. Called by all processes together.
 
     Raises:
-        RunError: It could not be; nothing of it is left.
+        DiskError: It could not be; nothing of it is left.
     """
     run = record.run
     if record.place.is_main:

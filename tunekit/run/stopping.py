@@ -52,7 +52,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
     """
     state = run.state
     left = _Left(run)
-    if state == "queued":
+    if state == "queued" and run.status().get("place_in_line") is None:
         job = read_job(run.path)
         hint = f"take it out of the queue: scancel {job}" if job is not None else None
         raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
@@ -77,6 +77,12 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
         status["exit_reason"] = words_of(run, Request(True, COMMAND, None, time.time()))
         run.update_status(phase="interrupted", exit_reason=status["exit_reason"])
     return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
+
+
+def words_of_what_lives(run: Run) -> str | None:
+    """What there is of a run's processes, in words; None where nothing is."""
+    left = _Left(run)
+    return left.words() if left.look() else None
 
 
 def _past(state: str) -> str:

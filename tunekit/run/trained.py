@@ -18,6 +18,7 @@ from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.run.checkpoint import fault_of
 from tunekit.run.events import FINAL_PHASES
+from tunekit.run.inside import is_name
 from tunekit.run.origin import check_run_code
 from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
@@ -88,6 +89,13 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
 
 
 def _run_named(name: str) -> Run | None:
+    """The run that is meant by a name or a folder; None where a model is.
+
+    Raises:
+        RunError: It is neither.
+    """
+    if not is_name(name):
+        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
     if name == "pico":
         return None
     if not (Path(name).is_dir() and not (Path(name) / "status.json").is_file()):

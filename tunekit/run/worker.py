@@ -252,7 +252,8 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
     return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
-        hint=f"{change}\n{found.table()}",
+        hint=f"{change.words}\n{found.table()}",
+        changes=change.changes,
     )
 
 

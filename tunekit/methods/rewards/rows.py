@@ -27,6 +27,13 @@ def check_rows(rewards: Sequence[Reward], sources: Iterable[Rows]) -> None:
                 _check_row(name, judge, row, rows.place(index))
 
 
+def columns_read(rewards: Sequence[Reward]) -> dict[str, str]:
+    """The columns that rewards which come with tunekit read, by the rewards' names."""
+    named = zip(rewards, reward_names(rewards), strict=True)
+    judges = [(name, judge_of(reward)) for reward, name in named if not isinstance(reward, FunctionReward)]
+    return {name: judge.column for name, judge in judges if judge.column is not None}
+
+
 def _check_row(name: str, judge: Judge, row: dict[str, object], place: str) -> None:
     if judge.column not in row:
         known = ", ".join(column for column in row if column not in _PROMPT)

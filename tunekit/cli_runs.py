@@ -1,0 +1,81 @@
+"""The commands for runs that are there: listed, shown, tagged and deleted."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunekit.errors import TunekitError
+
+RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
+
+runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete one.", invoke_without_command=True)
+
+
+@runs_app.callback()
+def _runs(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from tunekit.display import make_console, runs_table
+        from tunekit.run.run import list_runs
+
+        runs = list_runs()
+        if not runs:
+            print("no runs here; `tunekit train sft/quickstart` makes one")
+            return
+        make_console().print(runs_table(runs))
+
+
+@runs_app.command("show")
+def show_run(
+    run: RunArgument,
+    plot: Annotated[Path | None, typer.Option(help="Write the loss curve as a PNG file.")] = None,
+) -> None:
+    """Show a run with its loss curve."""
+    from tunekit.display import make_console, run_report
+    from tunekit.run.run import find_run
+
+    found = find_run(run)
+    if plot is not None:
+        found.plot().savefig(plot, dpi=150)
+        print(plot)
+        return
+    console = make_console()
+    console.print(*run_report(found, console.width), sep="\n")
+
+
+@runs_app.command("tag")
+def tag_run(
+    run: RunArgument,
+    tags: Annotated[list[str] | None, typer.Argument(help="Its tags from now on.", metavar="TAG")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Take all tags away.")] = False,
+) -> None:
+    """Give a run tags in the place of those that it has; without any, say which it has."""
+    from tunekit.run.run import find_run, set_tags
+
+    found = find_run(run)
+    if tags and clear:
+        raise TunekitError("tags and --clear are both given", hint="give one of them")
+    if tags or clear:
+        set_tags(found, tags or ())
+    print(f"{found.name}: {', '.join(found.tags) or 'no tags'}")
+
+
+@runs_app.command("delete")
+def delete(
+    run: Annotated[str, typer.Argument(help="A run's whole name, or its folder.", metavar="RUN")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a run that is over, with its checkpoints and its model."""
+    from tunekit.run.deleting import delete_run
+    from tunekit.run.run import find_run
+
+    found = find_run(run)
+    if found.name != run and found.path != Path(run):
+        raise TunekitError(f"no run is called {run!r}", hint=f"name the run wholly, such as {found.name}")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise TunekitError(f"{found.path} is not deleted without a word", hint="add --yes")
+        typer.confirm(f"Delete {found.path} with all that is in it?", abort=True)
+    delete_run(found)
+    print(f"{found.path} is deleted")

@@ -1,0 +1,29 @@
+"""In what recipes differ, by dotted key."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.write import to_inline_yaml
+
+
+def recipe_diff(*recipes: Recipe) -> dict[str, tuple[str | None, ...]]:
+    """The fields in which recipes differ, each with its value in every one of them as YAML.
+
+    None stands where a recipe has no such field, as where another method has one. Defaults count: what two recipes say
+    in other words is no difference.
+    """
+    flat = [_flat(recipe.model_dump(mode="json")) for recipe in recipes]
+    keys = dict.fromkeys(key for fields in flat for key in fields)
+    told = {key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in keys}
+    return {key: values for key, values in told.items() if len(set(values)) > 1}
+
+
+def _flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{above}{name}.")
+        else:
+            found[f"{above}{name}"] = value
+    return found

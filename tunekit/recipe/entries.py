@@ -1,0 +1,217 @@
+"""The schema as data for a form: the fields that apply to what a recipe says now, each with what it takes.
+
+A recipe's variants decide which fields there are: `adapter.type: full` has no rank, and a list of three sources has
+three paths. So the entries are those of some values, and other values may have others. What a field takes, its default
+and its sentence are the schema's own.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from tunekit.recipe.explain import constraints_of, takes_words
+from tunekit.recipe.fields import (
+    Holder,
+    choices_of,
+    is_free_mapping,
+    members,
+    sections_of,
+    tag_of,
+    takes_list,
+    takes_one,
+    variant,
+)
+from tunekit.recipe.overrides import spell_out
+from tunekit.recipe.places import Key, dotted
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.section import TAG, FunctionPath, Section
+
+Kind = Literal["bool", "int", "float", "text", "choice", "list", "mapping", "section", "sections"]
+"""What a field holds: a plain value of some type, one of some words, a list or mapping of plain values, a section, or
+what may be several sections."""
+
+
+class _Unset:
+    """The value of a field that a recipe does not give."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __reduce__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+UNSET = _Unset()
+"""Stands for a field that is not given: its default holds."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A field of a recipe as a form needs it."""
+
+    key: str
+    """Its dotted key, with positions in lists: `data.train[1].weight`."""
+
+    kind: Kind
+    description: str
+    """The schema's sentences about it."""
+
+    takes: str
+    """What it takes, in words: `a whole number greater than 0`."""
+
+    default: Any
+    """What holds where it is not given, as plain data; None where nothing does."""
+
+    is_required: bool
+    is_tag: bool
+    """Whether it chooses the variant of its section, and so which other fields there are."""
+
+    choices: tuple[str | bool, ...] = ()
+    """Words that it takes, and true and false where they stand beside words."""
+
+    is_open: bool = False
+    """Whether it takes other values than its choices."""
+
+    item_kind: Kind | None = None
+    """What the items of a list are."""
+
+    above: float | None = None
+    """Bound of a number, or of the items of a list: it is greater."""
+
+    at_least: float | None = None
+    below: float | None = None
+    at_most: float | None = None
+
+    num_items: int | None = None
+    """Sections that stand in the field now; None where it does not take several."""
+
+    is_list: bool = False
+    """Whether sections stand in it as a list now, rather than one by itself."""
+
+    value: Any = UNSET
+    """What the recipe gives for it, which may be wrong; `UNSET` where it gives nothing."""
+
+    @property
+    def section(self) -> str:
+        """The top section that it belongs to."""
+        return self.key.partition(".")[0]
+
+
+def recipe_entries(values: Mapping[str, Any]) -> list[Entry]:
+    """The fields that apply to what a recipe says, in the order of the schema, those of a section behind its own.
+
+    Args:
+        values: A recipe's values, right or wrong, with or without shorthand; {} for the defaults.
+    """
+    return list(_below((), Recipe, spell_out(dict(values))))
+
+
+def _below(key: Key, section: type[Section], values: Any) -> Iterator[Entry]:
+    """The entries of the fields that a section has."""
+    given = values if isinstance(values, dict) else {}
+    for name, field in section.model_fields.items():
+        if name != TAG or tag_of(section) is None:
+            yield from _of_field((*key, name), Holder(section, field), given.get(name, UNSET))
+
+
+def _of_field(key: Key, holder: Holder, value: Any) -> Iterator[Entry]:
+    """The entry of a field, and those of what is below it."""
+    field = holder.field
+    variants = sections_of(field)
+    if not variants:
+        yield _plain(key, [holder], value)
+        return
+    if not takes_list(field):
+        yield _entry(key, holder, "section", value)
+        yield from _one(key, variants, value, field)
+        return
+    items = value if isinstance(value, list) else [value] if value or field.is_required() else []
+    is_list = isinstance(value, list) or not takes_one(field)
+    yield replace(_entry(key, holder, "sections", value), num_items=len(items), is_list=is_list)
+    for position, item in enumerate(items):
+        yield from _one((*key, position) if is_list else key, variants, item, None)
+
+
+def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo | None) -> Iterator[Entry]:
+    """The entries of one section: which variant it is, and what that has."""
+    if len(variants) == 1:
+        yield from _below(key, variants[0], value)
+        return
+    default = type(field.default) if field is not None and isinstance(field.default, Section) else None
+    given = value.get(TAG, UNSET) if isinstance(value, dict) else UNSET if value is UNSET else value
+    holders = [Holder(section, section.model_fields[TAG]) for section in variants]
+    yield replace(
+        _plain((*key, TAG), holders, given),
+        is_tag=True,
+        default=None if default is None else tag_of(default),
+        is_required=default is None,
+        choices=tuple(str(tag_of(section)) for section in variants),
+        description=" ".join(
+            f"{tag_of(one.section)}: {' '.join((one.field.description or '').split())}" for one in holders
+        ),
+    )
+    chosen = variant(variants, {TAG: given}) if given is not UNSET else default
+    if chosen is not None:
+        yield from _below(key, chosen, value)
+
+
+def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
+    """The entry of a field that holds plain values."""
+    field = holders[0].field
+    kinds = [kind for kind in members(field.annotation) if kind is not types.NoneType]
+    words: tuple[str | bool, ...] = tuple(choices_of(field))
+    lists = [kind for kind in kinds if get_origin(kind) is list]
+    kind: Kind
+    if is_free_mapping(field):
+        kind = "mapping"
+    elif lists:
+        kind = "list"
+        (item,) = get_args(lists[0])
+        words += tuple(str(word) for one in members(item) if get_origin(one) is Literal for word in get_args(one))
+        return replace(_entry(key, holders[0], kind, value), choices=words, item_kind=_kind_of(item))
+    elif words:
+        kind = "choice"
+        words += (True, False) if bool in kinds else ()
+    elif bool in kinds and types.NoneType in members(field.annotation):
+        kind, words = "choice", (True, False)
+    else:
+        kind = _kind_of(kinds[0])
+    entry = _entry(key, holders[0], kind, value)
+    return replace(entry, choices=words, is_open=FunctionPath in kinds, takes=takes_words(holders))
+
+
+def _kind_of(annotation: Any) -> Kind:
+    """What a plain type holds."""
+    plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    if get_origin(plain) is Literal:
+        return "choice"
+    kinds: dict[Any, Kind] = {bool: "bool", int: "int", float: "float"}
+    return kinds.get(plain, "text")
+
+
+def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
+    """What the schema says of any field."""
+    field = holder.field
+    bounds = constraints_of(field)
+    return Entry(
+        key=dotted(key),
+        kind=kind,
+        description=" ".join((field.description or "").split()),
+        takes="" if sections_of(field) else takes_words([holder]),
+        default=None if field.is_required() or isinstance(field.default, Section) else field.default,
+        is_required=field.is_required(),
+        is_tag=False,
+        above=next((one.gt for one in bounds if isinstance(one, Gt)), None),
+        at_least=next((one.ge for one in bounds if isinstance(one, Ge)), None),
+        below=next((one.lt for one in bounds if isinstance(one, Lt)), None),
+        at_most=next((one.le for one in bounds if isinstance(one, Le)), None),
+        num_items=None,
+        value=value,
+    )

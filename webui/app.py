@@ -1,0 +1,95 @@
+"""The pages as one application, built once for each language."""
+
+import warnings
+from html import escape
+from pathlib import Path
+
+import gradio as gr
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse, Response
+from starlette.requests import Request
+
+from webui.pages import PAGES
+from webui.site import LANGUAGES, Site, prefix
+from webui.words import Words
+
+STYLES = Path(__file__).parent / "styles"
+
+HEAD = """
+<link rel="icon" href="data:,">
+<script>
+// The other language shows the same: its link takes the query along.
+for (const kind of ["click", "auxclick"])
+  document.addEventListener(kind, (event) => {
+    const link = event.target.closest && event.target.closest("#shell-language");
+    if (link) link.search = location.search;
+  }, true);
+</script>
+"""
+
+
+def make_app(site: Site) -> FastAPI:
+    """The application: every page in every language."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    for language in sorted(LANGUAGES, key=prefix, reverse=True):
+        _add_home(app, language)
+        _mount(app, site, Words(language))
+    return app
+
+
+def _add_home(app: FastAPI, language: str) -> None:
+    """A language's own address leads to its first page."""
+
+    async def home(request: Request) -> Response:
+        return RedirectResponse(f"{prefix(language)}/{next(iter(PAGES))}")
+
+    for path in {prefix(language), f"{prefix(language)}/"} - {""}:
+        app.add_api_route(path, home, methods=["GET"], include_in_schema=False)
+
+
+def _mount(app: FastAPI, site: Site, words: Words) -> None:
+    with warnings.catch_warnings():
+        # It says that pages are not rendered on the server, which nobody asked for.
+        warnings.filterwarnings("ignore", message="SSR mode")
+        gr.mount_gradio_app(
+            app,
+            build_pages(site, words),
+            prefix(words.language) or "/",
+            footer_links=[],
+            run_history=False,
+            ssr_mode=False,
+            show_error=False,
+            enable_monitoring=False,
+            pwa=False,
+            mcp_server=False,
+            max_file_size=site.max_upload_bytes,
+            css="\n".join(path.read_text(encoding="utf-8") for path in sorted(STYLES.glob("*.css"))),
+            head=HEAD,
+        )
+
+
+def build_pages(site: Site, words: Words) -> gr.Blocks:
+    """All pages in one language."""
+    pages = gr.Blocks(analytics_enabled=False, title=words("shell.name"), fill_width=True)
+    for name, build in PAGES.items():
+        with pages.route(words(f"shell.page_{name}"), name):
+            gr.Navbar(visible=False)
+            gr.HTML(_header(site, words, name), elem_id="shell-header")
+            build(pages, site, words)
+    return pages
+
+
+def _header(site: Site, words: Words, current: str) -> str:
+    """Name, links to the pages, and the other language."""
+    links = "".join(
+        f"<a href='{site.link(words.language, name)}'{' aria-current=page' if name == current else ''}>"
+        f"{escape(words(f'shell.page_{name}'))}</a>"
+        for name in PAGES
+    )
+    (other,) = set(LANGUAGES) - {words.language}
+    return (
+        f"<header><a class='shell-name' href='{prefix(words.language)}/'>{escape(words('shell.name'))}</a>"
+        f"<nav aria-label='{escape(words('shell.pages'))}'>{links}</nav>"
+        f"<a id='shell-language' lang='{other}' hreflang='{other}' href='{site.link(other, current)}'>"
+        f"{escape(LANGUAGES[other])}</a></header>"
+    )

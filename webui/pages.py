@@ -1,0 +1,19 @@
+"""Which pages there are, in the order of their links.
+
+A page is a module with `build(page, site, words)`, which is called inside the page's own context: it makes its
+components and attaches its events. What a page shows is asked of it by the query of its URL (`request.query_params`).
+"""
+
+from collections.abc import Callable
+
+import gradio as gr
+
+from webui import runs_page, start
+from webui.site import Site
+from webui.words import Words
+
+PAGES: dict[str, Callable[[gr.Blocks, Site, Words], None]] = {
+    "start": start.build,
+    "runs": runs_page.build,
+}
+"""What builds each page, by the name that it has in URLs; `shell.page_NAME` is its link's text."""

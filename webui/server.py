@@ -1,0 +1,67 @@
+"""The process that serves the pages.
+
+It makes a private folder for what gradio keeps while it runs, and takes it away at the end. Runs are processes of
+their own: they live on when it ends.
+"""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import tunekit
+from webui.site import Site
+
+
+def serve(site: Site, *, host: str, port: int, password: str | None, open_browser: bool) -> None:
+    """Serve a workspace until SIGINT or SIGTERM.
+
+    Args:
+        site: The workspace.
+        host: The address to listen at.
+        port: The port; 0 takes a free one.
+        password: What visitors must know, if anything.
+        open_browser: Whether to show the first page in this machine's browser.
+
+    Raises:
+        TunekitError: The address cannot be listened at.
+    """
+    listener = _listen(host, port)
+    os.chdir(site.root)
+    with tempfile.TemporaryDirectory(prefix="tunekit-ui-") as folder:
+        # Gradio reads these where it is imported.
+        os.environ["GRADIO_TEMP_DIR"] = folder
+        os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        import uvicorn
+
+        from webui.app import make_app
+
+        app = make_app(site)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        url = f"http://{host}:{listener.getsockname()[1]}/"
+        print(f"{url} shows {site.root}; Ctrl-C ends it, and no run", flush=True)
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(url)
+        server.run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise tunekit.TunekitError(
+            f"cannot listen at {host}:{port}: {error.strerror}", hint="choose another with --port; 0 takes a free one"
+        ) from error
+
+
+def workspace(folder: Path) -> Path:
+    """A folder as a workspace.
+
+    Raises:
+        TunekitError: It is none.
+    """
+    if not folder.is_dir():
+        raise tunekit.TunekitError(f"{folder} is no folder", hint="name the folder with your data and runs: --root")
+    return folder.resolve()

@@ -1,0 +1,76 @@
+"""The workspace that the pages stand on: one folder that nothing leaves, and what may be done in it.
+
+Names and paths come from browsers, so each goes through `Site.inside` or `Site.run` before anything is opened.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlencode
+
+import tunekit
+
+LANGUAGES = {"en": "English", "zh": "中文"}
+"""The languages, each by its own name. English is at `/`, any other at its code, such as `/zh`."""
+
+
+def prefix(language: str) -> str:
+    """What the paths of a language begin with."""
+    return "" if language == "en" else f"/{language}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One workspace, as a server shows it.
+
+    Attributes:
+        root: The workspace. It is the server's working directory too, so that a relative path means the same in a
+            recipe, on the command line and in the pages.
+        read_only: Whether the pages only show.
+        max_upload_bytes: How large a file may be that a browser sends.
+        tick_seconds: How often a page looks for what is new.
+    """
+
+    root: Path
+    read_only: bool = False
+    max_upload_bytes: int = 2 * 2**30
+    tick_seconds: float = 2.0
+
+    def inside(self, text: str) -> Path:
+        """A path of the workspace that a user typed or chose, resolved.
+
+        Raises:
+            TunekitError: It leads out of the workspace, through a link too, or is no path.
+        """
+        if not text.strip() or any(ord(char) < 32 for char in text):
+            raise tunekit.TunekitError(f"{text!r} is no path", hint="name a file or folder of the workspace")
+        root = self.root.resolve()
+        try:
+            path = (root / text).resolve()
+        except (OSError, RuntimeError) as error:
+            raise tunekit.TunekitError(f"{text!r} cannot be followed: {error}", hint="name the file itself") from error
+        if not path.is_relative_to(root):
+            raise tunekit.TunekitError(f"{text!r} leads out of the workspace", hint=f"only what is in {root} is shown")
+        return path
+
+    def run(self, name: str) -> tunekit.Run:
+        """A run of the workspace by its exact name.
+
+        Raises:
+            TunekitError: There is none, or it is only linked to from there.
+        """
+        path = self.inside(f"runs/{name}")
+        if path.name != name or path.parent != self.root.resolve() / "runs" or not (path / "status.json").is_file():
+            raise tunekit.TunekitError(f"no run {name!r} in runs", hint="the table of runs lists them")
+        return tunekit.Run(path)
+
+    def link(self, language: str, page: str, **query: str | Sequence[str] | None) -> str:
+        """The address of a page, with what it is asked to show.
+
+        Args:
+            language: The page's language.
+            page: Its name, such as `runs`.
+            query: What it is asked. A list repeats its key; `None` leaves it out; `from_` is written `from`.
+        """
+        asked = {key.rstrip("_"): value for key, value in query.items() if value is not None}
+        return f"{prefix(language)}/{page}" + (f"?{urlencode(asked, doseq=True)}" if asked else "")

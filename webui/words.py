@@ -1,0 +1,48 @@
+"""Every text of the pages, by key and language.
+
+`locales/LANGUAGE/PANEL.yaml` holds a panel's texts by flat keys, `words("runs.title")` is the text `title` of the panel
+`runs`, and `{name}` in a text is filled in. A test compares the languages, and the keys with those that code asks for.
+"""
+
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import tunekit
+
+LOCALES = Path(__file__).parent / "locales"
+
+
+@cache
+def texts_of(language: str) -> dict[str, str]:
+    """All texts of a language by `panel.key`."""
+    return {
+        f"{path.stem}.{key}": text
+        for path in sorted((LOCALES / language).glob("*.yaml"))
+        for key, text in yaml.safe_load(path.read_text(encoding="utf-8")).items()
+    }
+
+
+class Words:
+    """The texts of one language.
+
+    Args:
+        language: `en` or `zh`.
+    """
+
+    def __init__(self, language: str) -> None:
+        self.language = language
+
+    def __call__(self, key: str, **values: Any) -> str:
+        """The text of a key, such as `runs.title`, with values for its placeholders."""
+        text = texts_of(self.language)[key]
+        return text.format(**values) if values else text
+
+
+def told(error: tunekit.TunekitError) -> str:
+    """An error as a card of HTML: what is wrong, and what to do about it."""
+    hint = f"<p class='told-hint'>{escape(error.hint)}</p>" if error.hint else ""
+    return f"<div class='told' role='alert'><p class='told-problem'>{escape(error.problem)}</p>{hint}</div>"
