@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
-    from tunekit.run.chat import Talk, chat, checkpoints
+    from tunekit.run.chat import Talk, chat
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
@@ -154,7 +154,6 @@ _HOMES = {
     "chat": "tunekit.run.chat",
     "check": "tunekit.api",
     "check_text": "tunekit.run.origin",
-    "checkpoints": "tunekit.run.chat",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",

@@ -17,8 +17,8 @@ from typing import Any, Literal, Self
 
 from tunekit.errors import RunError
 from tunekit.run.events import Event
-from tunekit.run.run import Run, find_run
-from tunekit.run.trained import checkpoints_of, find_trained
+from tunekit.run.run import Run
+from tunekit.run.trained import find_trained
 
 END_SECONDS = 10
 """How long the process may take to end once it is told to, before it is killed."""
@@ -268,12 +268,3 @@ def chat(
         TunekitError: There is no such model, it does not answer, or it cannot be loaded.
     """
     return Talk(run, checkpoint, compare=compare, device=device, on_event=on_event)
-
-
-def checkpoints(run: Run | str | Path) -> list[int]:
-    """The steps of a run's checkpoints that are there in full, the earliest first.
-
-    Args:
-        run: The run, its folder, or its name in `runs/`.
-    """
-    return checkpoints_of(run if isinstance(run, Run) else find_run(str(run)))
