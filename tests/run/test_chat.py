@@ -119,7 +119,6 @@ def test_of_a_run_that_trained_all_weights_the_model_before_is_a_second_one(runs
 
 @pytest.mark.slow
 def test_a_checkpoint_answers_as_it_did_then(runs):
-    assert tunekit.checkpoints(runs["lora"]) == [2, 4]
     with tunekit.chat(runs["lora"], "2", device="cpu") as early:
         folder = runs["lora"].path / "checkpoints" / "checkpoint-2"
         assert said(early) == greedy(PeftModel.from_pretrained(pico(), folder))
