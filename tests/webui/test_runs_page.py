@@ -113,7 +113,7 @@ def test_a_run_is_shown_whole_and_then_only_what_changed(trained_run):
     again = looked(site, trained_run.name, seen)
     assert again[0] == seen and all(part == SKIP for part in again[1:])
     written(trained_run, ("warning", {"message": "it <b>wobbles</b>"}))
-    _, head, warnings, *others = looked(site, trained_run.name, seen)
+    _, head, warnings, *_ = looked(site, trained_run.name, seen)
     assert head == SKIP and "it &lt;b&gt;wobbles" in warnings.value
     smooth = looked(site, trained_run.name, seen, smoothing=0.5)
     assert '"faint"' in smooth[4].value["plot"] and smooth[1] == SKIP
@@ -209,14 +209,14 @@ def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_
     assert button.is_disabled()
     page.get_by_label("Compare second").check()
     button.click()
-    page.locator("#compare-plot svg path").first.wait_for()
+    page.locator("#compare-plot svg.marks .mark-line path").first.wait_for()
     assert "run=second" in page.url
 
     page.goto(f"{server.url}runs")
     page.locator(f"#runs-list a:text-is('{name}')").click()
     page.locator("#runs-head h1").get_by_text(name).wait_for()
-    page.locator("#runs-charts svg").first.wait_for()
-    curve = page.locator("#runs-charts svg .mark-line path").first.get_attribute("d")
+    page.locator("#runs-charts svg.marks").first.wait_for()
+    curve = page.locator("#runs-charts svg.marks .mark-line path").first.get_attribute("d")
     assert curve is not None and curve.count("L") == 7, "eight steps are eight points"
     page.get_by_role("tab", name="Log").click()
     page.locator("#log-lines .log-text").wait_for()
@@ -236,14 +236,14 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
     try:
         page.locator("#runs-list a:text-is('live')").click()
-        first_curve = page.locator("#runs-charts svg .mark-line path").first
+        first_curve = page.locator("#runs-charts svg.marks .mark-line path").first
         first_curve.wait_for()
         label = page.locator(".runs-progress span")
         step = int(label.inner_text().split()[1])
         page.wait_for_function(
             f"parseInt(document.querySelector('.runs-progress span').innerText.split(' ')[1]) > {step}"
         )
-        drawn = "document.querySelector('#runs-charts svg .mark-line path')?.getAttribute('d')"
+        drawn = "document.querySelector('#runs-charts svg.marks .mark-line path')?.getAttribute('d')"
         before = page.evaluate(drawn)
         page.wait_for_function(f"{drawn} && {drawn} !== {json.dumps(before)}")
         page.reload()
