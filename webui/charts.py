@@ -334,7 +334,7 @@ def _planned(planned: float, words: Words) -> dict[str, Any]:
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [4, 4], "stroke": TEXT}, "encoding": alone},
             {
-                "mark": {"type": "text", "align": "left", "x": 4, "dy": -6, "fill": TEXT},
+                "mark": {"type": "text", "align": "left", "x": 4, "dy": 10, "fill": TEXT},
                 "encoding": {**alone, "text": {"field": "w", "type": "nominal"}},
             },
         ],

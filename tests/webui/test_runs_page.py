@@ -252,4 +252,4 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
     finally:
         process.terminate()
         process.wait(timeout=60)
-    page.locator("#runs-head").get_by_text("stopped").wait_for()
+    page.locator("#runs-head .runs-interrupted").wait_for()
