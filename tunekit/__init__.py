@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         train,
         try_rewards,
     )
-    from tunekit.data.preview import DataPreview
+    from tunekit.data.files import DATA_SUFFIXES
+    from tunekit.data.preview import DataPreview, ShownSequence
     from tunekit.data.report import DataReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
-    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.places import Fault
     from tunekit.recipe.rewrite import edit_text, short_recipe
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DATA_SUFFIXES",
     "UNSET",
     "Checkpoint",
     "DataPreview",
@@ -73,6 +75,7 @@ __all__ = [
     "Run",
     "Series",
     "ShippedRecipe",
+    "ShownSequence",
     "Stopped",
     "TunekitError",
     "check",
@@ -90,6 +93,7 @@ __all__ = [
     "gib",
     "last_events",
     "launch",
+    "list_examples",
     "list_recipes",
     "list_runs",
     "load_recipe",
@@ -113,6 +117,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
@@ -130,6 +135,7 @@ _HOMES = {
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
+    "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
@@ -148,6 +154,7 @@ _HOMES = {
     "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
