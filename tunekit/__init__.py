@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         try_rewards,
     )
     from tunekit.data.files import DATA_SUFFIXES
-    from tunekit.data.preview import DataPreview, ShownSequence
-    from tunekit.data.report import DataReport
+    from tunekit.data.preview import DataPreview, RowPreview, ShownSequence
+    from tunekit.data.report import DataReport, Sample, SourceReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.display_plan import plan_figures
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
     from tunekit.run.stop import stop_wish
+    from tunekit.run.trial import RewardTrial
 
 __version__ = "0.1.0"
 
@@ -76,10 +77,14 @@ __all__ = [
     "PlanError",
     "Progress",
     "Recipe",
+    "RewardTrial",
+    "RowPreview",
     "Run",
+    "Sample",
     "Series",
     "ShippedRecipe",
     "ShownSequence",
+    "SourceReport",
     "Stopped",
     "TunekitError",
     "check",
@@ -140,6 +145,10 @@ _HOMES = {
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
+    "RewardTrial": "tunekit.run.trial",
+    "RowPreview": "tunekit.data.preview",
+    "Sample": "tunekit.data.report",
+    "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 import tunekit
+from webui.reach import check_reach
 from webui.site import Site
 
 METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
@@ -136,29 +137,9 @@ def _refuse_code(changes: Sequence[str]) -> None:
         is_function = key.endswith("format") and ":" in value
         if is_function or "trust_remote_code" in change:
             raise tunekit.TunekitError(
-                f"{key}: an address may not have code run", hint="write it into a recipe of the workspace, and look at that"
+                f"{key}: an address may not have code run",
+                hint="write it into a recipe of the workspace, and look at that",
             )
-
-
-def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
-    """Refuse data outside the workspace.
-
-    Raises:
-        TunekitError: The recipe names some.
-    """
-    for source in (*recipe.data.sources, *recipe.data.eval_sources):
-        path = source.path
-        if "://" in path:
-            if path.partition("://")[0] not in ("http", "https", "s3", "gs", "hf"):
-                raise tunekit.TunekitError(f"{source.key}: {path!r} is on this machine", hint="name the file itself")
-            continue
-        if path.startswith(EXAMPLE):
-            continue
-        if path.startswith("~"):
-            raise tunekit.TunekitError(f"{path!r} leads out of the workspace", hint="name a file of the workspace")
-        folder = site.inside(path)
-        for inside in sorted(folder.iterdir()) if folder.is_dir() else ():
-            site.inside(str(inside))
 
 
 def is_remote(site: Site, path: str) -> bool:

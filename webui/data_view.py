@@ -1,6 +1,6 @@
 """Rows, their columns and what is wrong with them as HTML. Whatever stands in a row is escaped, and stays text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
 import tunekit
@@ -39,7 +39,8 @@ def columns_table(words: Words, preview: tunekit.DataPreview) -> str:
         f"<td class='data-example'>{escape(column.example)}</td></tr>"
         for column in preview.columns
     )
-    return f"<div class='data-scroll'><table class='data-table'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    table = f"<table class='data-table'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<div class='data-scroll'>{table}</div>"
 
 
 def _read_as(words: Words, read_as: str | None, reward: str | None) -> str:
@@ -55,9 +56,7 @@ def bad_rows(words: Words, preview: tunekit.DataPreview) -> str:
         return ""
     allowed = len(preview.bad) <= preview.max_bad_rows
     what = words("data.bad_allowed" if allowed else "data.bad_refused", most=preview.max_bad_rows)
-    lines = "".join(
-        f"<li><code>{escape(bad.place)}</code> {escape(bad.reason)}</li>" for bad in preview.bad[:MOST_BAD]
-    )
+    lines = "".join(f"<li><code>{escape(bad.place)}</code> {escape(bad.reason)}</li>" for bad in preview.bad[:MOST_BAD])
     more = len(preview.bad) - MOST_BAD
     lines += f"<li>{escape(words('data.more_bad', number=f'{more:,}'))}</li>" if more > 0 else ""
     title = words("data.bad_rows", number=f"{len(preview.bad):,}")
@@ -72,31 +71,38 @@ def rows_html(words: Words, preview: tunekit.DataPreview) -> str:
     if not preview.rows:
         return f"<p class='data-soft'>{escape(words('data.no_rows'))}</p>" if preview.num_rows else ""
     has_tokens = any(row.sequences for row in preview.rows)
-    key = _key(words, preview.rows) if has_tokens else ""
+    key = _key(words) if has_tokens else ""
     return key + "".join(_row(words, row) for row in preview.rows)
 
 
-def _key(words: Words, rows: Sequence[object]) -> str:
+def _key(words: Words) -> str:
     """What the colours mean."""
     kinds = ("trained", "read", "special", "cut")
-    marks = "".join(f"<span class='data-tokens'><span class='data-{kind}'>{escape(words(f'data.key_{kind}'))}</span></span>" for kind in kinds)
+    marks = "".join(
+        f"<span class='data-tokens'><span class='data-{kind}'>{escape(words(f'data.key_{kind}'))}</span></span>"
+        for kind in kinds
+    )
     return f"<p class='data-key'>{marks}</p>"
 
 
-def _row(words: Words, row: "tunekit.RowPreview") -> str:
+def _row(words: Words, row: tunekit.RowPreview) -> str:
     label = "" if row.label is None else words("data.label_good" if row.label else "data.label_bad")
     label = f"<span class='data-label data-{'good' if row.label else 'worse'}'>{escape(label)}</span>" if label else ""
-    left_out = f"<p class='data-left-out'>{escape(words('data.left_out', why=row.left_out))}</p>" if row.left_out else ""
+    left_out = (
+        f"<p class='data-left-out'>{escape(words('data.left_out', why=row.left_out))}</p>" if row.left_out else ""
+    )
     sides = "".join(_sequence(words, one) for one in row.sequences)
     several = " data-sides" if [one.name for one in row.sequences] == ["chosen", "rejected"] else ""
-    more = f"<p class='data-soft'>{escape(words('data.more_sequences', number=row.num_more))}</p>" if row.num_more else ""
+    more = (
+        f"<p class='data-soft'>{escape(words('data.more_sequences', number=row.num_more))}</p>" if row.num_more else ""
+    )
     fields = "".join(
         f"<dt><code>{escape(name)}</code></dt><dd>{escape(value)}</dd>" for name, value in row.fields.items()
     )
     fields = f"<dl class='data-fields'>{fields}</dl>" if fields else ""
     source = (
-        f"<details><summary>{escape(words('data.row_itself'))}</summary><pre class='data-source'>{escape(row.source)}</pre>"
-        "</details>"
+        f"<details><summary>{escape(words('data.row_itself'))}</summary>"
+        f"<pre class='data-source'>{escape(row.source)}</pre></details>"
     )
     return (
         f"<article class='data-row'><header><code>{escape(row.place)}</code>{label}</header>{left_out}"
@@ -107,12 +113,14 @@ def _row(words: Words, row: "tunekit.RowPreview") -> str:
 def _sequence(words: Words, one: tunekit.ShownSequence) -> str:
     counts = words("data.sequence_counts", tokens=f"{one.num_tokens:,}", trained=f"{one.num_trained:,}")
     name = words(f"data.sequence_{one.name}")
-    tokens = pieces(one.head.pieces)
+    tokens = pieces(one.head)
     if one.num_hidden:
         tokens += f"<span class='data-gap'> … {escape(words('data.hidden', number=f'{one.num_hidden:,}'))} … </span>"
-        tokens += pieces(one.tail.pieces)
+        tokens += pieces(one.tail)
     if one.num_cut:
-        tokens += f"<span class='data-gap' role='separator'>✂ {escape(words('data.cut', number=f'{one.num_cut:,}'))}</span>"
+        tokens += (
+            f"<span class='data-gap' role='separator'>✂ {escape(words('data.cut', number=f'{one.num_cut:,}'))}</span>"
+        )
         tokens += "".join(f"<span class='data-cut'>{escape(_visible(piece.text))}</span>" for piece in one.cut.pieces)
     return (
         f"<section class='data-{escape(one.name)}'><p class='data-head'><b>{escape(name)}</b> "
@@ -120,12 +128,12 @@ def _sequence(words: Words, one: tunekit.ShownSequence) -> str:
     )
 
 
-def pieces(shown: Iterable["tunekit.Piece"]) -> str:
+def pieces(shown: tunekit.Sample) -> str:
     """Tokens, each with its number and coloured by what it counts."""
     return "".join(
         f"<span class='{'data-trained' if piece.trained else 'data-read'}{' data-special' if piece.special else ''}' "
         f"title='{escape(', '.join(map(str, piece.ids)))}'>{escape(_visible(piece.text))}</span>"
-        for piece in shown
+        for piece in shown.pieces
     )
 
 
@@ -139,3 +147,14 @@ def _visible(text: str) -> str:
 
 def _listed(lines: Iterable[str], name: str) -> str:
     return f"<ul class='{name}'>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def use_link(words: Words, address: str) -> str:
+    """The way from here to a draft that trains on this."""
+    return f"<p><a class='data-use' href='{escape(address)}'>{escape(words('data.use'))}</a></p>"
+
+
+def progress(said: str, done: int, total: int) -> str:
+    """How far something is, in words and as a bar."""
+    bar = f"<progress max='{max(total, 1)}' value='{done}'></progress>"
+    return f"<p class='data-soft' role='status'>{escape(said)} {bar}</p>"
