@@ -6,7 +6,7 @@ browser alone. Answers are shown as they are, as text: nothing in them is taken 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 import gradio as gr
@@ -86,7 +86,7 @@ def _conversation(words: Words) -> Conversation:
         left, right = (
             gr.Chatbot(
                 label=words("chat.answers"), elem_id=f"chat-{side}", render_markdown=False, min_width=300, height=380,
-                buttons=["copy"], feedback_options=None, visible=side == "left", allow_file_downloads=False,
+                buttons=[], feedback_options=None, visible=side == "left", allow_file_downloads=False,
                 placeholder=escape(words("chat.placeholder")),
             )
             for side in ("left", "right")
@@ -240,7 +240,7 @@ def _attach_loading(
         return [empty(words("chat.unloaded")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
 
     def look(seen: str, request: gr.Request) -> list[Any]:
-        if seen != "loaded" or talks.sides(str(request.session_hash)):
+        if seen != "loaded" or not talks.has_ended(str(request.session_hash)):
             return [gr.skip()] * len(outputs)
         return [empty(words("chat.ended")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
 
@@ -324,7 +324,12 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
 
 def _both(said: list[Messages]) -> list[Any]:
     """What each side is to show; the second as it is where there is one side."""
-    return [list(said[0]), list(said[1]) if len(said) > 1 else gr.skip()]
+    return [shown(said[0]), shown(said[1]) if len(said) > 1 else gr.skip()]
+
+
+def shown(said: Messages) -> Messages:
+    """A conversation as the browser is given it, which takes it for HTML and loads pictures that stand in it."""
+    return [{**one, "content": escape(one["content"])} for one in said]
 
 
 def _options(temperature: float, top_p: float, length: float | None, seed: float | None) -> dict[str, Any]:
@@ -342,11 +347,11 @@ def with_turn(history: Messages | None, prompt: str) -> Messages:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, however the browser hands it over."""
+    """The text of a message that was shown, however the browser hands it over."""
     content = message["content"]
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] for part in content if part.get("type") == "text")
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    return unescape(content)
 
 
 def asked_of(said: Messages, system: str) -> Messages:

@@ -21,8 +21,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     """The tab of a run's page. `run_name` says of which run; it is asked again at every tick."""
     seen = gr.Textbox("", visible=False)
     links = gr.HTML(elem_id="export-links")
-    shown = gr.HTML(elem_id="export-shown")
     if site.read_only:
+        shown = gr.HTML(elem_id="export-shown")
         gr.HTML(empty(words("export.read_only")), elem_id="export-read-only")
         gr.on(
             [run_name.change, tick.tick], lambda name, seen: look(site, words, name, seen)[:3], [run_name, seen],
@@ -44,6 +44,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         words("export.start"), variant="primary", interactive=False, size="md", elem_id="export-start"
     )  # fmt: skip
     status = gr.HTML(elem_id="export-status")
+    shown = gr.HTML(elem_id="export-shown")
     outputs = [seen, links, shown, checkpoint, kind, start, status]
 
     def refresh(name: str, seen: str) -> list[Any]:
@@ -82,12 +83,14 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         state, progress = run.state, exports.progress_of(run)
         folders = sorted(path.name for path in (run.path / "checkpoints").glob("checkpoint-*"))
         made = exports.exports_in(run, progress.folder if progress is not None else None)
-        mark = repr((name, state, progress, folders, [path for path, _ in made]))
+        mark = repr((name, state, folders, progress, [path for path, _ in made]))
         if mark == seen:
             return [gr.skip()] * 7
         can_talk = state == "finished" or bool(folders)
         head = [mark, _links(site, words, name, can_talk=can_talk), _shown(site, words, made)]
-        return head + _choices(run, words, state, progress, is_new=not seen.startswith(repr((name, state))[:-1]))
+        return head + _choices(
+            run, words, state, progress, is_new=not seen.startswith(repr((name, state, folders))[:-1])
+        )
     except tunekit.TunekitError as error:
         return ["", "", told(error), *[gr.skip()] * 4]
 

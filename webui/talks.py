@@ -75,6 +75,7 @@ class Talks:
         self._site = site
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
+        self._ended: set[str] = set()
         self._watched = False
 
     def load(
@@ -91,6 +92,7 @@ class Talks:
             TunekitError: One cannot be loaded, or there are too many. None of them is left.
         """
         self.close(session)
+        self._ended.discard(session)
         mine = _Held(num_wanted=len(choices), busy=1)
         with self._lock:
             num_others = sum(held.num_wanted for held in self._held.values())
@@ -131,6 +133,11 @@ class Talks:
             return []
         return list(held.sides)
 
+    def has_ended(self, session: str) -> bool:
+        """Whether the models of a session have ended by themselves, and were not unloaded."""
+        held = self._held.get(session)
+        return session in self._ended or (held is not None and not all(talk.is_open for talk in held.talks))
+
     def begin(self, session: str) -> None:
         """Say that a session's models answer, so that they are not taken for idle."""
         held = self._held.get(session)
@@ -168,6 +175,7 @@ class Talks:
                 if not held.busy and (now - held.used > IDLE_SECONDS or not all(one.is_open for one in held.talks))
             ]
         for session in idle:
+            self._ended.add(session)
             self.close(session)
         return idle
 
