@@ -88,8 +88,9 @@ class ResumeForm:
             found = situation_of(self._site.run(name)).diagnosis
             return "\n".join(found.changes if found else ()), gr.Accordion(open=True)
 
-        changed = [self.edits.input, self.checkpoint.input, self.weights_only.input, self.accordion.expand]
-        gr.on(changed, effects, asked, self.effects, show_progress="hidden", trigger_mode="always_last")
+        # Each by itself: of several in one, the last may be lost while another is answered.
+        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input, self.accordion.expand):
+            changed(effects, asked, self.effects, show_progress="hidden", trigger_mode="always_last")
         filled = mend.click(mended, self._run_name, [self.edits, self.accordion], show_progress="hidden")
         filled.then(effects, asked, self.effects, show_progress="hidden")
         started = self.go_on.click(self._start, [*asked, self.queue], problem)
@@ -115,9 +116,9 @@ class ResumeForm:
         return f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"
 
 
-def lines_of(edits: str) -> list[str]:
-    """Edits that were typed, one a line."""
-    return [line.strip() for line in edits.splitlines() if line.strip()]
+def lines_of(edits: str | None) -> list[str]:
+    """Edits that were typed, one a line; a box in which nothing was ever typed has none."""
+    return [line.strip() for line in (edits or "").splitlines() if line.strip()]
 
 
 def choices_of(words: Words, found: Situation) -> list[tuple[str, str]]:
