@@ -45,14 +45,17 @@ if TYPE_CHECKING:
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
+    from tunekit.run.chat import Talk, chat
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
+    from tunekit.run.export import Export, export
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
+    from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
     from tunekit.run.stop import stop_wish
 
@@ -69,6 +72,7 @@ __all__ = [
     "Entry",
     "Event",
     "EventReader",
+    "Export",
     "Fault",
     "Plan",
     "PlanError",
@@ -78,7 +82,9 @@ __all__ = [
     "Series",
     "ShippedRecipe",
     "Stopped",
+    "Talk",
     "TunekitError",
+    "chat",
     "check",
     "check_text",
     "checkpoints",
@@ -89,6 +95,7 @@ __all__ = [
     "diagnose_run",
     "edit_text",
     "effects_of",
+    "export",
     "find_run",
     "fit",
     "gib",
@@ -108,6 +115,7 @@ __all__ = [
     "recipe_entries",
     "recipe_text",
     "redacted",
+    "report",
     "resume",
     "set_tags",
     "short_recipe",
@@ -130,6 +138,7 @@ _HOMES = {
     "Entry": "tunekit.recipe.entries",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
+    "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
@@ -139,8 +148,10 @@ _HOMES = {
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
     "Stopped": "tunekit.errors",
+    "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
+    "chat": "tunekit.run.chat",
     "check": "tunekit.api",
     "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
@@ -151,10 +162,11 @@ _HOMES = {
     "diagnose_run": "tunekit.run.diagnosis",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
+    "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
-    "judged_by": "tunekit.run.measures",
     "gib": "tunekit.planner.plan",
+    "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_recipes": "tunekit.recipe.library",
@@ -167,9 +179,10 @@ _HOMES = {
     "preview": "tunekit.api",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
-    "redacted": "tunekit.redact",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
+    "redacted": "tunekit.redact",
+    "report": "tunekit.run.report",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
