@@ -15,7 +15,7 @@ import gradio as gr
 from gradio.components.plot import PlotData
 
 import tunekit
-from webui import charts, log_view, run_parts
+from webui import charts, controls, log_view, run_parts
 from webui.history import history_of
 from webui.listing import Line, listing_of
 from webui.site import Site
@@ -66,10 +66,11 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
+    controls.build(page, site, words, run_name, tick)
     warnings = gr.HTML(elem_id="runs-warnings", visible=False)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
-            controls = _controls(words)
+            looks = _looks(words)
             no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
             with gr.Row(elem_id="runs-charts"):
                 plots = [
@@ -95,13 +96,13 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     parts = Parts(
         seen, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
     )
-    inputs = [run_name, seen, order, *controls]
+    inputs = [run_name, seen, order, *looks]
 
     def refresh(name: str, seen: str, order: Any, *looks: Any) -> list[Any]:
         return look(site, words, name, seen, order, *looks)
 
-    overlaid = controls[-1]
-    for listen in (run_name.change, tick.tick, order.input, *(control.input for control in controls)):
+    overlaid = looks[-1]
+    for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
         listen(refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last")
 
     def others(name: str) -> Any:
@@ -110,7 +111,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
 
 
-def _controls(words: Words) -> list[Any]:
+def _looks(words: Words) -> list[Any]:
     """How the charts are looked at."""
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
