@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import gradio as gr
 
-from webui import runs_page, start
+from webui import compare, data_page, runs_page, start
 from webui.site import Site
 from webui.words import Words
 
 PAGES: dict[str, Callable[[gr.Blocks, Site, Words], None]] = {
     "start": start.build,
+    "data": data_page.build,
     "runs": runs_page.build,
+    "compare": compare.build,
 }
 """What builds each page, by the name that it has in URLs; `shell.page_NAME` is its link's text."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
@@ -68,6 +69,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     head = gr.HTML(elem_id="runs-head")
     controls.build(page, site, words, run_name, tick)
     warnings = gr.HTML(elem_id="runs-warnings", visible=False)
+    controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
             looks = _looks(words)
@@ -98,8 +100,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     )
     inputs = [run_name, seen, order, *looks]
 
-    def refresh(name: str, seen: str, order: Any, *looks: Any) -> list[Any]:
-        return look(site, words, name, seen, order, *looks)
+    def refresh(name: str, seen: str, order: Any, *looked_at: Any) -> list[Any]:
+        return look(site, words, name, seen, order, *looked_at)
 
     overlaid = looks[-1]
     for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
@@ -119,7 +121,7 @@ def _looks(words: Words) -> list[Any]:
                 0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
-            sides = [(words("charts.step"), "step"), (words("charts.hours"), "time")]
+            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
             by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="runs-by", min_width=160)
         with gr.Row():
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="runs-log-scale", min_width=160)
@@ -247,7 +249,7 @@ def planned_bytes(run: tunekit.Run) -> float | None:
     """What the plan says that each process takes; None where the plan cannot be read."""
     try:
         return run.plan.memory.total_bytes
-    except (tunekit.TunekitError, OSError, ValueError, KeyError):
+    except (tunekit.TunekitError, OSError, ValueError, KeyError, yaml.YAMLError):
         return None
 
 
@@ -265,8 +267,8 @@ def plan_of(run: tunekit.Run) -> str:
         return f"<pre class='log-text' tabindex='0'>{escape(tunekit.redacted(run.plan.explain()))}</pre>"
     except tunekit.TunekitError as error:
         return told(error)
-    except (OSError, ValueError, KeyError) as error:
-        return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} cannot be read: {error}", hint="it was damaged"))
+    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
+        return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} is damaged", hint=str(error)))
 
 
 def _answers_mark(reader: tunekit.EventReader) -> list[tuple[str, ...]]:

@@ -25,6 +25,8 @@ IDLE_SECONDS = 60.0
 GRACE_SECONDS = 15.0
 """How much earlier the server gives up a process, so that it asks nothing of one that is about to end."""
 
+_LOOK_SECONDS = 0.2
+
 
 @dataclass
 class _Worker:
@@ -38,17 +40,29 @@ _lock = threading.Lock()
 _idle: list[_Worker] = []
 
 
-def call(function: str, *args: Any, on_event: Callable[[Any], None] | None = None, **options: Any) -> Any:
+class Cancelled(Exception):
+    """Nobody waits for the result of a call any more."""
+
+
+def call(
+    function: str,
+    *args: Any,
+    on_event: Callable[[Any], None] | None = None,
+    until: threading.Event | None = None,
+    **options: Any,
+) -> Any:
     """What a function of tunekit returns, from a process of its own.
 
     Args:
         function: One of tunekit's root names, such as `data_report`.
         args: Its arguments, plain data.
         on_event: Called with its events as they happen, where it takes such an argument.
+        until: Once this is set the process is ended, and there is no result.
         options: Its named arguments.
 
     Raises:
         TunekitError: It raised this, or its process ended.
+        Cancelled: `until` was set before it had a result.
     """
     with _slots:
         worker = _take()
@@ -56,6 +70,9 @@ def call(function: str, *args: Any, on_event: Callable[[Any], None] | None = Non
         try:
             worker.connection.send((function, args, options, on_event is not None))
             while True:
+                while until is not None and not worker.connection.poll(_LOOK_SECONDS):
+                    if until.is_set():
+                        raise Cancelled
                 kind, value = worker.connection.recv()
                 if kind == "event" and on_event is not None:
                     on_event(value)
