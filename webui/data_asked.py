@@ -30,6 +30,9 @@ MOST_FILES, MOST_LOOKED_AT, DEEPEST = 500, 20_000, 8
 
 MOST_ANSWER_TOKENS = 512
 
+MOST_RECIPE_BYTES = 2**20
+"""A recipe with more is none, and is refused as too large."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -97,10 +100,18 @@ def _text_of(site: Site, origin: str) -> str:
     if kind == "recipe":
         return tunekit.recipe_text(name)
     if kind == "file":
-        return tunekit.read_text(site.inside(name))
+        return _read(site.inside(name), name)
     if kind == "run":
-        return tunekit.read_text(site.run(name).path / "recipe.yaml")
+        return _read(site.run(name).path / "recipe.yaml", name)
     raise tunekit.TunekitError(f"{origin!r} names no recipe", hint="write recipe:NAME, file:PATH or run:NAME")
+
+
+def _read(path: Path, name: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_RECIPE_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise tunekit.TunekitError(f"{name}: the recipe cannot be read", hint="name a YAML file of UTF-8") from error
 
 
 def _text(asked: Asked) -> str:

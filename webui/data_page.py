@@ -176,7 +176,7 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> None:
         try:
             recipe = recipe_of(site, asked)
             report: tunekit.DataReport | None = None
-            for event in _events(str(request.session_hash), "data_report", recipe, num_samples=0):
+            for event in events_of(str(request.session_hash), "data_report", recipe, num_samples=0):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event), gr.skip(), gr.skip()]
                 else:
@@ -203,12 +203,17 @@ def _position(recipe: tunekit.Recipe, asked: Asked) -> int:
 
 
 def _cancel(request: gr.Request) -> None:
-    event = _measuring.get(str(request.session_hash))
+    cancel(str(request.session_hash))
+
+
+def cancel(session: str) -> None:
+    """End what is under way for a page of a browser."""
+    event = _measuring.get(session)
     if event is not None:
         event.set()
 
 
-def _events(session: str, function: str, *args: Any, **options: Any) -> Iterator[Any]:
+def events_of(session: str, function: str, *args: Any, **options: Any) -> Iterator[Any]:
     """The events of a call as they come, and its result.
 
     Raises:
@@ -275,7 +280,7 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> gr.Column:
         done = [gr.Button(interactive=True), gr.Button(interactive=False)]
         try:
             recipe = recipe_of(site, asked)
-            for event in _events(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
+            for event in events_of(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
                 else:

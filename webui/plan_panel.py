@@ -38,6 +38,7 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> Non
             label=words("plan.machine"),
             info=words("plan.machine_info"),
             allow_custom_value=True,
+            min_width=260,
             elem_id="plan-machine",
         )
         other = gr.Dropdown(
@@ -46,6 +47,7 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> Non
             label=words("plan.other"),
             info=words("plan.other_info"),
             allow_custom_value=True,
+            min_width=260,
             elem_id="plan-other",
         )
     view = gr.HTML(elem_id="plan-plan")
@@ -126,9 +128,14 @@ def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component)
     devices = gr.CheckboxGroup([], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices")
     with gr.Row():
         name = gr.Textbox(
-            label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
+            label=words("plan.name"),
+            info=words("plan.name_info"),
+            max_length=64,
+            max_lines=1,
+            min_width=260,
+            elem_id="plan-name",
         )
-        waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), elem_id="plan-wait")
+        waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), min_width=260, elem_id="plan-wait")
     with gr.Row():
         check = gr.Button(words("plan.check"), elem_id="plan-check")
         start = gr.Button(words("plan.start"), variant="primary", interactive=False, elem_id="plan-start")

@@ -17,6 +17,7 @@ KEPT_SECONDS = 60.0
 """How long a plan is taken for right: rows, and the memory that is free, change."""
 
 KEPT_PLANS = 64
+"""How many are kept."""
 
 Planned = tunekit.Plan | tunekit.TunekitError
 

@@ -5,6 +5,7 @@ when the server does. One that has come to hold memory of a GPU ends after the c
 """
 
 import multiprocessing
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import tunekit
@@ -68,7 +70,7 @@ def call(
         worker = _take()
         is_usable = False
         try:
-            worker.connection.send((function, args, options, on_event is not None))
+            worker.connection.send((Path.cwd(), function, args, options, on_event is not None))
             while True:
                 while until is not None and not worker.connection.poll(_LOOK_SECONDS):
                     if until.is_set():
@@ -121,9 +123,10 @@ def _work(connection: Connection) -> None:
     """Serve calls until none comes for a while. What is not a `TunekitError` ends the process with its traceback."""
     while connection.poll(IDLE_SECONDS):
         try:
-            function, args, options, tells = connection.recv()
+            folder, function, args, options, tells = connection.recv()
         except EOFError:
             return
+        os.chdir(folder)
         if tells:
             options["on_event"] = lambda event: connection.send(("event", event))
         try:
