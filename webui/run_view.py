@@ -67,7 +67,6 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
-    controls.build(page, site, words, run_name, tick)
     warnings = gr.HTML(elem_id="runs-warnings", visible=False)
     controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):

@@ -179,7 +179,9 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     expect(page.locator("#controls-effects tr")).to_have_count(2)
     page.locator("#controls-go-on").click()
     expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
-    expect(head).to_contain_text("finished")
+    expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
+    expect(line).to_contain_text("It is over")
+    assert run.state == "finished"
     resumed = next(event for event in reversed(run.events()) if event["event"] == "resume")
     assert (resumed["step"], run.status()["step"]) == (earlier.step, earlier.step + 3)
 
