@@ -28,17 +28,19 @@ if TYPE_CHECKING:
         train,
         try_rewards,
     )
-    from tunekit.data.preview import DataPreview
-    from tunekit.data.report import DataReport
+    from tunekit.data.files import DATA_SUFFIXES
+    from tunekit.data.preview import DataPreview, RowPreview, ShownSequence
+    from tunekit.data.report import DataReport, Sample, SourceReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.display_plan import plan_figures
     from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.inline import ui
     from tunekit.planner.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
-    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.places import Fault
     from tunekit.recipe.reach import named_paths
@@ -58,10 +60,12 @@ if TYPE_CHECKING:
     from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
     from tunekit.run.stop import stop_wish
+    from tunekit.run.trial import RewardTrial
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DATA_SUFFIXES",
     "UNSET",
     "Checkpoint",
     "DataPreview",
@@ -78,9 +82,14 @@ __all__ = [
     "PlanError",
     "Progress",
     "Recipe",
+    "RewardTrial",
+    "RowPreview",
     "Run",
+    "Sample",
     "Series",
     "ShippedRecipe",
+    "ShownSequence",
+    "SourceReport",
     "Stopped",
     "Talk",
     "TunekitError",
@@ -102,6 +111,7 @@ __all__ = [
     "judged_by",
     "last_events",
     "launch",
+    "list_examples",
     "list_recipes",
     "list_runs",
     "load_recipe",
@@ -126,9 +136,11 @@ __all__ = [
     "sweep",
     "train",
     "try_rewards",
+    "ui",
 ]
 
 _HOMES = {
+    "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
@@ -144,9 +156,14 @@ _HOMES = {
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
+    "RewardTrial": "tunekit.run.trial",
+    "RowPreview": "tunekit.data.preview",
+    "Sample": "tunekit.data.report",
+    "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
+    "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
     "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
@@ -169,6 +186,7 @@ _HOMES = {
     "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
@@ -193,6 +211,7 @@ _HOMES = {
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",
+    "ui": "tunekit.inline",
 }
 
 

@@ -55,6 +55,8 @@ def _check(site: Site, key: str, text: str) -> None:
         return
     if "\n" in text:  # A chat template.
         return
+    if text.startswith("~"):
+        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint="name a file of the workspace")
     try:
         for path in _found(site.root / text):
             site.inside(str(path))

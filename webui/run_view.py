@@ -16,7 +16,7 @@ import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
-from webui import charts, controls, log_view, run_parts
+from webui import charts, controls, export_view, log_view, run_parts
 from webui.history import history_of
 from webui.listing import Line, listing_of
 from webui.site import Site
@@ -94,6 +94,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
             checkpoints = gr.HTML(elem_id="runs-checkpoints")
         with gr.Tab(words("runs.tab_result"), id="result"):
             result = gr.HTML(elem_id="runs-result")
+        with gr.Tab(words("export.tab"), id="export"):
+            export_view.build(page, site, words, run_name, tick)
     parts = Parts(
         seen, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
     )
