@@ -57,7 +57,8 @@ def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
 
 
 def test_wheel_holds_the_texts_and_the_looks_of_the_web_ui(files: set[str]) -> None:
-    wanted = {path.relative_to(ROOT).as_posix() for kind in ("yaml", "css") for path in (ROOT / "webui").rglob(f"*.{kind}")}
+    paths = [path for kind in ("yaml", "css") for path in (ROOT / "webui").rglob(f"*.{kind}")]
+    wanted = {path.relative_to(ROOT).as_posix() for path in paths}
     assert "webui/locales/zh/runs.yaml" in wanted and "webui/styles/shell.css" in wanted
     assert wanted <= files
 
