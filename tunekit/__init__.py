@@ -41,16 +41,20 @@ if TYPE_CHECKING:
     from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.places import Fault
+    from tunekit.recipe.reach import named_paths
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.redact import redacted
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.stop import stop_wish
 
 __version__ = "0.1.0"
 
@@ -88,12 +92,14 @@ __all__ = [
     "find_run",
     "fit",
     "gib",
+    "judged_by",
     "last_events",
     "launch",
     "list_recipes",
     "list_runs",
     "load_recipe",
     "machines",
+    "named_paths",
     "plan",
     "plan_figures",
     "preview",
@@ -101,12 +107,14 @@ __all__ = [
     "recipe_diff",
     "recipe_entries",
     "recipe_text",
+    "redacted",
     "resume",
     "set_tags",
     "short_recipe",
     "start",
     "start_resume",
     "stop",
+    "stop_wish",
     "sweep",
     "train",
     "try_rewards",
@@ -133,8 +141,8 @@ _HOMES = {
     "Stopped": "tunekit.errors",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
-    "check_text": "tunekit.run.origin",
     "check": "tunekit.api",
+    "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
@@ -145,6 +153,7 @@ _HOMES = {
     "effects_of": "tunekit.run.effects",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "judged_by": "tunekit.run.measures",
     "gib": "tunekit.planner.plan",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
@@ -152,11 +161,13 @@ _HOMES = {
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
+    "named_paths": "tunekit.recipe.reach",
     "plan": "tunekit.api",
     "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
+    "redacted": "tunekit.redact",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
     "resume": "tunekit.api",
@@ -165,6 +176,7 @@ _HOMES = {
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
+    "stop_wish": "tunekit.run.stop",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",

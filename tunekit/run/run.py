@@ -41,7 +41,7 @@ from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside
 from tunekit.run.job import read_job, state_of
-from tunekit.run.life import state_of_processes
+from tunekit.run.life import beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -161,6 +161,14 @@ class Run:
         if phase in FINAL_PHASES or (phase == "queued" and status.get("place_in_line") is None):
             return phase
         return state_of_processes(self.path, status)
+
+    @property
+    def doing(self) -> str | None:
+        """What its first process said last that it does: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+
+        None where no process has said anything yet.
+        """
+        return next((beat["at"] for beat in beats_in(self.path) if beat["rank"] == 0), None)
 
     def events(self) -> list[Event]:
         """Everything that happened so far."""
