@@ -12,7 +12,7 @@ from typing import Any
 
 import tunekit
 from webui import work
-from webui.fields import shown
+from webui.fields import meant, shown
 from webui.site import Site
 
 FIRST = "recipe:sft/quickstart"
@@ -26,19 +26,23 @@ _MAX_BYTES = 256 * 1024
 def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
     """What a draft can begin from: by kind, what people read and what links say (`recipe:sft/quickstart`)."""
     recipes = [(f"{one.name}: {one.description}", f"recipe:{one.name}") for one in tunekit.list_recipes()]
-    runs = [run for run in tunekit.list_runs(site.root / "runs")] if (site.root / "runs").is_dir() else []
+    runs = tunekit.list_runs(site.root / "runs")
     return {
         "recipe": recipes,
         "file": [(name, f"file:{name}") for name in _files(site.root)],
-        "run": [(run.name, f"run:{run.name}") for run in sorted(runs, key=lambda run: run.name, reverse=True)],
+        "run": [(run.name, f"run:{run.name}") for run in runs],
     }
 
 
 def _files(root: Path) -> list[str]:
     """The recipe files of a workspace, at the top and one folder down."""
     found = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.suffix in _SUFFIXES]
-    inside = [path.relative_to(root) for path in found if path.is_file() and path.resolve().is_relative_to(root.resolve())]
-    return sorted(path.as_posix() for path in inside if path.parts[0] != "runs" and not path.name.startswith("."))[:_MAX_FILES]
+    inside = [
+        path.relative_to(root) for path in found if path.is_file() and path.resolve().is_relative_to(root.resolve())
+    ]
+    return sorted(path.as_posix() for path in inside if path.parts[0] != "runs" and not path.name.startswith("."))[
+        :_MAX_FILES
+    ]
 
 
 def opened(site: Site, source: str, changes: list[str]) -> str:
@@ -138,7 +142,9 @@ def overrides(base: str, text: str) -> list[str] | None:
     checked, faults = tunekit.check_text(base, words, find_functions=False)
     wanted, wrong = tunekit.check_text(text, find_functions=False)
     same = not faults and not wrong and checked is not None and wanted is not None
-    is_equal = same and checked.model_dump(exclude={"output": {"name"}}) == wanted.model_dump(exclude={"output": {"name"}})
+    is_equal = same and checked.model_dump(exclude={"output": {"name"}}) == wanted.model_dump(
+        exclude={"output": {"name"}}
+    )
     return words if is_equal else None
 
 
@@ -150,7 +156,9 @@ def _shape(entry: tunekit.Entry) -> tuple[int | None, bool, list[Any]]:
 def _word(value: Any) -> str:
     if value is tunekit.UNSET:
         return "null"
-    return value if isinstance(value, str) and value.replace("_", "").isalpha() else json.dumps(value, ensure_ascii=False)
+    return (
+        value if isinstance(value, str) and value.replace("_", "").isalpha() else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def command_and_python(source: str, text: str, file: str) -> tuple[str, str]:
@@ -209,8 +217,6 @@ def merged(text: str, known: str, given: dict[str, Any]) -> str:
     Raises:
         TunekitError: The draft is not YAML, or has no such field any more.
     """
-    from webui.fields import meant
-
     for entry in entries_of(known):
         if entry.key in given and given[entry.key] != shown(entry):
             text = tunekit.edit_text(text, entry.key, meant(entry, given[entry.key]))

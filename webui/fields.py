@@ -25,7 +25,9 @@ def shown(entry: tunekit.Entry) -> Shown:
     if entry.kind == "bool":
         return value if isinstance(value, bool) else bool(entry.default)
     if is_choosing_several(entry):
-        return [] if value is tunekit.UNSET else [_text(item) for item in (value if isinstance(value, list) else [value])]
+        return (
+            [] if value is tunekit.UNSET else [_text(item) for item in (value if isinstance(value, list) else [value])]
+        )
     if value is tunekit.UNSET:
         return _text(entry.default) if entry.is_tag and entry.default is not None else ""
     if entry.kind == "list" and isinstance(value, list):
@@ -94,7 +96,13 @@ def _number(text: str) -> Any:
 def _line(item: Any) -> str:
     """An item of a list as a line; in quotes where it would not be read back as itself."""
     is_plain = isinstance(item, str) and item == item.strip() and "\n" not in item and item not in ("", "[]")
-    return item if is_plain and not item.startswith('"') else _text(item) if not isinstance(item, str) else json.dumps(item)
+    return (
+        item
+        if is_plain and not item.startswith('"')
+        else _text(item)
+        if not isinstance(item, str)
+        else json.dumps(item)
+    )
 
 
 def _items(entry: tunekit.Entry, given: str) -> Any:
