@@ -28,8 +28,9 @@ if TYPE_CHECKING:
         train,
         try_rewards,
     )
-    from tunekit.data.preview import DataPreview
-    from tunekit.data.report import DataReport
+    from tunekit.data.files import DATA_SUFFIXES
+    from tunekit.data.preview import DataPreview, RowPreview, ShownSequence
+    from tunekit.data.report import DataReport, Sample, SourceReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.display_plan import plan_figures
@@ -38,27 +39,32 @@ if TYPE_CHECKING:
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
-    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.places import Fault
     from tunekit.recipe.reach import named_paths
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
+    from tunekit.run.chat import Talk, chat
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
+    from tunekit.run.export import Export, export
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
+    from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
     from tunekit.run.stop import stop_wish
+    from tunekit.run.trial import RewardTrial
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DATA_SUFFIXES",
     "UNSET",
     "Checkpoint",
     "DataPreview",
@@ -69,16 +75,24 @@ __all__ = [
     "Entry",
     "Event",
     "EventReader",
+    "Export",
     "Fault",
     "Plan",
     "PlanError",
     "Progress",
     "Recipe",
+    "RewardTrial",
+    "RowPreview",
     "Run",
+    "Sample",
     "Series",
     "ShippedRecipe",
+    "ShownSequence",
+    "SourceReport",
     "Stopped",
+    "Talk",
     "TunekitError",
+    "chat",
     "check",
     "check_text",
     "checkpoints",
@@ -89,12 +103,14 @@ __all__ = [
     "diagnose_run",
     "edit_text",
     "effects_of",
+    "export",
     "find_run",
     "fit",
     "gib",
     "judged_by",
     "last_events",
     "launch",
+    "list_examples",
     "list_recipes",
     "list_runs",
     "load_recipe",
@@ -108,6 +124,7 @@ __all__ = [
     "recipe_entries",
     "recipe_text",
     "redacted",
+    "report",
     "resume",
     "set_tags",
     "short_recipe",
@@ -121,6 +138,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
@@ -130,17 +148,25 @@ _HOMES = {
     "Entry": "tunekit.recipe.entries",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
+    "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
+    "RewardTrial": "tunekit.run.trial",
+    "RowPreview": "tunekit.data.preview",
+    "Sample": "tunekit.data.report",
+    "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
+    "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
+    "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
+    "chat": "tunekit.run.chat",
     "check": "tunekit.api",
     "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
@@ -151,12 +177,14 @@ _HOMES = {
     "diagnose_run": "tunekit.run.diagnosis",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
+    "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
-    "judged_by": "tunekit.run.measures",
     "gib": "tunekit.planner.plan",
+    "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
@@ -167,9 +195,10 @@ _HOMES = {
     "preview": "tunekit.api",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
-    "redacted": "tunekit.redact",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
+    "redacted": "tunekit.redact",
+    "report": "tunekit.run.report",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",

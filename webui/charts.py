@@ -32,13 +32,13 @@ class Kind:
     Attributes:
         key: What its texts are called.
         names: The curves in it, by their names in the log; a star stands for what the recipe names.
-        digits: How numbers are written on the axis, as d3-format says it.
+        digits: How numbers are written on the axis, as d3-format says it; None leaves that to Vega.
         held_out: Whether evaluations have the same curves.
     """
 
     key: str
     names: tuple[str, ...]
-    digits: str = "~g"
+    digits: str | None = None
     held_out: bool = True
 
 
@@ -61,6 +61,17 @@ KINDS = (
 """All kinds, in the order in which they are shown; a run has those of which it logs something."""
 
 GIB = 2**30
+
+CURVES = {
+    "rewards/chosen": "chosen",
+    "rewards/rejected": "rejected",
+    "completions/mean_length": "mean_length",
+    "completions/max_length": "max_length",
+    "frac_reward_zero_std": "no_signal",
+    "completions/clipped_ratio": "cut_off",
+    "peak_memory_bytes": "measured",
+}
+"""Curves that have a name of their own beside others of their kind."""
 
 Point = tuple[float, float]
 """A value at a place of the axis."""
@@ -173,27 +184,12 @@ def spec_of(
         planned_bytes: What the plan says of memory, for a line beside what was measured.
     """
     runs = list(dict.fromkeys(curve.run for curve in curves))
-    rows = list(_rows(curves, view, words, several=len(runs) > 1))
+    unit, x_title = (1.0, words("charts.step")) if view.by == "step" else _unit(curves, words)
+    rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
     planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
     values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
-    x_title = words("charts.step" if view.by == "step" else "charts.hours")
     y_scale = {"type": "log" if view.is_log else "linear", "zero": False, **_clipped(values, view)}
     labels = list(dict.fromkeys(row["c"] for row in rows))
-    encoding: dict[str, Any] = {
-        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
-        "y": {"field": "y", "type": "quantitative", "title": None, "scale": y_scale, "axis": {"format": kind.digits}},
-        "color": {
-            "field": "c",
-            "type": "nominal",
-            "scale": {"domain": labels, "range": [COLOURS[place % len(COLOURS)] for place in range(len(labels))]},
-            "legend": {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None,
-        },
-        "tooltip": [
-            {"field": "c", "type": "nominal", "title": words("charts.curve")},
-            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
-            {"field": "y", "type": "quantitative", "title": words(f"charts.{kind.key}"), "format": ".5~g"},
-        ],
-    }
     layers = _layers(rows, view)
     if planned is not None:
         layers.append(_planned(planned, words))
@@ -207,7 +203,7 @@ def spec_of(
         "autosize": {"type": "fit", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
-        "encoding": encoding,
+        "encoding": _encoding(kind, labels, x_title, y_scale, words),
         "layer": layers,
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
@@ -233,35 +229,82 @@ CONFIG: dict[str, Any] = {
 """How all charts look."""
 
 
-def _rows(curves: Sequence[Curve], view: View, words: Words, *, several: bool) -> Iterator[dict[str, Any]]:
-    """The points of all curves: `x`, `y`, `c` for the curve, `k` for how it is drawn, `g` for what belongs together."""
+def _unit(curves: Sequence[Curve], words: Words) -> tuple[float, str]:
+    """How many of a unit of time an hour has, and what it is called: the largest of which there are some."""
+    hours = max((point[0] for curve in curves for point in curve.points), default=0.0)
+    if hours < 1 / 20:
+        return 3600.0, words("charts.seconds")
+    return (60.0, words("charts.minutes")) if hours < 2 else (1.0, words("charts.hours"))
+
+
+def _rows(curves: Sequence[Curve], view: View, words: Words, unit: float, *, several: bool) -> Iterator[dict[str, Any]]:
+    """The points of all curves.
+
+    Each has `x` and `y`, `c` for what its colour stands for, `t` for what the curve is called, `k` for how it is drawn,
+    and `g` for what belongs together.
+    """
     for place, curve in enumerate(curves):
         label = label_of(curve, words, several=several)
+        # Of several runs each has its colour, and evaluations are told by their dashes.
+        colour = label_of(curve._replace(name=curve.name.removeprefix("eval_")), words, several=True, brief=True)
         points = [point for point in curve.points if point[1] > 0 or not view.is_log]
         drawn = [("held_out", points)] if curve.is_held_out else [("plain", points)]
         if view.smoothing and not curve.is_held_out:
             drawn = [("faint", points), ("plain", smoothed(points, view.smoothing))]
         for kind, some in drawn:
             for x, y in thinned(some):
-                yield {"x": _rounded(x), "y": _rounded(y), "c": label, "k": kind, "g": place}
+                at = {"x": _rounded(x * unit), "y": _rounded(y)}
+                yield {**at, "c": colour if several else label, "t": label, "k": kind, "g": place}
 
 
-def label_of(curve: Curve, words: Words, *, several: bool) -> str:
-    """What a curve is called in the legend: by what sets it apart from the others."""
+def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) -> str:
+    """What a curve is called: by what sets it apart from the others.
+
+    Args:
+        curve: The curve.
+        words: The language.
+        several: Whether there are several runs.
+        brief: Whether what it was measured on need not be said.
+    """
     plain = curve.name.removeprefix("eval_")
-    shown = {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "completions/mean_length": "mean_length"}
-    shown |= {"completions/max_length": "max_length", "frac_reward_zero_std": "no_signal"}
-    shown |= {"completions/clipped_ratio": "cut_off", "peak_memory_bytes": "measured"}
-    if plain in shown:
-        label = words(f"charts.curve_{shown[plain]}")
+    if plain in CURVES:
+        label = words(f"charts.curve_{CURVES[plain]}")
     elif fnmatch(plain, "rewards/*/mean"):
         label = plain.removeprefix("rewards/").removesuffix("/mean")
     else:
         label = ""
-    part = words("charts.evaluation" if curve.is_held_out else "charts.training")
     # Where nothing else tells curves apart, what they were measured on does.
-    own = [label] if label and not curve.is_held_out else [label, part] if label else [part]
-    return " · ".join([*([curve.run] if several else []), *own])
+    tells = not brief and (curve.is_held_out or not label)
+    part = [words("charts.evaluation" if curve.is_held_out else "charts.training")] if tells else []
+    return " · ".join([*([curve.run] if several else []), *([label] if label else []), *part])
+
+
+def _encoding(kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words) -> dict[str, Any]:
+    """What places, colours and tooltips stand for."""
+    title = words(f"charts.{kind.key}")
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
+    legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None
+    return {
+        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
+        "y": {
+            "field": "y",
+            "type": "quantitative",
+            "title": None,
+            "scale": y_scale,
+            "axis": {"format": kind.digits} if kind.digits else {},
+        },
+        "color": {
+            "field": "c",
+            "type": "nominal",
+            "scale": {"domain": list(labels), "range": colours},
+            "legend": legend,
+        },
+        "tooltip": [
+            {"field": "t", "type": "nominal", "title": words("charts.curve")},
+            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
+            {"field": "y", "type": "quantitative", "title": title, "format": ".5~g"},
+        ],
+    }
 
 
 def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
@@ -291,7 +334,7 @@ def _planned(planned: float, words: Words) -> dict[str, Any]:
         "layer": [
             {"mark": {"type": "rule", "strokeDash": [4, 4], "stroke": TEXT}, "encoding": alone},
             {
-                "mark": {"type": "text", "align": "left", "x": 4, "dy": -6, "fill": TEXT},
+                "mark": {"type": "text", "align": "left", "x": 4, "dy": 10, "fill": TEXT},
                 "encoding": {**alone, "text": {"field": "w", "type": "nominal"}},
             },
         ],

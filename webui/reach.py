@@ -1,4 +1,4 @@
-"""Drafts reach no further than the workspace: not for rows, not for models, and not for where a run is written.
+"""Drafts reach no further than the workspace: not for rows, not for models and their code, and not for where runs go.
 
 A recipe comes from a browser, and whoever can open the page could otherwise have any file of this machine read. So a
 name is one of the workspace, of the hub, a shipped one, or a URL of another machine.
@@ -20,6 +20,11 @@ def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
     Raises:
         TunekitError: It does.
     """
+    if '"trust_remote_code":true' in recipe.model_dump_json():
+        raise tunekit.TunekitError(
+            "trust_remote_code: code that comes with a model is not run from a page",
+            hint="read the code, and use `tunekit train` in a terminal",
+        )
     for key, text in tunekit.named_paths(recipe):
         _check(site, key, text)
     folder = recipe.output.dir
@@ -50,6 +55,8 @@ def _check(site: Site, key: str, text: str) -> None:
         return
     if "\n" in text:  # A chat template.
         return
+    if text.startswith("~"):
+        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint="name a file of the workspace")
     try:
         for path in _found(site.root / text):
             site.inside(str(path))

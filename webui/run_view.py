@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import yaml
 from gradio.components.plot import PlotData
 
 import tunekit
-from webui import charts, log_view, run_parts
+from webui import charts, controls, export_view, log_view, run_parts
 from webui.history import history_of
 from webui.listing import Line, listing_of
 from webui.site import Site
@@ -67,9 +68,10 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
     warnings = gr.HTML(elem_id="runs-warnings", visible=False)
+    controls.build(page, site, words, run_name, tick)
     with gr.Tabs(elem_id="runs-tabs"):
         with gr.Tab(words("runs.tab_charts"), id="charts"):
-            controls = _controls(words)
+            looks = _looks(words)
             no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
             with gr.Row(elem_id="runs-charts"):
                 plots = [
@@ -92,16 +94,18 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
             checkpoints = gr.HTML(elem_id="runs-checkpoints")
         with gr.Tab(words("runs.tab_result"), id="result"):
             result = gr.HTML(elem_id="runs-result")
+        with gr.Tab(words("export.tab"), id="export"):
+            export_view.build(page, site, words, run_name, tick)
     parts = Parts(
         seen, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
     )
-    inputs = [run_name, seen, order, *controls]
+    inputs = [run_name, seen, order, *looks]
 
-    def refresh(name: str, seen: str, order: Any, *looks: Any) -> list[Any]:
-        return look(site, words, name, seen, order, *looks)
+    def refresh(name: str, seen: str, order: Any, *looked_at: Any) -> list[Any]:
+        return look(site, words, name, seen, order, *looked_at)
 
-    overlaid = controls[-1]
-    for listen in (run_name.change, tick.tick, order.input, *(control.input for control in controls)):
+    overlaid = looks[-1]
+    for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
         listen(refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last")
 
     def others(name: str) -> Any:
@@ -110,7 +114,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
 
 
-def _controls(words: Words) -> list[Any]:
+def _looks(words: Words) -> list[Any]:
     """How the charts are looked at."""
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
@@ -118,7 +122,7 @@ def _controls(words: Words) -> list[Any]:
                 0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
-            sides = [(words("charts.step"), "step"), (words("charts.hours"), "time")]
+            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
             by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="runs-by", min_width=160)
         with gr.Row():
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="runs-log-scale", min_width=160)
@@ -246,7 +250,7 @@ def planned_bytes(run: tunekit.Run) -> float | None:
     """What the plan says that each process takes; None where the plan cannot be read."""
     try:
         return run.plan.memory.total_bytes
-    except (tunekit.TunekitError, OSError, ValueError, KeyError):
+    except (tunekit.TunekitError, OSError, ValueError, KeyError, yaml.YAMLError):
         return None
 
 
@@ -264,8 +268,8 @@ def plan_of(run: tunekit.Run) -> str:
         return f"<pre class='log-text' tabindex='0'>{escape(tunekit.redacted(run.plan.explain()))}</pre>"
     except tunekit.TunekitError as error:
         return told(error)
-    except (OSError, ValueError, KeyError) as error:
-        return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} cannot be read: {error}", hint="it was damaged"))
+    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
+        return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} is damaged", hint=str(error)))
 
 
 def _answers_mark(reader: tunekit.EventReader) -> list[tuple[str, ...]]:
