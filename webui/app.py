@@ -90,7 +90,8 @@ def _header(site: Site, words: Words, current: str) -> str:
     )
     (other,) = set(LANGUAGES) - {words.language}
     return (
-        f"<header><a class='shell-name' href='{prefix(words.language)}/'>{escape(words('shell.name'))}</a>"
+        f"<header><a class='shell-name' href='{prefix(words.language)}/' "
+        f"title='{escape(words('shell.workspace', root=site.root))}'>{escape(words('shell.name'))}</a>"
         f"<nav aria-label='{escape(words('shell.pages'))}'>{links}</nav>"
         f"<a id='shell-language' lang='{other}' hreflang='{other}' href='{site.link(other, current)}'>"
         f"{escape(LANGUAGES[other])}</a></header>"
