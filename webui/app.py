@@ -75,7 +75,6 @@ def build_pages(site: Site, words: Words) -> gr.Blocks:
     pages = gr.Blocks(analytics_enabled=False, title=words("shell.name"), fill_width=True)
     for name, build in PAGES.items():
         with pages.route(words(f"shell.page_{name}"), name):
-            gr.Navbar(visible=False)
             gr.HTML(_header(site, words, name), elem_id="shell-header")
             build(pages, site, words)
     return pages
