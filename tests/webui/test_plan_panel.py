@@ -1,6 +1,7 @@
 """The plan of a draft, on this machine and others, and the button that makes a run of it."""
 
 import re
+from html import escape
 
 import pytest
 
