@@ -1,6 +1,7 @@
 """The plan of a draft, on this machine and others, and the button that makes a run of it."""
 
 import re
+from html import escape
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
 
     page = open_page(f"{served.url}new?from=file:drafted.yaml")
     page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()
-    page.get_by_label("Name of the run", exact=True).fill("seen")
+    page.locator("#plan-name").get_by_role("textbox").fill("seen")
     page.locator("#plan-start:enabled").wait_for()
     page.locator("#plan-start").dblclick()
     page.wait_for_url("**/runs?run=seen-*")
