@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tunekit.display import Progress
     from tunekit.display_plan import plan_figures
     from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.inline import ui
     from tunekit.planner.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
@@ -135,6 +136,7 @@ __all__ = [
     "sweep",
     "train",
     "try_rewards",
+    "ui",
 ]
 
 _HOMES = {
@@ -209,6 +211,7 @@ _HOMES = {
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",
+    "ui": "tunekit.inline",
 }
 
 

@@ -90,7 +90,7 @@ def start_resume(
 
 def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:
     """Start a command, and wait until it has a run or says why it has none."""
-    environment = {**os.environ, **(visible_to(devices) if devices is not None else {})}
+    environment = {**os.environ, **(visible_to(devices) if devices else {})}
     listening, telling = os.pipe()
     options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
     verb, *others = words

@@ -13,7 +13,7 @@ import gradio as gr
 
 import tunekit
 from webui import diagnosis, situation
-from webui.resume_form import ResumeForm
+from webui.resume_form import ResumeForm, message
 from webui.site import Site
 from webui.situation import OVER, Situation, situation_of
 from webui.words import Words, told
@@ -26,7 +26,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     """The panel. `run_name` says of which run; it is asked again at every tick."""
     seen = gr.Textbox(visible=False)
     if site.read_only:
-        shown = _Shown(seen, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis"))
+        shown = _Shown(seen, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False))
 
         def look_only(name: str, seen: str) -> list[Any]:
             return look(site, words, name, seen, shown)
@@ -44,14 +44,15 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         clone = gr.Button(words("controls.clone"), size="md", elem_id="controls-clone")
     ask = _StopNow(words)
     line = gr.HTML(elem_id="controls-line")
-    problem = gr.HTML(elem_id="controls-problem")
-    card = gr.HTML(elem_id="controls-diagnosis")
+    problem = gr.HTML(elem_id="controls-problem", visible=False)
+    card = gr.HTML(elem_id="controls-diagnosis", visible=False)
     mend = gr.Button(
         words("controls.mend"), variant="primary", size="md", visible=False, elem_id="controls-mend"
     )  # fmt: skip
-    form = ResumeForm(site, words, run_name)
-    tags, path = _tags_and_folder(words)
-    deletion = _Deletion(site, words, run_name)
+    with gr.Accordion(words("controls.manage"), open=False, elem_id="controls-manage") as manage:
+        form = ResumeForm(site, words, run_name)
+        tags, path = _tags_and_folder(words)
+        deletion = _Deletion(site, words, run_name)
     shown = _Shown(seen, line, card, stop, stop_now, clone, mend, form, tags, path, deletion)
 
     def refresh(name: str, seen: str) -> list[Any]:
@@ -67,7 +68,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     ask.attach(stop_now)
     ended = ask.sure.click(lambda name: _stop(site, name, now=True), run_name, problem)
     ended.then(refresh, **again)
-    form.attach(mend, problem, refresh, again)
+    form.attach(manage, mend, problem, refresh, again)
     tagged = tags.input(lambda name, chosen: _tag(site, name, chosen), [run_name, tags], problem)
     tagged.then(refresh, **again)
     deletion.attach(problem)
@@ -110,7 +111,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
     except tunekit.TunekitError as error:
         # It may have been deleted meanwhile.
         digest = f"none {error}"
-        return nothing if seen == digest else [digest, told(error), "", *_nothing_to_do(shown)]
+        return nothing if seen == digest else [digest, told(error), gr.HTML("", visible=False), *_nothing_to_do(shown)]
     all_tags = [] if shown.form is None else tags_in(site)
     digest = hashlib.sha256(f"{name} {asdict(found)} {all_tags}".encode()).hexdigest()
     if seen == digest:
@@ -119,7 +120,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
     always = [
         digest,
         line_of(words, found, read_only=site.read_only),
-        diagnosis.card(site, words, name, failed) if failed else "",
+        gr.HTML(diagnosis.card(site, words, name, failed) if failed else "", visible=failed is not None),
     ]
     if shown.form is None:
         return always
@@ -211,9 +212,10 @@ class _Deletion:
 
     def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
         self._site, self._words, self._run_name = site, words, run_name
-        with gr.Accordion(words("controls.delete"), open=False, elem_id="controls-delete"):
+        with gr.Column(elem_id="controls-delete"):
+            gr.HTML(f"<h3>{escape(words('controls.delete'))}</h3>")
             self.help = gr.HTML(elem_id="controls-delete-help")
-            self._typed = gr.Textbox(label=words("controls.delete_name"), elem_id="controls-delete-name")
+            self._typed = gr.Textbox("", label=words("controls.delete_name"), elem_id="controls-delete-name")
             self._sure = gr.Button(
                 words("controls.delete_sure"), variant="stop", interactive=False, elem_id="controls-delete-sure"
             )
@@ -229,16 +231,16 @@ class _Deletion:
         done = self._sure.click(self._delete, names, [problem, self._to])
         done.then(None, self._to, None, js=GO)
 
-    def _delete(self, name: str, typed: str) -> tuple[str, str]:
+    def _delete(self, name: str, typed: str) -> tuple[Any, str]:
         try:
             run = self._site.run(name)
             if typed.strip() != name:
                 raise tunekit.TunekitError(f"{typed!r} is not {name!r}", hint="type its name")
             tunekit.delete_run(run)
         except tunekit.TunekitError as error:
-            return told(error), ""
+            return message(told(error)), ""
         situation.forget(run)
-        return "", self._site.link(self._words.language, "runs")
+        return message(""), self._site.link(self._words.language, "runs")
 
 
 def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox]:
@@ -253,19 +255,19 @@ def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox]:
     return tags, path
 
 
-def _stop(site: Site, name: str, *, now: bool) -> str:
+def _stop(site: Site, name: str, *, now: bool) -> Any:
     try:
         situation.stop(site.run(name), now=now)
     except tunekit.TunekitError as error:
-        return told(error)
-    return ""
+        return message(told(error))
+    return message("")
 
 
-def _tag(site: Site, name: str, tags: list[str]) -> str:
+def _tag(site: Site, name: str, tags: list[str]) -> Any:
     try:
         run = site.run(name)
         tunekit.set_tags(run, tags)
     except tunekit.TunekitError as error:
-        return told(error)
+        return message(told(error))
     situation.forget(run)
-    return ""
+    return message("")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tunekit
 from webui import work
-from webui.planning import recipe_of
+from webui.reach import check_reach
 from webui.site import Site
 from webui.words import Words
 
@@ -48,9 +48,10 @@ def named(site: Site, text: str, name: str) -> tunekit.Recipe:
     Raises:
         TunekitError: The draft is not valid, leads out of the workspace, or cannot be called so.
     """
-    recipe, faults = recipe_of(site, text, _overrides(name))
+    recipe, faults = tunekit.check_text(text, _overrides(name), find_functions=False)
     if recipe is None:
-        raise tunekit.TunekitError("\n".join(faults), hint="mend the draft first")
+        raise tunekit.TunekitError("\n".join(map(str, faults)), hint="mend the draft first")
+    check_reach(site, recipe)
     return recipe
 
 

@@ -160,7 +160,7 @@ def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float 
     if num_steps is None or len(logs) < 2 or logs[-1]["step"] <= logs[0]["step"]:
         return None
     rate: float = (logs[-1]["time"] - logs[0]["time"]) / (logs[-1]["step"] - logs[0]["step"])
-    return max(0.0, rate * (num_steps - logs[-1]["step"]))
+    return max(0.0, rate * (num_steps - int(logs[-1]["step"])))
 
 
 def _asked(run: tunekit.Run) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What a draft would need and how fast it would be, on this machine or any other, and the button that starts it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -9,18 +9,21 @@ import gradio as gr
 import tunekit
 from webui import launching
 from webui.plan_view import plan_html, refused_html, side_by_side
-from webui.planning import HERE, Planned, planned, recipe_of, with_changes
+from webui.planning import HERE, Planned, planned, with_changes
 from webui.site import Site
 from webui.words import Words, told
 
 NOWHERE = ""
 """Stands for no second machine."""
 
+LOOK_TICKS = 5
+"""How many of the site's ticks pass until the devices are looked at again."""
+
 GO = "(url) => { if (url) window.location = url }"
 """Leads a browser to an address that is not empty."""
 
 
-def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> None:
+def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: Sequence[gr.Component] = ()) -> None:
     """The panel, below a draft.
 
     Args:
@@ -28,6 +31,7 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> Non
         site: The workspace.
         words: The page's texts.
         draft: What holds the draft's YAML text.
+        form: What else is to hold the text when this panel changes it.
     """
     gr.Markdown(f"## {words('plan.title')}", elem_id="plan-title")
     with gr.Row():
@@ -61,9 +65,18 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> Non
 
     asked = [draft, machine, other]
     told_of = [view, changes, mend, start, reason]
-    for event in (page.load, draft.change, machine.change, other.change):  # type: ignore[attr-defined]
+    for event in (page.load, draft.change, machine.change, other.change):
         event(show, asked, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
-    mend.click(_mended, [draft, changes], draft, show_progress="hidden")
+    holders = [draft, *form]
+
+    def mended(text: str, changes: str) -> Any:
+        """The draft with the changes; as it is, with its faults shown, where it has become unreadable meanwhile."""
+        try:
+            return [with_changes(text, changes)] * len(holders)
+        except tunekit.TunekitError:
+            return [gr.skip()] * len(holders)
+
+    mend.click(mended, [draft, changes], holders, show_progress="hidden")
 
 
 def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
@@ -78,11 +91,9 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
     """
     if not (text or "").strip():
         return _without_plan(words("plan.empty"), words("plan.not_empty"))
-    recipe, faults = recipe_of(site, text)
+    recipe, _ = tunekit.check_text(text, find_functions=False)
     if recipe is None:
-        items = "".join(f"<li lang='en'>{escape(fault)}</li>" for fault in faults)
-        view = f"<div class='told' role='status'><p>{escape(words('plan.faults'))}</p><ul>{items}</ul></div>"
-        return _without_plan(view, words("plan.not_valid"), is_html=True)
+        return _without_plan(words("plan.faults"), words("plan.not_valid"))
     where = [machine or HERE, *([other] if other else [])]
     plans = [planned(site, recipe, name) for name in where]
     views = [
@@ -100,17 +111,9 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
     )
 
 
-def _mended(text: str, changes: str) -> Any:
-    """The draft with the changes; as it is, with its faults shown, where it has become unreadable meanwhile."""
-    try:
-        return with_changes(text, changes)
-    except tunekit.TunekitError:
-        return gr.skip()
-
-
-def _without_plan(view: str, reason: str, *, is_html: bool = False) -> tuple[Any, ...]:
+def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
     return (
-        view if is_html else f"<p>{escape(view)}</p>",
+        f"<p role='status'>{escape(said)}</p>",
         "",
         gr.Button(visible=False),
         gr.Button(interactive=False),
@@ -167,7 +170,8 @@ def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component)
         items = "".join(f"<li lang='en'>{escape(note)}</li>" for note in notes)
         yield f"<p role='status'>{escape(words('plan.checked'))}</p><ul>{items}</ul>"
 
-    page.load(look, devices, devices, show_progress="hidden")
+    for event in (page.load, gr.Timer(LOOK_TICKS * site.tick_seconds).tick):
+        event(look, devices, devices, show_progress="hidden")
     check.click(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2)
     if site.read_only:
         return start, reason

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import tunekit
 from webui import work
@@ -25,18 +24,6 @@ _lock = threading.Lock()
 _kept: OrderedDict[tuple[str, str], tuple[float, Planned]] = OrderedDict()
 
 
-def recipe_of(site: Site, text: str, overrides: Sequence[str] = ()) -> tuple[tunekit.Recipe | None, list[str]]:
-    """The recipe of a draft with changes; or None, and what is wrong with it, a line each."""
-    recipe, faults = tunekit.check_text(text, overrides, find_functions=False)
-    if recipe is None:
-        return None, [str(fault) for fault in faults]
-    try:
-        check_reach(site, recipe)
-    except tunekit.TunekitError as error:
-        return None, [str(error)]
-    return recipe, []
-
-
 def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
     """How a recipe would run on a machine, or why it would not.
 
@@ -46,12 +33,16 @@ def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
         machine: `HERE`, a machine's name, or a file of the workspace that describes one.
     """
     key = recipe.model_dump_json(), machine
+    try:
+        check_reach(site, recipe)
+        check_machine(site, machine)
+    except tunekit.TunekitError as error:
+        return error
     with _lock:
         made, found = _kept.get(key, (0.0, None))
     if found is not None and time.monotonic() - made < KEPT_SECONDS:
         return found
     try:
-        check_machine(site, machine)
         result: Planned = work.call("plan", recipe, on=None if machine == HERE else machine)
     except tunekit.TunekitError as error:
         result = error

@@ -30,15 +30,16 @@ class ResumeForm:
 
     def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
         self._site, self._words, self._run_name = site, words, run_name
-        with gr.Accordion(words("controls.resume"), open=False, elem_id="controls-resume") as self.accordion:
-            gr.HTML(f"<p>{escape(words('controls.resume_help'))}</p>")
+        with gr.Column(elem_id="controls-resume"):
+            heading = f"<h3>{escape(words('controls.resume'))}</h3><p>{escape(words('controls.resume_help'))}</p>"
+            gr.HTML(heading)
             with gr.Row():
                 self.checkpoint = gr.Dropdown(
                     [(words("controls.newest"), "")], value="", label=words("controls.checkpoint"),
                     elem_id="controls-checkpoint", min_width=280,
                 )  # fmt: skip
                 self.edits = gr.Textbox(
-                    label=words("controls.edits"), info=words("controls.edits_help"), lines=2, max_length=4000,
+                    "", label=words("controls.edits"), info=words("controls.edits_help"), lines=2, max_length=4000,
                     elem_id="controls-edits", min_width=280,
                 )  # fmt: skip
             with gr.Row():
@@ -69,11 +70,17 @@ class ResumeForm:
         return [gr.skip(), gr.Button(interactive=False)]
 
     def attach(
-        self, mend: gr.Button, problem: gr.HTML, refresh: Callable[..., list[Any]], again: dict[str, Any]
+        self,
+        manage: gr.Accordion,
+        mend: gr.Button,
+        problem: gr.HTML,
+        refresh: Callable[..., list[Any]],
+        again: dict[str, Any],
     ) -> None:
         """Attach the events.
 
         Args:
+            manage: What the form is in.
             mend: The button that fills in the change that mends a failure.
             problem: Where it is shown what goes wrong.
             refresh: Looks at the run again.
@@ -88,14 +95,15 @@ class ResumeForm:
             found = situation_of(self._site.run(name)).diagnosis
             return "\n".join(found.changes if found else ()), gr.Accordion(open=True)
 
-        changed = [self.edits.input, self.checkpoint.input, self.weights_only.input, self.accordion.expand]
-        gr.on(changed, effects, asked, self.effects, show_progress="hidden", trigger_mode="always_last")
-        filled = mend.click(mended, self._run_name, [self.edits, self.accordion], show_progress="hidden")
+        # Each by itself: of several in one, the last may be lost while another is answered.
+        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input, manage.expand):
+            changed(effects, asked, self.effects, show_progress="hidden", trigger_mode="always_last")
+        filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
         filled.then(effects, asked, self.effects, show_progress="hidden")
         started = self.go_on.click(self._start, [*asked, self.queue], problem)
         started.then(refresh, **again)
 
-    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> str:
+    def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> Any:
         try:
             run = self._site.run(name)
             with _lock:
@@ -110,14 +118,19 @@ class ResumeForm:
                 with _lock:
                     _starting.discard(name)
         except tunekit.TunekitError as error:
-            return told(error)
+            return message(told(error))
         situation.forget(run)
-        return f"<p role='status'>{escape(self._words('controls.going_on'))}</p>"
+        return message(f"<p role='status'>{escape(self._words('controls.going_on'))}</p>")
 
 
-def lines_of(edits: str) -> list[str]:
-    """Edits that were typed, one a line."""
-    return [line.strip() for line in edits.splitlines() if line.strip()]
+def message(html: str) -> Any:
+    """What is said beneath the buttons; where that is nothing, it takes no room."""
+    return gr.HTML(html, visible=bool(html))
+
+
+def lines_of(edits: str | None) -> list[str]:
+    """Edits that were typed, one a line; a box in which nothing was ever typed has none."""
+    return [line.strip() for line in (edits or "").splitlines() if line.strip()]
 
 
 def choices_of(words: Words, found: Situation) -> list[tuple[str, str]]:
@@ -145,6 +158,8 @@ def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: s
     """What becomes of edits, as a table; or what is wrong with them."""
     try:
         run = site.run(name)
+        if not lines_of(edits) and not situation_of(run).can_go_on:
+            return ""
         found = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
         return told(error)
@@ -155,7 +170,7 @@ def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: s
     )
     rows = "".join(_row(words, one) for one in found)
     caption = escape(words("controls.effects"))
-    return f"<table><caption class='sr-only'>{caption}</caption><tr>{heads}</tr>{rows}</table>"
+    return f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>"
 
 
 def _row(words: Words, one: tunekit.EditEffect) -> str:

@@ -1,6 +1,7 @@
 """What can be done with a run from its page: the panel's functions, and once the real thing in a real browser."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import tunekit
 from tests.run.folders import made_run
+from tests.webui.conftest import TIMEOUT_MS
 from webui import situation
 from webui.controls import line_of, tags_in
 from webui.diagnosis import card
@@ -126,12 +128,83 @@ def test_tags_of_all_runs_are_offered(site, workspace):
     assert tags_in(site) == ["bad", "good", "lora"]
 
 
-def started(workspace, *overrides):
-    """A long run that trains, started in a terminal; it has its first checkpoint."""
-    (workspace / "long.yaml").write_text(
-        "model: pico\ndata:\n  train: chats.jsonl\n  max_length: 64\nadapter: lora\n"
-        "train:\n  max_steps: 100000\n  global_batch_size: 2\n  save_steps: 10\n"
-        "output:\n  name: long\n  sample_prompts: []\n"
-    )
-    command = [sys.executable, "-m", "tunekit", "train", "long.yaml", *overrides]
-    return subprocess.Popen(command, cwd=workspace, stdout=subprocess.DEVNULL, start_new_session=True)
+LONG = """\
+model: pico
+data:
+  train: chats.jsonl
+  max_length: 64
+adapter: lora
+train:
+  max_steps: 100000
+  global_batch_size: 2
+  save_steps: 2
+output:
+  name: long
+  sample_prompts: []
+"""
+
+
+@pytest.mark.slow
+def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_deleted(workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=TIMEOUT_MS)
+    (workspace / "long.yaml").write_text(LONG)
+    command = [sys.executable, "-m", "tunekit", "train", "long.yaml"]
+    process = subprocess.Popen(command, cwd=workspace, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        page = open_page(f"{serve(workspace).url}runs")
+        page.locator("#runs-list a[id^=run-long]").click()
+        head, line, stop = page.locator("#runs-head"), page.locator("#controls-line"), page.locator("#controls-stop")
+        expect(head).to_contain_text(re.compile(r"step ([4-9]|\d\d+) of"))
+        expect(page.locator("#controls-go-on")).to_be_hidden()
+        stop.click()
+        expect(line).to_contain_text("was interrupted: stopped by `tunekit stop` at step ")
+        expect(stop).to_be_disabled()
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+    (run,) = tunekit.list_runs(workspace / "runs")
+    assert run.state == "interrupted"
+    earlier = [one for one in tunekit.checkpoints(run) if one.fault is None][1]
+
+    page.locator("#controls-manage > button").click()
+    page.get_by_label("Checkpoint").first.click()
+    page.get_by_role("option", name=f"step {earlier.step} ").click()
+    page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
+    expect(page.locator("#controls-effects")).to_contain_text("only with the weights alone")
+    page.locator("#controls-go-on").click()
+    expect(page.locator("#controls-problem")).to_contain_text("cannot go on with these edits")
+    page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
+    expect(page.locator("#controls-effects tr")).to_have_count(2)
+    page.locator("#controls-go-on").click()
+    expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
+    expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
+    expect(line).to_contain_text("It is over")
+    assert run.state == "finished"
+    resumed = next(event for event in reversed(run.events()) if event["event"] == "resume")
+    assert (resumed["step"], run.status()["step"]) == (earlier.step, earlier.step + 3)
+
+    page.locator("#controls-tags input").fill("good")
+    page.locator("#controls-tags input").press("Enter")
+    page.reload()
+    page.locator("#controls-manage > button").click()
+    expect(page.locator("#controls-tags")).to_contain_text("good")
+    assert run.tags == ["good"]
+
+    sure = page.locator("#controls-delete-sure")
+    expect(sure).to_be_disabled()
+    page.locator("#controls-delete-name textarea, #controls-delete-name input").fill(run.name)
+    expect(sure).to_be_enabled()
+    sure.click()
+    page.wait_for_url("**/runs")
+    expect(page.locator("#runs-list")).to_contain_text("no runs yet", ignore_case=True)
+    assert not run.path.exists()
+
+
+def test_a_wall_screen_has_no_button(trained_run, workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(workspace, '--read-only').url}runs?run={trained_run.name}")
+    expect(page.locator("#controls-line")).to_contain_text("These pages only show.", timeout=TIMEOUT_MS)
+    assert page.locator("[id^=controls-] button").count() == 0

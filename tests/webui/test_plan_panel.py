@@ -1,13 +1,15 @@
 """The plan of a draft, on this machine and others, and the button that makes a run of it."""
 
 import re
+from html import escape
 
 import pytest
 
 import tunekit
+from tests.webui.conftest import fill
 from webui import launching, plan_panel, planning
 from webui.plan_view import plan_html, refused_html
-from webui.planning import HERE, planned, recipe_of, with_changes
+from webui.planning import HERE, planned, with_changes
 from webui.site import LANGUAGES, Site
 from webui.words import Words
 
@@ -42,7 +44,7 @@ def site(workspace, monkeypatch):
 
 
 def plan_of(site, text, machine):
-    recipe, faults = recipe_of(site, text)
+    recipe, faults = tunekit.check_text(text)
     assert recipe is not None, faults
     return planned(site, recipe, machine)
 
@@ -87,8 +89,8 @@ def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_s
     ("text", "words"),
     [
         ("", "Choose a recipe"),
-        ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "did you mean &#x27;rank&#x27;"),
-        ("model: [", "recipe"),
+        ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "has mistakes"),
+        ("model: [", "has mistakes"),
         ("model: pico\ndata: {train: /etc/passwd}", "leads out of the workspace"),
         ("model: {path: pico, trust_remote_code: true}\ndata: {train: chats.jsonl}", "trust_remote_code"),
     ],
@@ -96,7 +98,7 @@ def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_s
 def test_a_draft_with_mistakes_has_no_plan_and_cannot_be_started(site, text, words):
     view, changes, mend, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
     assert not changes and not mend.visible and not start.interactive and reason
-    assert words in view or words in reason or text == "model: ["
+    assert words in view or words in reason
     with pytest.raises(tunekit.TunekitError):
         launching.begin(site, text, "", [], waits=False)
     assert not (site.root / "runs").exists()
@@ -126,3 +128,42 @@ def test_devices_are_offered_with_the_end_of_their_uuid_their_free_memory_and_wh
     ((label, value),) = launching.choices([gpu], Words("en"))
     assert value == gpu.uuid
     assert label == "H100 · …456789ab · 40.0 GiB of 80.0 GiB free · used by a · 1 waiting"
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory):
+    root = fill(tmp_path_factory.mktemp("plan") / "workspace")
+    (root / "drafted.yaml").write_text(DRAFT, encoding="utf-8")
+    (root / "large.yaml").write_text(LARGE, encoding="utf-8")
+    return root, serve(root)
+
+
+def choose(page, label, value):
+    """Choose a machine as a user does who types its name."""
+    page.get_by_label(label, exact=True).fill(value)
+    page.get_by_role("option", name=value, exact=True).click()
+
+
+@pytest.mark.slow
+def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, open_page):
+    root, served = server
+    forced = "&set=train.micro_batch_size=8&set=train.gradient_checkpointing=false&set=parallel.num_processes=1"
+    page = open_page(f"{served.url}new?from=file:large.yaml{forced}")
+    plan = page.locator("#plan-plan")
+    choose(page, "Machine", "h100")
+    plan.get_by_text("does not fit", exact=False).first.wait_for()
+    mend = page.locator("#plan-mend")
+    mend.wait_for()
+    mend.click()
+    plan.get_by_text("fits H100", exact=False).first.wait_for()
+    bar = plan.locator(".plan-bar").get_attribute("aria-label")
+    assert "weights" in bar and "may be used" in bar
+
+    page = open_page(f"{served.url}new?from=file:drafted.yaml")
+    page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()
+    page.locator("#plan-name").get_by_role("textbox").fill("seen")
+    page.locator("#plan-start:enabled").wait_for()
+    page.locator("#plan-start").dblclick()
+    page.wait_for_url("**/runs?run=seen-*")
+    (run,) = tunekit.list_runs(root / "runs")
+    assert run.name in page.url and run.recipe.train.max_steps == 2
