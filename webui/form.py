@@ -81,7 +81,7 @@ def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
         text += f" {words('form.takes', takes=entry.takes)}"
     if entry.key.endswith("trust_remote_code"):
         text += f" {words('form.no_remote_code')}"
-    return f"<strong class='form-told'>{literal(fault)}</strong><br>{text}" if fault else text
+    return f"✗ {fault} · {text}" if fault else text
 
 
 def _of_variant(entry: tunekit.Entry) -> str:
@@ -90,11 +90,6 @@ def _of_variant(entry: tunekit.Entry) -> str:
     parts = re.split(rf"(?:^|(?<=\. ))({words}): ", entry.description)
     told = dict(zip(parts[1::2], parts[2::2], strict=True))
     return told.get(str(shown(entry)), entry.description).strip()
-
-
-def literal(text: str) -> str:
-    """A text that neither HTML nor Markdown take for more than it is."""
-    return re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", text)
 
 
 @dataclass
