@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.migrate.migration import migrate
+    from tunekit.recipe.migrate.report import Migration
     from tunekit.recipe.places import Fault
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
@@ -66,6 +68,7 @@ __all__ = [
     "Event",
     "EventReader",
     "Fault",
+    "Migration",
     "Plan",
     "PlanError",
     "Progress",
@@ -94,6 +97,7 @@ __all__ = [
     "list_runs",
     "load_recipe",
     "machines",
+    "migrate",
     "plan",
     "plan_figures",
     "preview",
@@ -123,6 +127,7 @@ _HOMES = {
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Fault": "tunekit.recipe.places",
+    "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
@@ -149,6 +154,7 @@ _HOMES = {
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
     "list_recipes": "tunekit.recipe.library",
+    "migrate": "tunekit.recipe.migrate.migration",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli_ui import ui
@@ -318,6 +319,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
+app.command(rich_help_panel=RECIPES)(migrate)
 app.command(rich_help_panel=RUNS)(ui)
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
