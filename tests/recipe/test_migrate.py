@@ -235,7 +235,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "adapter.target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     },
     "torchtune-mistral-full.yaml": {
-        "model.path": "mistralai/Mistral-7B-v0.1", "data.format": "sharegpt", "train.optim": "paged_adamw_32bit",
+        "model.path": "mistralai/Mistral-7B-v0.1", "data.format": "sharegpt", "train.optim": "adamw_torch_fused",
+        "train.weight_decay": 0.0,
     },
     "torchtune-concat.yaml": {
         "data.shuffle": False, "train.seed": 11, "train.optim": "sgd", "train.learning_rate": 1e-3,
@@ -292,11 +293,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 def save(path: Path, *rows: dict[str, Any]) -> None:
     texts = [json.dumps(row) for row in rows]
-    path.write_text(
-        "".join(
-            text.replace("Who?", f"Who {n}?").replace("Add", f"{n}: add") + "\n" for text in texts for n in range(32)
-        )
-    )
+    lines = [text.replace("Who?", f"Who {n}?").replace("Add", f"{n}: add") for text in texts for n in range(400)]
+    path.write_text("\n".join(lines))
 
 
 @pytest.fixture(autouse=True)
@@ -356,6 +354,8 @@ def value_of(made: Migration, key: str) -> Any:
     at: Any = made.recipe.model_dump()
     for part in key.split("."):
         at = at[part]
+    if key == "train.learning_rate" and at is None:
+        return 2e-5 if made.recipe.adapter.type == "full" else 2e-4
     return at
 
 

@@ -53,7 +53,7 @@ def source(given: dict[str, Any], method: str) -> dict[str, Any]:
 def _format(kind: str, given: dict[str, Any], method: str) -> tuple[str | None, dict[str, str]]:
     first, _, last = kind.replace(":", ".").partition(".")
     if method in ("dpo", "orpo", "cpo", "reward"):
-        columns = dict(_PAIRS.get(last, {}))
+        columns = dict(_PAIRS.get(last, {})) if "chat_template" not in kind else {}
         columns |= {
             ours: given[theirs]
             for ours, theirs in (("chosen", "field_chosen"), ("rejected", "field_rejected"))
@@ -129,7 +129,7 @@ def _type(draft: Draft, entry: Entry) -> Fate:
         format_, columns = _format(kind, one if isinstance(one, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
         return Fate("carried", words)
-    if last in ("intel", "argilla", "icr") or "prompt" in _PAIRS.get(last, {}):
+    if last in _PAIRS and "chat_template" not in kind:
         return Fate("carried", f"data.columns: {_PAIRS.get(last, {}) or _format(kind, {}, method)[1]}")
     if last in ("ultra", "default", "chat_template") or first in (
         "chat_template",

@@ -24,6 +24,7 @@ _COMMANDS = re.compile(
 
 _TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory"}
 _ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)")
+_QUOTIENT = re.compile(r"\$\((?:expr +|\( *)(\d+) */ *(\d+) *\)?\)")
 _INDEX = re.compile(r"\[\d+\]")
 
 
@@ -215,8 +216,17 @@ def _of_command(
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """The text with the variables that the script sets filled in; others stay."""
-    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: variables.get(found[1] or found[2], found[0]), text)
+    """The text with the variables that the script sets filled in, and quotients worked out; what else there is stays.
+
+    `$(expr 16 / $nproc_per_node)` is how scripts divide an accumulation among devices.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return variables.get(name, found[0] if default is None else default)
+
+    text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
+    return _QUOTIENT.sub(lambda found: str(int(found[1]) // max(1, int(found[2]))), text)
 
 
 def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, ...]:

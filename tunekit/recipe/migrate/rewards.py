@@ -4,23 +4,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tunekit.recipe.migrate.draft import Draft, UnfitError, names, number
+from tunekit.recipe.migrate.draft import Draft, Rule, UnfitError, names, number
 from tunekit.recipe.migrate.original import Entry
 from tunekit.recipe.migrate.report import Fate
 from tunekit.recipe.write import to_inline_yaml
 
 THINKING = r"<think>.*</think>\s*<answer>.*</answer>"
-_KNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "accuracy": ({"type": "math", "column": "solution"}, "math"),
-    "accuracy_reward": ({"type": "math", "column": "solution"}, "math"),
-    "think_format_reward": ({"type": "regex", "pattern": r"<think>.*</think>.*"}, "regex"),
-    "format": ({"type": "regex", "pattern": THINKING}, "regex"),
-    "repetition": ({"type": "repetition"}, "repetition"),
+_KNOWN: dict[str, dict[str, Any]] = {
+    "accuracy": {"type": "math", "column": "solution"},
+    "accuracy_reward": {"type": "math", "column": "solution"},
+    "think_format_reward": {"type": "regex", "pattern": r"<think>.*</think>.*"},
+    "format": {"type": "regex", "pattern": THINKING},
+    "repetition": {"type": "repetition"},
 }
 """Rewards by their names in TRL and ms-swift, and ours."""
 
 
-def rewards(weights_key: str) -> Any:
+def rewards(weights_key: str) -> Rule:
     """The rule of a key that lists rewards.
 
     Args:
@@ -50,10 +50,10 @@ def rewards(weights_key: str) -> Any:
 
 
 def _reward(name: str) -> dict[str, Any] | None:
+    """A reward by its name elsewhere; None where there is none, here or in a file of the user's."""
     if name in _KNOWN:
-        return _KNOWN[name][0]
-    path = name.replace(":", ".").rpartition(".")
-    module = path[0]
+        return _KNOWN[name]
+    module, _, function = name.replace(":", ".").rpartition(".")
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module) and Path(f"{module.replace('.', '/')}.py").is_file():
-        return {"type": "function", "path": f"{module}:{path[2]}"}
+        return {"type": "function", "path": f"{module}:{function}"}
     return None

@@ -71,6 +71,9 @@ _TELLING = {
 
 def prepare(draft: Draft) -> None:
     """Lay in what several keys say together."""
+    devices = draft.get("num_processes")
+    if draft.num_devices is None and isinstance(devices, int):
+        draft.num_devices = devices
     hf.set_batch(draft, "per_device_train_batch_size", "gradient_accumulation_steps", default_micro=8)
     draft.put("method.type", _method(draft), "task")
     if not draft.get("use_peft"):
@@ -299,7 +302,9 @@ _OWN: dict[str, Rule] = {
     "env": refused("variables of the environment are set outside"),
     "config": silent("this file"),
     "accelerate_config": decided(hf.DEVICES),
-    "num_processes": to("parallel.num_processes", whole),
+    "num_processes": lambda draft, entry: hf.batch(draft, entry),
+    **each(decided(hf.KERNELS), "use_liger"),
+    **each(decided("the plan says how vLLM is used: method.generation"), "vllm_device vllm_dtype vllm_max_model_len"),
     "dataset_text_field": _only_with("sft", _text_field, "goes with sft"),
     "packing": _packing,
     "packing_strategy": decided("tunekit fills packed sequences as full as they get"),
