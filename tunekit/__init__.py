@@ -28,35 +28,46 @@ if TYPE_CHECKING:
         train,
         try_rewards,
     )
-    from tunekit.data.preview import DataPreview
-    from tunekit.data.report import DataReport
+    from tunekit.data.files import DATA_SUFFIXES
+    from tunekit.data.preview import DataPreview, RowPreview, ShownSequence
+    from tunekit.data.report import DataReport, Sample, SourceReport
     from tunekit.detached import start, start_resume
     from tunekit.display import Progress
     from tunekit.display_plan import plan_figures
     from tunekit.errors import PlanError, Stopped, TunekitError
+    from tunekit.inline import ui
     from tunekit.planner.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
-    from tunekit.recipe.library import ShippedRecipe, list_recipes, recipe_text
+    from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
     from tunekit.recipe.migrate.migration import migrate
     from tunekit.recipe.migrate.report import Migration
     from tunekit.recipe.places import Fault
+    from tunekit.recipe.reach import named_paths
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
+    from tunekit.redact import redacted
+    from tunekit.run.chat import Talk, chat
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
+    from tunekit.run.export import Export, export
     from tunekit.run.kept import Checkpoint, checkpoints
+    from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
+    from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.stop import stop_wish
+    from tunekit.run.trial import RewardTrial
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DATA_SUFFIXES",
     "UNSET",
     "Checkpoint",
     "DataPreview",
@@ -67,17 +78,25 @@ __all__ = [
     "Entry",
     "Event",
     "EventReader",
+    "Export",
     "Fault",
     "Migration",
     "Plan",
     "PlanError",
     "Progress",
     "Recipe",
+    "RewardTrial",
+    "RowPreview",
     "Run",
+    "Sample",
     "Series",
     "ShippedRecipe",
+    "ShownSequence",
+    "SourceReport",
     "Stopped",
+    "Talk",
     "TunekitError",
+    "chat",
     "check",
     "check_text",
     "checkpoints",
@@ -88,16 +107,20 @@ __all__ = [
     "diagnose_run",
     "edit_text",
     "effects_of",
+    "export",
     "find_run",
     "fit",
     "gib",
+    "judged_by",
     "last_events",
     "launch",
+    "list_examples",
     "list_recipes",
     "list_runs",
     "load_recipe",
     "machines",
     "migrate",
+    "named_paths",
     "plan",
     "plan_figures",
     "preview",
@@ -105,18 +128,23 @@ __all__ = [
     "recipe_diff",
     "recipe_entries",
     "recipe_text",
+    "redacted",
+    "report",
     "resume",
     "set_tags",
     "short_recipe",
     "start",
     "start_resume",
     "stop",
+    "stop_wish",
     "sweep",
     "train",
     "try_rewards",
+    "ui",
 ]
 
 _HOMES = {
+    "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
@@ -126,20 +154,28 @@ _HOMES = {
     "Entry": "tunekit.recipe.entries",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
+    "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
     "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
     "Recipe": "tunekit.recipe.schema",
+    "RewardTrial": "tunekit.run.trial",
+    "RowPreview": "tunekit.data.preview",
+    "Sample": "tunekit.data.report",
+    "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
+    "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
+    "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
-    "check_text": "tunekit.run.origin",
+    "chat": "tunekit.run.chat",
     "check": "tunekit.api",
+    "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
     "compare": "tunekit.api",
     "data_report": "tunekit.api",
@@ -148,16 +184,20 @@ _HOMES = {
     "diagnose_run": "tunekit.run.diagnosis",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
+    "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
     "gib": "tunekit.planner.plan",
+    "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
     "launch": "tunekit.api",
+    "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
     "migrate": "tunekit.recipe.migrate.migration",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
+    "named_paths": "tunekit.recipe.reach",
     "plan": "tunekit.api",
     "plan_figures": "tunekit.display_plan",
     "preview": "tunekit.api",
@@ -165,15 +205,19 @@ _HOMES = {
     "recipe_diff": "tunekit.recipe.difference",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
+    "redacted": "tunekit.redact",
+    "report": "tunekit.run.report",
     "resume": "tunekit.api",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
+    "stop_wish": "tunekit.run.stop",
     "sweep": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",
+    "ui": "tunekit.inline",
 }
 
 

@@ -57,14 +57,22 @@ def visible_to(names: Sequence[str]) -> dict[str, str]:
     Raises:
         PlanError: There is no such device.
     """
-    found = _accelerators()
+    return chosen(names, _accelerators())
+
+
+def chosen(names: Sequence[str], found: Sequence[Device]) -> dict[str, str]:
+    """The same, of devices that were found.
+
+    Raises:
+        PlanError: There is no such device, or it is named twice.
+    """
     if not found and all(name == PROCESSOR for name in names):
         return {}
-    chosen = [_device(name.strip(), found) for name in names]
-    uuids = [str(device.visible_as) for device in chosen]
+    picked = [_device(name.strip(), found) for name in names]
+    uuids = [str(device.visible_as) for device in picked]
     if len(set(uuids)) < len(uuids):
         raise PlanError(f"devices: {', '.join(names)} names a device twice", hint="name each once")
-    return {"CUDA_VISIBLE_DEVICES" if chosen[0].gfx is None else "HIP_VISIBLE_DEVICES": ",".join(uuids)}
+    return {"CUDA_VISIBLE_DEVICES" if picked[0].gfx is None else "HIP_VISIBLE_DEVICES": ",".join(uuids)}
 
 
 def _accelerators() -> list[Device]:

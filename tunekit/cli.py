@@ -1,6 +1,7 @@
 """The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
 
-What starts runs is in `tunekit.cli_train`, what is done with them later in `tunekit.cli_runs`.
+What starts runs is in `tunekit.cli_train`, what is done with them later in `tunekit.cli_runs`, and with their models in
+`tunekit.cli_after`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
 stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from tunekit.cli_after import chat, export, report
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
@@ -51,7 +53,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
 
-TRAIN, RECIPES, RUNS = "Train", "Recipes", "Runs and the machine"
+TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
 
 
 def main() -> None:
@@ -318,6 +320,9 @@ def kernels(
         return
     make_console().print(coverage_table(report))
 
+
+for after in (chat, export, report):
+    app.command(rich_help_panel=AFTER)(after)
 
 app.command(rich_help_panel=RECIPES)(migrate)
 app.command(rich_help_panel=RUNS)(ui)

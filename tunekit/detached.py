@@ -21,7 +21,7 @@ import yaml
 from tunekit import errors
 from tunekit.accelerators import visible_to
 from tunekit.errors import RunError, Stopped, TunekitError
-from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event, Listener
 from tunekit.run.run import Run, find_run
@@ -90,7 +90,7 @@ def start_resume(
 
 def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:
     """Start a command, and wait until it has a run or says why it has none."""
-    environment = {**os.environ, **(visible_to(devices) if devices is not None else {})}
+    environment = {**os.environ, **(visible_to(devices) if devices else {})}
     listening, telling = os.pipe()
     options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
     verb, *others = words
@@ -130,7 +130,7 @@ def _run_of(line: str, console: IO[bytes]) -> Run:
 def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:
     """A recipe as a file, of a name that runs of it may have."""
     if isinstance(source, Recipe):
-        name, text = source.output.name or "recipe", dump_recipe(source)
+        name, text = source.output.name or "recipe", short_recipe(source)
     else:
         name, text = "recipe", yaml.safe_dump(dict(source), sort_keys=False, allow_unicode=True)
     path = folder / f"{Path(name).name}.yaml"

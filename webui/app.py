@@ -10,6 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.requests import Request
 
 from webui.pages import PAGES
+from webui.report_route import add_report
 from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
 
@@ -31,6 +32,7 @@ for (const kind of ["click", "auxclick"])
 def make_app(site: Site) -> FastAPI:
     """The application: every page in every language."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    add_report(app, site)
     for language in sorted(LANGUAGES, key=prefix, reverse=True):
         _add_home(app, language)
         _mount(app, site, Words(language))

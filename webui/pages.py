@@ -8,11 +8,15 @@ from collections.abc import Callable
 
 import gradio as gr
 
-from webui import start
+from webui import chat, compare, data_page, runs_page, start
 from webui.site import Site
 from webui.words import Words
 
 PAGES: dict[str, Callable[[gr.Blocks, Site, Words], None]] = {
     "start": start.build,
+    "data": data_page.build,
+    "runs": runs_page.build,
+    "compare": compare.build,
+    "chat": chat.build,
 }
 """What builds each page, by the name that it has in URLs; `shell.page_NAME` is its link's text."""

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import tunekit
+from webui.gate import Gate, check_address
 from webui.site import Site
 
 
@@ -24,8 +25,9 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
         open_browser: Whether to show the first page in this machine's browser.
 
     Raises:
-        TunekitError: The address cannot be listened at.
+        TunekitError: The address cannot be listened at, or others reach it and there is no password.
     """
+    check_address(host, password)
     listener = _listen(host, port)
     os.chdir(site.root)
     with tempfile.TemporaryDirectory(prefix="tunekit-ui-") as folder:
@@ -36,7 +38,7 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
 
         from webui.app import make_app
 
-        app = make_app(site)
+        app = Gate(make_app(site), password=password, read_only=site.read_only)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         url = f"http://{host}:{listener.getsockname()[1]}/"
         print(f"{url} shows {site.root}; Ctrl-C ends it, and no run", flush=True)

@@ -5,6 +5,7 @@ when the server does. One that has come to hold memory of a GPU ends after the c
 """
 
 import multiprocessing
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import tunekit
@@ -24,6 +26,8 @@ IDLE_SECONDS = 60.0
 
 GRACE_SECONDS = 15.0
 """How much earlier the server gives up a process, so that it asks nothing of one that is about to end."""
+
+_LOOK_SECONDS = 0.2
 
 
 @dataclass
@@ -38,24 +42,39 @@ _lock = threading.Lock()
 _idle: list[_Worker] = []
 
 
-def call(function: str, *args: Any, on_event: Callable[[Any], None] | None = None, **options: Any) -> Any:
+class Cancelled(Exception):
+    """Nobody waits for the result of a call any more."""
+
+
+def call(
+    function: str,
+    *args: Any,
+    on_event: Callable[[Any], None] | None = None,
+    until: threading.Event | None = None,
+    **options: Any,
+) -> Any:
     """What a function of tunekit returns, from a process of its own.
 
     Args:
         function: One of tunekit's root names, such as `data_report`.
         args: Its arguments, plain data.
         on_event: Called with its events as they happen, where it takes such an argument.
+        until: Once this is set the process is ended, and there is no result.
         options: Its named arguments.
 
     Raises:
         TunekitError: It raised this, or its process ended.
+        Cancelled: `until` was set before it had a result.
     """
     with _slots:
         worker = _take()
         is_usable = False
         try:
-            worker.connection.send((function, args, options, on_event is not None))
+            worker.connection.send((Path.cwd(), function, args, options, on_event is not None))
             while True:
+                while until is not None and not worker.connection.poll(_LOOK_SECONDS):
+                    if until.is_set():
+                        raise Cancelled
                 kind, value = worker.connection.recv()
                 if kind == "event" and on_event is not None:
                     on_event(value)
@@ -104,9 +123,10 @@ def _work(connection: Connection) -> None:
     """Serve calls until none comes for a while. What is not a `TunekitError` ends the process with its traceback."""
     while connection.poll(IDLE_SECONDS):
         try:
-            function, args, options, tells = connection.recv()
+            folder, function, args, options, tells = connection.recv()
         except EOFError:
             return
+        os.chdir(folder)
         if tells:
             options["on_event"] = lambda event: connection.send(("event", event))
         try:

@@ -155,7 +155,7 @@ def test_bad_rows_are_listed_with_their_lines_beside_the_good_ones(folder):
     assert [row.place for row in seen.rows] == ["rows.jsonl:1", "rows.jsonl:4"]
     assert [bad.place for bad in seen.bad] == ["rows.jsonl:2:2", "rows.jsonl:3", "rows.jsonl:5"]
     assert seen.bad[1].reason == "text must be a string, got the number 3"
-    assert (seen.max_bad_rows, seen.problem) == (0, None)
+    assert (seen.max_bad_rows, seen.problem, seen.num_records) == (0, None, 5)
 
 
 def test_columns_that_no_format_has_are_shown_with_what_they_hold_and_can_be_mapped(folder):

@@ -114,6 +114,17 @@ def test_what_was_read_is_not_read_again(tmp_path):
     assert reader.read_bytes == path.stat().st_size > before
 
 
+def test_a_long_file_can_be_read_in_parts(tmp_path):
+    path = tmp_path / "events.jsonl"
+    written(path, [("log", {"step": step, "loss": 1.0}) for step in range(100)])
+    reader, size = EventReader(path), path.stat().st_size
+    told = []
+    while reader.read(size // 4) or reader.is_behind:
+        told.append(reader.read_bytes)
+    assert len(told) == 5 and told[-1] == size and not reader.is_behind
+    assert len(reader.series["loss"]) == 100 and not reader.read()
+
+
 def test_a_line_still_being_written_waits_for_its_end(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "log", "time": 1.0, "step": 1, "lo', encoding="utf-8")

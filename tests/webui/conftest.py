@@ -24,7 +24,7 @@ TRAINED_RECIPE = """\
 model: pico
 data:
   train: chats.jsonl
-  eval: 0.25
+  eval_size: 0.25
   max_length: 128
 adapter: lora
 train:

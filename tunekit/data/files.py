@@ -32,7 +32,7 @@ class File(Protocol):
 
     @property
     def suffix(self) -> str:
-        """What its own name ends in, one of `SUFFIXES`."""
+        """What its own name ends in, one of `DATA_SUFFIXES`."""
 
     def open(self) -> BinaryIO:
         """Its bytes from the start."""
@@ -47,7 +47,7 @@ class LocalFile:
 
     @property
     def suffix(self) -> str:
-        """What its own name ends in, one of `SUFFIXES`."""
+        """What its own name ends in, one of `DATA_SUFFIXES`."""
         return suffix_of(self.path.name)
 
     def open(self) -> BinaryIO:
@@ -300,7 +300,7 @@ OPENERS: dict[str, Callable[[File], Table]] = {
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 
-SUFFIXES = (*OPENERS, *(kind + ending for ending in _COMPRESSIONS for kind in _COMPRESSIBLE))
+DATA_SUFFIXES = (*OPENERS, *(kind + ending for ending in _COMPRESSIONS for kind in _COMPRESSIBLE))
 """Every suffix of a file that is read."""
 
 
@@ -317,7 +317,7 @@ def kind_of(name: str) -> str | None:
 def suffix_of(name: str) -> str:
     """What the name of a file ends in (`.jsonl.gz` for `chats.jsonl.gz`); empty if it is not read."""
     lowered = name.lower()
-    return next((suffix for suffix in SUFFIXES if lowered.endswith(suffix)), "")
+    return next((suffix for suffix in DATA_SUFFIXES if lowered.endswith(suffix)), "")
 
 
 _BINARY_STARTS = {

@@ -182,7 +182,10 @@ class _Gate:
             for record in islice(table.read(names or ()), _COLUMNS_FROM if names is None else 1):
                 self._note(record)
 
+        before = self._left, self.num_passed
+
         def read(wanted: Sequence[str]) -> Iterator[Record]:
+            self._left, self.num_passed = before  # a reader begins anew when it knows the columns
             for record in table.read(wanted):
                 if self._left == 0:
                     self.is_shut = True

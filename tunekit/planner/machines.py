@@ -134,7 +134,7 @@ def find_machine(on: str) -> Machine:
 
 def machines() -> list[str]:
     """Names of machines to plan for: each accelerator that tunekit trains on, alone and as many as a node has."""
-    kinds = [kind for kind in CATALOGUE if kind.platform not in NOT_TRAINED_ON]
+    kinds = sorted((kind for kind in CATALOGUE if kind.platform not in NOT_TRAINED_ON), key=lambda kind: kind.name)
     return [_written(1, number, kind.name) for kind in kinds for number in sorted({1, kind.max_per_node})]
 
 

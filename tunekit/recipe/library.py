@@ -109,16 +109,20 @@ def copy_recipe(name: str, dest: Path | None = None) -> Path:
     return target
 
 
+def list_examples() -> list[str]:
+    """The files of shipped example data by name; `example:NAME` stands for one in a recipe."""
+    return sorted(path.name for path in example_root().iterdir() if path.is_file() and path.suffix != ".py")
+
+
 def find_example(name: str) -> Path:
     """The file of a shipped example dataset, for data paths such as `example:pirate.jsonl`.
 
     Raises:
         DataError: There is none of that name.
     """
-    root = example_root()
-    names = sorted(path.name for path in root.iterdir() if path.is_file() and path.suffix != ".py")
+    names = list_examples()
     if name in names:
-        return root / name
+        return example_root() / name
     near = near_names(name, names)
     raise DataError(
         f"example:{name}: no such file ships with tunekit",

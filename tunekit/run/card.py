@@ -1,13 +1,13 @@
 """The model card of a trained model: base, data, recipe, results."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
-from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.places import dotted
@@ -39,16 +39,25 @@ LOSSES = {
 """What the losses of each method are."""
 
 
-def write_card(run: Run, result: dict[str, Any], folder: Path) -> None:
+def write_card(
+    run: Run,
+    result: Mapping[str, Any],
+    folder: Path,
+    *,
+    kind: Literal["trained", "adapter", "merged"] = "trained",
+    step: int | None = None,
+) -> None:
     """Write README.md beside the weights.
 
     Args:
-        run: A run that trained to its end.
-        result: The fields of its `result` event.
+        run: The run.
+        result: The fields of its `result` event; none where it has not finished.
         folder: Where the weights are.
+        kind: What they are: what was trained, or of an adapter itself or what it was merged into.
+        step: Of the checkpoint that they are from; None where they are the result, to which the figures belong.
     """
     recipe, plan = run.recipe, run.plan
-    full = isinstance(recipe.adapter, FullAdapter)
+    full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
     base = plan.base.path
     data = ModelCardData(
         library_name="transformers" if full else "peft",
@@ -61,22 +70,37 @@ def write_card(run: Run, result: dict[str, Any], folder: Path) -> None:
         *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
         *_code(recipe),
-        ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"),
+        ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
         (
             "Training data",
             f"{', '.join(shown(source.path) for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
         ),
-        ("Tokens seen", f"{result['num_tokens']:,}"),
-        ("Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])),
-        ("Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])),
+        *_figures(result, step),
     ]
-    rows += [(name, _from_to(first, last)) for name, (first, last) in result["measures"].items()]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
-    card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run)}"
+    card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:
+    """What training came to, as far as that was the training of these weights."""
+    if step is not None:
+        yield "Checkpoint", f"of step {step}, before the end of the run"
+        return
+    yield "Tokens seen", f"{result['num_tokens']:,}"
+    yield "Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])
+    yield "Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])
+    yield from ((name, _from_to(first, last)) for name, (first, last) in result["measures"].items())
+
+
+def _merged(recipe: Recipe, kind: str) -> str:
+    if kind != "merged" or isinstance(recipe.adapter, FullAdapter):
+        return ""
+    whole = ", unquantised" if isinstance(recipe.adapter, QloraAdapter) else ""
+    return f", merged into the base model{whole}"
 
 
 def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -9,12 +9,13 @@ at any zoom that a screen has. What a run took back, by going on from a checkpoi
 """
 
 import json
-import math
 import os
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ HEAD_BYTES = 256
 
 TAIL_BYTES = 1 << 16
 """Of the end of the file, which is all that a list of runs looks at."""
+
+_NUMBERS = frozenset({int, float})
 
 _NO_MEASURES = frozenset({"event", "time", "step"})
 
@@ -64,17 +67,21 @@ class Series:
         self._times = array("d")
         self._values = array("d")
         self._width = 1
+        # The stretch that the newest point is in, which is not in the columns yet.
+        self._stretch = -1
+        self._least = self._most = self._last = Point(-1, 0.0, 0.0)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._steps) + len(self._open())
 
     def __iter__(self) -> Iterator[Point]:
-        return map(Point, self._steps, self._times, self._values)
+        yield from map(Point, self._steps, self._times, self._values)
+        yield from self._open()
 
     @property
     def last(self) -> Point:
         """The newest point, as it was logged."""
-        return Point(self._steps[-1], self._times[-1], self._values[-1])
+        return self._last
 
     @property
     def width(self) -> int:
@@ -83,48 +90,69 @@ class Series:
 
     def add(self, step: int, time: float, value: float) -> None:
         """Add a point. Those of this step and later ones, which were told before, no longer count."""
-        steps = self._steps
-        if steps and step <= steps[-1]:
+        if step <= self._last.step:
             self.cut(step)
-        # The newest point may be the third of its stretch, until another one follows.
-        if len(steps) >= 3 and steps[-1] // self._width == steps[-3] // self._width:
-            self._settle()
-        steps.append(step)
-        self._times.append(time)
-        self._values.append(value)
-        if len(steps) > MAX_POINTS:
-            self._widen()
+        point = self._last = Point(step, time, value)
+        stretch = step // self._width
+        if stretch == self._stretch:
+            if value < self._least.value:
+                self._least = point
+            elif value > self._most.value:
+                self._most = point
+            return
+        if self._stretch >= 0:
+            self._close(sorted({self._least, self._most}))
+            if len(self._steps) > MAX_POINTS - 3:
+                self._widen()
+                stretch = step // self._width
+        self._stretch, self._least, self._most = stretch, point, point
 
     def cut(self, step: int) -> None:
         """Take out what is told of a step and of all later ones."""
-        first = bisect_left(self._steps, step)
-        for column in (self._steps, self._times, self._values):
-            del column[first:]
+        kept = [point for point in self._open() if point.step < step]
+        if not kept:
+            first = bisect_left(self._steps, step)
+            for column in (self._steps, self._times, self._values):
+                del column[first:]
+            kept = self._reopened()
+        self._stretch = kept[-1].step // self._width if kept else -1
+        if not kept:
+            self._last = Point(-1, 0.0, 0.0)
+            return
+        self._least, self._most = (choose(kept, key=lambda point: point.value) for choose in (min, max))
+        self._last = kept[-1]
 
-    def _settle(self) -> None:
-        """Take the middle one of the last three points out."""
-        start = len(self._values) - 3
-        middle = sorted(range(start, start + 3), key=self._values.__getitem__)[1]
-        for column in (self._steps, self._times, self._values):
-            del column[middle]
+    def _open(self) -> list[Point]:
+        """The points of the newest stretch."""
+        return sorted({self._least, self._most, self._last}) if self._stretch >= 0 else []
+
+    def _reopened(self) -> list[Point]:
+        """The points of the last stretch in the columns, taken out of them."""
+        points: list[Point] = []
+        while self._steps and (not points or self._steps[-1] // self._width == points[0].step // self._width):
+            points.insert(0, Point(self._steps.pop(), self._times.pop(), self._values.pop()))
+        return points
+
+    def _close(self, points: Iterable[Point]) -> None:
+        """Put points into the columns."""
+        for point in points:
+            self._steps.append(point.step)
+            self._times.append(point.time)
+            self._values.append(point.value)
 
     def _widen(self) -> None:
         """Make stretches twice as wide until half of the points are gone."""
-        while len(self._steps) > MAX_POINTS // 2:
+        points = list(map(Point, self._steps, self._times, self._values))
+        while len(points) > MAX_POINTS // 2:
             self._width *= 2
-            kept: list[int] = []
-            start = 0
-            for end in range(1, len(self._steps) + 1):
-                if end == len(self._steps) or self._steps[end] // self._width != self._steps[start] // self._width:
-                    stretch = range(start, end)
-                    least, most = min(stretch, key=self._values.__getitem__), max(stretch, key=self._values.__getitem__)
-                    kept += sorted({least, most})
-                    start = end
-            newest = len(self._steps) - 1
-            kept += [newest] if kept[-1] != newest else []
-            self._steps = array("q", map(self._steps.__getitem__, kept))
-            self._times = array("d", map(self._times.__getitem__, kept))
-            self._values = array("d", map(self._values.__getitem__, kept))
+            stretches = (list(some) for _, some in groupby(points, key=lambda point: point.step // self._width))
+            points = [
+                point
+                for some in stretches
+                for point in sorted({choose(some, key=lambda one: one.value) for choose in (min, max)})
+            ]
+        self._steps, self._times, self._values = array("q"), array("d"), array("d")
+        self._close(points)
 
 
 class EventReader:
@@ -140,6 +168,7 @@ class EventReader:
         num_events: How many events there were.
         num_broken: Lines that are no event, which are passed over.
         read_bytes: How much was read of the file in its place.
+        is_behind: Whether there was more than was to be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,13 +181,17 @@ class EventReader:
         self.answers: dict[str, dict[str, str]] = {}
         self.began: float | None = None
         self.num_events = self.num_broken = self.read_bytes = 0
+        self.is_behind = False
         self._rest = self._head = b""
         self._seen: tuple[int, int, int] | None = None
 
-    def read(self) -> bool:
+    def read(self, max_bytes: int | None = None) -> bool:
         """Take in what was written since the last time; whether that is anything.
 
         A file that was replaced or cut short meanwhile is read from its beginning, and all before forgotten.
+
+        Args:
+            max_bytes: About how much is read at most; what is left comes the next time.
         """
         try:
             stream = self.path.open("rb")
@@ -174,17 +207,19 @@ class EventReader:
             is_other = self._seen is not None and not self._goes_on(status, stream.read(len(self._head)))
             if is_other:
                 self._forget()
-            self._seen = seen
             stream.seek(self.read_bytes)
             before = self.num_events
             # What is written from here on waits: a fast writer keeps nobody busy.
-            while self.read_bytes < status.st_size:
-                piece = stream.read(min(CHUNK_BYTES, status.st_size - self.read_bytes))
+            end = min(status.st_size, self.read_bytes + (max_bytes or status.st_size))
+            while self.read_bytes < end:
+                piece = stream.read(min(CHUNK_BYTES, end - self.read_bytes))
                 if not piece:
                     break
                 self._head += piece[: HEAD_BYTES - len(self._head)]
                 self.read_bytes += len(piece)
                 self._take(piece)
+            self.is_behind = self.read_bytes < status.st_size
+            self._seen = (status.st_ino, self.read_bytes, 0) if self.is_behind else seen
         return is_other or self.num_events > before
 
     def newest(self, kind: str) -> Event | None:
@@ -238,7 +273,7 @@ class EventReader:
         step, time = event["step"], event["time"]
         for name, value in event.items():
             # Numbers that are not finite are written as text.
-            if name in _NO_MEASURES or not isinstance(value, int | float) or not math.isfinite(value):
+            if type(value) not in _NUMBERS or name in _NO_MEASURES or not isfinite(value):
                 continue
             series = self.series.get(name)
             if series is None:

@@ -39,9 +39,9 @@ from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
-from tunekit.run.inside import has_controls, is_inside
+from tunekit.run.inside import has_controls, is_inside, is_name
 from tunekit.run.job import read_job, state_of
-from tunekit.run.life import state_of_processes
+from tunekit.run.life import beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -162,6 +162,14 @@ class Run:
             return phase
         return state_of_processes(self.path, status)
 
+    @property
+    def doing(self) -> str | None:
+        """What its first process said last that it does: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+
+        None where no process has said anything yet.
+        """
+        return next((beat["at"] for beat in beats_in(self.path) if beat["rank"] == 0), None)
+
     def events(self) -> list[Event]:
         """Everything that happened so far."""
         return read_events(self.path / "events.jsonl")[0]
@@ -263,7 +271,7 @@ def find_run(name: str) -> Run:
     Raises:
         RunError: There is none.
     """
-    if not name or "\0" in name:
+    if not is_name(name):
         raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
     if (Path(name) / "status.json").is_file():
         return Run(name)

@@ -7,8 +7,10 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from tunekit.run.checkpoint import newest_complete
+from tunekit.run.events import FINAL_PHASES
 from tunekit.run.run import Run
 
 REQUEST = "stop.json"
@@ -65,6 +67,12 @@ def requested(run: Run) -> Request | None:
     except FileNotFoundError:
         return None
     return Request(**json.loads(text)) if text.endswith("}") else None
+
+
+def stop_wish(run: Run) -> Literal["after the step", "now"] | None:
+    """When a run that is not over was asked to end; None where nobody has asked."""
+    asked = None if run.state in FINAL_PHASES else requested(run)
+    return None if asked is None else "now" if asked.now else "after the step"
 
 
 def forget_request(run: Run) -> None:

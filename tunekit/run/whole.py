@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tunekit.errors import RunError
 from tunekit.run.checkpoint import CHECKPOINTS, as_written, fault_of, is_inside, manifest_of
+from tunekit.run.inside import is_name
 from tunekit.run.run import Run
 
 NAME = re.compile(r"checkpoint-(\d+)(\.bad(-\d+)?)?")
@@ -47,6 +48,8 @@ def named(run: Run, name: str, *, weights_only: bool) -> Found:
     whole = [folder for folder in sorted(root.glob("checkpoint-*"), key=steps_of) if folder.suffix == ""]
     names = ", ".join(folder.name for folder in whole) or "none"
     hint = f"there is {names}"
+    if not is_name(name):
+        raise RunError(f"--from {name!r}: {run.name} has no such checkpoint", hint=hint)
     folder = root / f"checkpoint-{name}" if name.isdigit() else root / name
     if "/" in name and Path(name).is_dir():
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""Axolotl's keys that say nothing of method, rows, adapter or batch: the model, kernels, devices, trackers and the rest."""
+"""Axolotl's keys beside method, rows, adapter and batch: the model, kernels, devices, trackers and the rest."""
 
 from tunekit.recipe.migrate import axolotl_rows as rows
 from tunekit.recipe.migrate import training as hf
@@ -122,7 +122,7 @@ OTHER: dict[str, Rule] = {
         "generation_prompt_ratio generation_do_sample",
     ),
     **each(
-        refused("measures beside the loss: `tunekit eval` takes a run"),
+        refused("measures beside the loss are not taken while it trains"),
         "do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset bench_split lm_eval_tasks "
         "lm_eval_batch_size lm_eval_post_train",
     ),

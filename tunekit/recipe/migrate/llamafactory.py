@@ -450,7 +450,7 @@ _OWN: dict[str, Rule] = {
         "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
         "swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret",
     ),
-    **each(refused("`tunekit generate` and `tunekit eval` take a run"), "predict_with_generate compute_accuracy"),
+    **each(refused("a run trains; what its model says is another command's"), "predict_with_generate compute_accuracy"),
     **each(
         silent("settings of generation; training does not read them"),
         "do_sample temperature top_p top_k num_beams max_length max_new_tokens repetition_penalty "

@@ -436,7 +436,7 @@ HF_RULES: Rules = {
     "trackio_space_id": refused(TRACKER),
     "report_to": report_to,
     "do_train": flag(silent("`tunekit train` trains"), refused("tunekit trains; it has no run without")),
-    "do_predict": refused("`tunekit generate` and `tunekit eval` take a run"),
+    "do_predict": refused("a run trains; what its model says is another command's"),
     "push_to_hub": refused(HUB),
     **each(
         silent("nothing is uploaded"),

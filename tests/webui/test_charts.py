@@ -1,0 +1,137 @@
+"""Charts as they go to the browser: the specification holds what was logged."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import tunekit
+from webui import charts
+from webui.charts import Curve, Kind, View
+from webui.words import LOCALES, Words
+
+WORDS = Words("en")
+LOSS = next(kind for kind in charts.KINDS if kind.key == "loss")
+MEMORY = next(kind for kind in charts.KINDS if kind.key == "memory")
+
+
+def reader_of(path: Path, entries) -> tunekit.EventReader:
+    lines = [{"event": kind, "time": 1000.0 + 60 * time, **fields} for time, (kind, fields) in enumerate(entries)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    reader = tunekit.EventReader(path)
+    reader.read()
+    return reader
+
+
+def log(step, **fields):
+    return ("log", {"step": step, **fields})
+
+
+def drawn(spec, layer=None, curve=None):
+    rows = spec["data"]["values"]
+    return {row["x"]: row["y"] for row in rows if layer in (None, row["k"]) and curve in (None, row["t"])}
+
+
+def test_a_chart_holds_the_logged_values_of_training_and_evaluation(tmp_path):
+    entries = [("eval", {"step": 0, "eval_loss": 3.0}), log(1, loss=2.5), log(2, loss=2.25)]
+    reader = reader_of(tmp_path / "events.jsonl", entries)
+    spec = charts.spec_of(LOSS, charts.curves_of("mine", reader, LOSS, View()), View(), WORDS)
+    assert drawn(spec, curve="training") == {1: 2.5, 2: 2.25}
+    assert drawn(spec, curve="evaluation") == {0: 3.0}
+    assert spec["title"]["text"] == "Loss" and "training, evaluation" in spec["description"]
+    assert json.loads(charts.to_text(spec)) == spec
+
+
+def test_a_method_has_the_charts_of_what_it_logs(tmp_path):
+    sft = ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "epoch"]
+    assert [kind.key for kind in charts.kinds_of(sft)] == ["loss", "learning_rate", "grad_norm", "speed"]
+    dpo = ["loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "rewards/rejected"]
+    assert [kind.key for kind in charts.kinds_of(dpo)] == ["margins", "accuracies", "preferred", "loss"]
+    grpo = [
+        *("loss", "reward", "rewards/numeric_match/mean", "rewards/regex/mean", "rewards/regex/std", "kl"),
+        *("completions/mean_length", "frac_reward_zero_std", "learning_rate"),
+    ]
+    keys = [kind.key for kind in charts.kinds_of(grpo)]
+    assert keys == ["reward", "functions", "loss", "kl", "length", "signal", "learning_rate"]
+    functions = next(kind for kind in charts.KINDS if kind.key == "functions")
+    reader = reader_of(tmp_path / "events.jsonl", [log(1, **dict.fromkeys(grpo, 0.5))])
+    curves = charts.curves_of("mine", reader, functions, View())
+    labels = [charts.label_of(curve, WORDS, several=False) for curve in curves]
+    assert labels == ["numeric_match", "regex"], "a spread is no reward"
+
+
+def test_time_is_told_in_the_unit_that_it_takes(tmp_path):
+    for apart, unit, last in ((1, "minutes", 60.0), (3, "hours", 3.0)):
+        reader = reader_of(tmp_path / "events.jsonl", [log(step // apart, loss=1.0) for step in range(60 * apart + 1)])
+        view = View(by="time")
+        spec = charts.spec_of(LOSS, charts.curves_of("mine", reader, LOSS, view), view, WORDS)
+        assert spec["encoding"]["x"]["title"] == unit
+        assert max(drawn(spec)) == pytest.approx(last)
+
+
+def test_smoothing_is_a_running_mean_that_begins_at_the_first_value():
+    points = [(float(step), 1.0 if step % 2 else 3.0) for step in range(200)]
+    assert charts.smoothed(points, 0) == points
+    found = charts.smoothed(points, 0.9)
+    assert found[0] == points[0] and [x for x, _ in found] == [x for x, _ in points]
+    assert all(abs(y - 2.0) < 0.1 for _, y in found[100:])
+    # By hand: weights 0.81, 0.9 and 1 of the first, the second and the third.
+    third = (0.81 * 3.0 + 0.9 * 1.0 + 3.0) / (0.81 + 0.9 + 1)
+    assert found[2][1] == pytest.approx(third)
+
+
+def test_a_smoothed_curve_keeps_what_was_logged_behind_it(tmp_path):
+    reader = reader_of(tmp_path / "events.jsonl", [log(step, loss=float(step % 5)) for step in range(50)])
+    view = View(smoothing=0.8)
+    spec = charts.spec_of(LOSS, charts.curves_of("mine", reader, LOSS, view), view, WORDS)
+    assert drawn(spec, "faint") == {step: float(step % 5) for step in range(50)}
+    assert drawn(spec, "plain") != drawn(spec, "faint")
+
+
+def test_a_long_curve_is_thinned_to_what_a_screen_shows_with_its_peaks():
+    points = [(float(step), math.sin(step)) for step in range(1900)] + [(1900.0, 50.0), (1901.0, 0.0)]
+    found = charts.thinned(points)
+    assert len(found) <= charts.MAX_DRAWN and set(found) <= set(points) and found == sorted(found)
+    assert (1900.0, 50.0) in found and found[-1] == points[-1]
+    assert charts.thinned(points[:300]) == points[:300]
+
+
+def test_a_logarithmic_axis_leaves_out_what_has_no_logarithm():
+    curve = Curve("mine", "loss", [(1.0, 0.0), (2.0, -1.0), (3.0, 10.0)])
+    spec = charts.spec_of(LOSS, [curve], View(is_log=True), WORDS)
+    assert spec["encoding"]["y"]["scale"]["type"] == "log" and drawn(spec) == {3.0: 10.0}
+
+
+def test_outliers_are_left_out_of_the_axis_and_kept_in_the_data():
+    curve = Curve("mine", "loss", [(float(step), 1e6 if step == 50 else 1.0 + step / 100) for step in range(100)])
+    spec = charts.spec_of(LOSS, [curve], View(clip=True), WORDS)
+    least, most = spec["encoding"]["y"]["scale"]["domain"]
+    assert 1.0 <= least < most <= 2.0 and drawn(spec)[50.0] == 1e6
+    assert "domain" not in charts.spec_of(LOSS, [curve], View(), WORDS)["encoding"]["y"]["scale"]
+
+
+def test_several_runs_have_a_colour_each_and_keep_their_names():
+    curves = [Curve(run, name, [(1.0, 2.0)]) for run in ("one", "two") for name in ("loss", "eval_loss")]
+    spec = charts.spec_of(LOSS, curves, View(), WORDS)
+    assert spec["encoding"]["color"]["scale"]["domain"] == ["one", "two"]
+    assert [row["t"] for row in spec["data"]["values"]] == [
+        "one · training", "one · evaluation", "two · training", "two · evaluation",
+    ]  # fmt: skip
+
+
+def test_memory_is_drawn_in_gib_beside_what_was_planned():
+    reader_rows = [Curve("mine", "peak_memory_bytes", [(4.0, 1.5)])]
+    spec = charts.spec_of(MEMORY, reader_rows, View(), WORDS, planned_bytes=2 * 2**30)
+    planned = spec["layer"][-1]["data"]["values"]
+    assert planned[0]["y"] == 2.0 and "2.00 GiB" in planned[0]["w"]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_kind_of_chart_has_its_texts(language):
+    assert (LOCALES / language / "charts.yaml").is_file()
+    for kind in charts.KINDS:
+        assert isinstance(kind, Kind)
+        curve = Curve("mine", kind.names[0].replace("*", "some"), [(1.0, 1.0), (2.0, 2.0)])
+        spec = charts.spec_of(kind, [curve], View(), Words(language))
+        assert spec["title"]["text"] and spec["title"]["subtitle"] and spec["data"]["values"][0]["t"]

@@ -1,0 +1,210 @@
+"""What can be done with a run from its page: the panel's functions, and once the real thing in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+
+import tunekit
+from tests.run.folders import made_run
+from tests.webui.conftest import TIMEOUT_MS
+from webui import situation
+from webui.controls import line_of, tags_in
+from webui.diagnosis import card
+from webui.resume_form import choices_of, effects_table, lines_of
+from webui.site import Site
+from webui.situation import situation_of
+from webui.words import Words
+
+EN, ZH = Words("en"), Words("zh")
+
+
+@pytest.fixture
+def site(workspace):
+    return Site(workspace)
+
+
+def failed_run(workspace, problem="step 3: the loss is nan, for <b>rows.jsonl:7</b>", **words):
+    """A run that says that it failed in step 3."""
+    run = made_run(workspace / "runs" / "bad", phase="failed", step=2, exit_reason=problem)
+    (run.path / "errors").mkdir()
+    told = {"rank": 0, "time": 1.0, "kind": "NonFiniteError", "problem": problem, "hint": None, "traceback": None}
+    (run.path / "errors" / "rank-0.json").write_text(json.dumps({**told, **words}))
+    return run
+
+
+def test_a_run_that_trained_to_its_end_can_be_continued_and_not_stopped(site, trained_run):
+    found = situation_of(trained_run)
+    assert (found.state, found.is_over, found.can_go_on, found.diagnosis) == ("finished", True, True, None)
+    assert EN("controls.over") in unescape(line_of(EN, found))
+    assert ZH("controls.over") in unescape(line_of(ZH, found))
+
+
+def test_checkpoints_are_offered_with_step_loss_and_size_and_damaged_ones_are_not(site, trained_run):
+    offered = choices_of(EN, situation_of(trained_run))
+    assert [name for _, name in offered] == ["", "checkpoint-8", "checkpoint-4"]
+    losses = {event["step"]: event["loss"] for event in trained_run.events() if event["event"] == "log"}
+    assert offered[1][0].startswith(f"step 8 · loss {losses[8]:.4f} · eval ") and "MiB" in offered[1][0]
+    (trained_run.path / "checkpoints" / "checkpoint-8" / "optimizer.pt").unlink()
+    situation.forget(trained_run)
+    shutil.copytree(trained_run.path, site.root / "runs" / "copy")
+    offered = choices_of(EN, situation_of(site.run("copy")))
+    assert [name for _, name in offered] == ["", "checkpoint-4"]
+
+
+def test_what_becomes_of_each_edit_stands_in_a_table_before_anything_is_done(site, trained_run):
+    before = (trained_run.path / "recipe.yaml").read_text()
+    edits = "train.max_steps=12\n\n adapter.rank=4 \ntrain.learning_rate=1e-5"
+    assert lines_of(edits) == ["train.max_steps=12", "adapter.rank=4", "train.learning_rate=1e-5"]
+    table = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)
+    rows = {row.split("</code>")[0].split("<code>")[1]: unescape(row) for row in table.split("<tr>")[2:]}
+    assert "✓ takes effect" in rows["train.max_steps"]
+    assert "✗ refused" in rows["adapter.rank"] and "another adapter" in rows["adapter.rank"]
+    assert "△ only with the weights alone" in rows["train.learning_rate"]
+    alone = effects_table(site, EN, trained_run.name, "", "train.learning_rate=1e-5", weights_only=True)
+    assert "✓ takes effect" in alone
+    assert (
+        effects_table(site, EN, trained_run.name, "", "", weights_only=False)
+        == "<p>No edits. It goes on as it was.</p>"
+    )
+    assert (trained_run.path / "recipe.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("edits", ["train.max_stepz=3", "<script>alert(1)</script>=3", "nothing"])
+def test_edits_that_are_none_are_told_in_words(site, trained_run, edits):
+    told = effects_table(site, EN, trained_run.name, "", edits, weights_only=False)
+    assert "role='alert'" in told and "<script>" not in told
+    assert effects_table(site, EN, "no/such", "", "", weights_only=False).startswith("<div class='told'")
+
+
+def test_a_failure_is_told_with_a_link_to_a_new_run_that_has_the_change(site, workspace):
+    run = failed_run(workspace, hint="lower it", changes=["train.learning_rate=1e-05", "train.seed=3"])
+    found = situation_of(run).diagnosis
+    shown = card(site, EN, run.name, found)
+    assert EN("controls.cause_non_finite") in shown and "&lt;b&gt;rows.jsonl:7&lt;/b&gt;" in shown
+    link = urlparse(unescape(shown.split("href='")[1].split("'")[0]))
+    assert link.path == "/new"
+    assert parse_qs(link.query) == {"from": ["run:bad"], "set": ["train.learning_rate=1e-05", "train.seed=3"]}
+    assert ZH("controls.cause_non_finite") in card(site, ZH, run.name, found)
+    assert "href" not in card(Site(site.root, read_only=True), EN, run.name, found)
+
+
+def test_each_cause_has_a_title_in_each_language(site, workspace):
+    run = failed_run(workspace)
+    found = situation_of(run).diagnosis
+    for cause in ("memory", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"):
+        told = tunekit.Diagnosis(**{**vars(found), "cause": cause})
+        assert EN(f"controls.cause_{cause}") in unescape(card(site, EN, run.name, told))
+        assert ZH(f"controls.cause_{cause}") in unescape(card(site, ZH, run.name, told))
+
+
+def test_a_run_in_line_says_its_place_and_who_has_the_devices(site, workspace):
+    run = made_run(workspace / "runs" / "waits", phase="queued", place_in_line=2)
+    event = {"event": "queue", "time": 1.0, "place": 2, "behind": ["first", "second"], "devices": ["cpu"]}
+    (run.path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    found = situation_of(run)
+    assert (found.place, found.behind, found.is_over) == (2, ("first", "second"), False)
+    assert "as number 2; before it: first, second" in line_of(EN, found)
+
+
+def test_a_run_that_ended_is_looked_at_again_when_it_goes_on(site, workspace):
+    run = failed_run(workspace)
+    assert situation_of(run).diagnosis is not None
+    shutil.rmtree(run.path / "errors")
+    run.update_status(phase="finished")
+    situation.forget(run)
+    assert situation_of(run).diagnosis is None
+
+
+def test_tags_of_all_runs_are_offered(site, workspace):
+    first, second = made_run(workspace / "runs" / "a"), made_run(workspace / "runs" / "b")
+    tunekit.set_tags(first, ["good", "lora"])
+    tunekit.set_tags(second, ["bad", "good"])
+    assert tags_in(site) == ["bad", "good", "lora"]
+
+
+LONG = """\
+model: pico
+data:
+  train: chats.jsonl
+  max_length: 64
+adapter: lora
+train:
+  max_steps: 100000
+  global_batch_size: 2
+  save_steps: 2
+output:
+  name: long
+  sample_prompts: []
+"""
+
+
+@pytest.mark.slow
+def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_deleted(workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=TIMEOUT_MS)
+    (workspace / "long.yaml").write_text(LONG)
+    command = [sys.executable, "-m", "tunekit", "train", "long.yaml"]
+    process = subprocess.Popen(command, cwd=workspace, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        page = open_page(f"{serve(workspace).url}runs")
+        page.locator("#runs-list a[id^=run-long]").click()
+        head, line, stop = page.locator("#runs-head"), page.locator("#controls-line"), page.locator("#controls-stop")
+        expect(head).to_contain_text(re.compile(r"step ([4-9]|\d\d+) of"))
+        expect(page.locator("#controls-go-on")).to_be_hidden()
+        stop.click()
+        expect(line).to_contain_text("was interrupted: stopped by `tunekit stop` at step ")
+        expect(stop).to_be_disabled()
+        assert process.wait(timeout=10) == 0
+    finally:
+        process.kill()
+    (run,) = tunekit.list_runs(workspace / "runs")
+    assert run.state == "interrupted"
+    earlier = [one for one in tunekit.checkpoints(run) if one.fault is None][1]
+
+    page.locator("#controls-manage > button").click()
+    page.get_by_label("Checkpoint").first.click()
+    page.get_by_role("option", name=f"step {earlier.step} ").click()
+    page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}\ntrain.learning_rate=1")
+    expect(page.locator("#controls-effects")).to_contain_text("only with the weights alone")
+    page.locator("#controls-go-on").click()
+    expect(page.locator("#controls-problem")).to_contain_text("cannot go on with these edits")
+    page.get_by_label("Edits").fill(f"train.max_steps={earlier.step + 3}")
+    expect(page.locator("#controls-effects tr")).to_have_count(2)
+    page.locator("#controls-go-on").click()
+    expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
+    expect(head).to_contain_text(f"step {earlier.step + 3} of {earlier.step + 3}")
+    expect(line).to_contain_text("It is over")
+    assert run.state == "finished"
+    resumed = next(event for event in reversed(run.events()) if event["event"] == "resume")
+    assert (resumed["step"], run.status()["step"]) == (earlier.step, earlier.step + 3)
+
+    page.locator("#controls-tags input").fill("good")
+    page.locator("#controls-tags input").press("Enter")
+    page.reload()
+    page.locator("#controls-manage > button").click()
+    expect(page.locator("#controls-tags")).to_contain_text("good")
+    assert run.tags == ["good"]
+
+    sure = page.locator("#controls-delete-sure")
+    expect(sure).to_be_disabled()
+    page.locator("#controls-delete-name textarea, #controls-delete-name input").fill(run.name)
+    expect(sure).to_be_enabled()
+    sure.click()
+    page.wait_for_url("**/runs")
+    expect(page.locator("#runs-list")).to_contain_text("no runs yet", ignore_case=True)
+    assert not run.path.exists()
+
+
+def test_a_wall_screen_has_no_button(trained_run, workspace, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(workspace, '--read-only').url}runs?run={trained_run.name}")
+    expect(page.locator("#controls-line")).to_contain_text("These pages only show.", timeout=TIMEOUT_MS)
+    assert page.locator("[id^=controls-] button").count() == 0

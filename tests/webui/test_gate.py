@@ -1,0 +1,166 @@
+"""Who gets an answer: the addresses, the password, pages of other sites, and what lies outside the workspace."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+
+from tests.webui.conftest import fill
+from webui.gate import MAX_TRIES
+
+PASSWORD = "a boat at sea"
+OUTSIDE = "nobody is to read this"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate")
+    (folder / "secret.txt").write_text(OUTSIDE, encoding="utf-8")
+    workspace = fill(folder / "workspace")
+    (workspace / "link.txt").symlink_to(folder / "secret.txt")
+    (workspace / "runs").mkdir()
+    (workspace / "runs" / "linked").symlink_to(folder)
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def open_server(serve, root):
+    return serve(root).url.rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def locked_server(serve, root):
+    return serve(root, TUNEKIT_UI_PASSWORD=PASSWORD).url.rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def wall_screen(serve, root):
+    return serve(root, "--read-only").url.rstrip("/")
+
+
+def start(url):
+    """The queue's entry for the first function that the pages offer, as their own script would ask."""
+    functions = httpx.get(f"{url}/config").json()["dependencies"]
+    number = next(function["id"] for function in functions if function["backend_fn"])
+    return f"{url}/gradio_api/queue/join?", {"data": [], "fn_index": number, "session_hash": "test", "event_data": None}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::"])
+def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
+    command = [sys.executable, "-m", "tunekit", "ui", "--host", host, "--no-open", "--root", str(tmp_path)]
+    environment = {key: value for key, value in os.environ.items() if key != "TUNEKIT_UI_PASSWORD"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert answer.returncode == 2
+    assert "there is no password" in answer.stderr and "TUNEKIT_UI_PASSWORD" in answer.stderr
+    assert "Traceback" not in answer.stderr and not answer.stdout
+
+
+def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_server):
+    for path in ("/config", "/gradio_api/info", "/runs/", "/theme.css", f"/gradio_api/file={quote('/etc/passwd')}"):
+        answer = httpx.get(locked_server + path)
+        assert (answer.status_code, answer.text) == (401, "log in first"), path
+    assert httpx.post(f"{locked_server}/gradio_api/queue/join", json={}).status_code == 401
+    assert httpx.post(f"{locked_server}/gradio_api/upload", files={"files": b"x"}).status_code == 401
+    page = httpx.get(f"{locked_server}/runs?run=a", headers={"Accept": "text/html"})
+    assert page.status_code == 303 and page.headers["location"] == "/login?next=%2Fruns%3Frun%3Da"
+    assert httpx.get(f"{locked_server}/zh/runs", headers={"Accept": "text/html"}).headers["location"].startswith("/zh/")
+
+
+def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
+    with httpx.Client(base_url=locked_server) as client:
+        wrong = client.post("/login?next=%2Fruns", data={"password": PASSWORD + "s"})
+        assert wrong.status_code == 401 and "not the password" in wrong.text
+        assert client.get("/config").status_code == 401
+        right = client.post("/login?next=%2Fruns", data={"password": PASSWORD})
+        assert right.status_code == 303 and right.headers["location"] == "/runs"
+        cookie = right.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie and PASSWORD not in cookie
+        assert client.get("/config").status_code == 200
+        client.cookies.set("tunekit", "forged")
+    assert httpx.get(f"{locked_server}/config", cookies={"tunekit": "forged"}).status_code == 401
+
+
+@pytest.mark.parametrize("onward", ["//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example", "/\tx"])
+def test_a_login_leads_to_no_other_site(locked_server, onward):
+    answer = httpx.post(f"{locked_server}/login?next={quote(onward, safe='')}", data={"password": PASSWORD})
+    assert answer.headers["location"] == "/"
+
+
+def test_passwords_cannot_be_tried_for_long(serve, root):
+    url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD).url
+    codes = [httpx.post(f"{url}login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 2)]
+    assert codes == [401] * MAX_TRIES + [429] * 2
+    assert httpx.post(f"{url}login", data={"password": PASSWORD}).status_code == 429
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://elsewhere.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"},
+    ],
+)
+def test_a_page_of_another_site_can_start_nothing(open_server, headers):
+    where, what = start(open_server)
+    assert httpx.post(where, json=what, headers=headers).status_code == 403
+    assert httpx.post(f"{open_server}/gradio_api/upload", files={"files": b"x"}, headers=headers).status_code == 403
+    own = {"Origin": open_server, "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
+    assert httpx.post(where, json=what, headers=own).status_code == 200
+
+
+def test_a_page_of_another_site_reads_nothing_but_may_link_here(open_server):
+    foreign = {"Sec-Fetch-Site": "cross-site"}
+    assert httpx.get(f"{open_server}/config", headers={**foreign, "Sec-Fetch-Mode": "no-cors"}).status_code == 403
+    followed = httpx.get(f"{open_server}/runs", headers={**foreign, "Sec-Fetch-Mode": "navigate"})
+    assert followed.status_code == 200
+    assert "access-control-allow-origin" not in followed.headers
+    assert followed.headers["x-content-type-options"] == "nosniff"
+    assert "frame-ancestors 'self' http://localhost:*" in followed.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("host", ["elsewhere.example", "127.0.0.1.elsewhere.example:80", "192.168.0.2", ""])
+def test_a_name_that_was_pointed_to_this_machine_is_not_answered_to(open_server, host):
+    assert httpx.get(f"{open_server}/config", headers={"Host": host}).status_code in (400, 421)
+
+
+@pytest.mark.parametrize("way", ["/gradio_api/file=", "/zh/gradio_api/file=", "/file=", "/gradio_api/file/"])
+def test_no_way_of_asking_for_a_file_leads_to_one(open_server, root, way):
+    secret, own = root.parent / "secret.txt", root / "chats.jsonl"
+    names = [str(secret), str(root / "link.txt"), f"{root}/../secret.txt", "../secret.txt", "link.txt", "chats.jsonl"]
+    names += [str(own), "/etc/passwd", "..%2Fsecret.txt", f"{root}/runs/linked/secret.txt", "/proc/self/environ"]
+    for name in names:
+        for path in (name, quote(name, safe=""), quote(quote(name, safe=""), safe="")):
+            answer = httpx.get(open_server + way + path, follow_redirects=True)
+            assert OUTSIDE not in answer.text and "messages" not in answer.text and "root:" not in answer.text
+            assert answer.status_code != 200 or "text/html" in answer.headers["content-type"], path
+
+
+@pytest.mark.parametrize("name", ["../../secret.txt", "/etc/passwd", "..\\secret", "a/../../b", "x\0y", "." * 300])
+def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, root, name):
+    before = sorted(path for path in root.parent.rglob("*") if not path.is_symlink())
+    answer = httpx.post(f"{open_server}/gradio_api/upload", files={"files": (name, b"rows")})
+    assert sorted(path for path in root.parent.rglob("*") if not path.is_symlink()) == before
+    if answer.status_code == 200:
+        (kept,) = answer.json()
+        assert Path(kept).resolve() == Path(kept) and "tunekit-ui-" in kept
+
+
+def test_a_wall_screen_takes_nothing(wall_screen):
+    assert httpx.post(f"{wall_screen}/gradio_api/upload", files={"files": b"x"}).status_code == 403
+
+
+def test_no_secret_is_told_of(serve, root):
+    url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD, HF_TOKEN="hf_sesame_open_sesame_open_sesame").url
+    with httpx.Client(base_url=url) as client:
+        client.post("/login", data={"password": PASSWORD})
+        text = json.dumps(client.get("/config").json()) + client.get("/runs").text
+    assert PASSWORD not in text and "sesame" not in text

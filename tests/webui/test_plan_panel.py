@@ -1,0 +1,169 @@
+"""The plan of a draft, on this machine and others, and the button that makes a run of it."""
+
+import re
+from html import escape
+
+import pytest
+
+import tunekit
+from tests.webui.conftest import fill
+from webui import launching, plan_panel, planning
+from webui.plan_view import plan_html, refused_html
+from webui.planning import HERE, planned, with_changes
+from webui.site import LANGUAGES, Site
+from webui.words import Words
+
+DRAFT = """\
+# mine
+model: pico
+data:
+  train: chats.jsonl
+  max_length: 128
+train:
+  max_steps: 2
+  global_batch_size: 2
+output:
+  name: drafted
+  sample_prompts: []
+"""
+
+LARGE = """\
+model: Qwen/Qwen3-32B
+data:
+  train: chats.jsonl
+adapter: lora
+"""
+
+
+@pytest.fixture
+def site(workspace, monkeypatch):
+    # The server's working directory is the workspace, and so is that of what it starts.
+    monkeypatch.chdir(workspace)
+    planning._kept.clear()
+    return Site(root=workspace)
+
+
+def plan_of(site, text, machine):
+    recipe, faults = tunekit.check_text(text)
+    assert recipe is not None, faults
+    return planned(site, recipe, machine)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_plan_shows_its_choice_memory_figures_reasons_and_what_was_ruled_out(site, language):
+    plan = plan_of(site, LARGE, "8xh100")
+    shown = plan_html(plan, Words(language))
+    assert plan.headline in shown and "8 x H100" in shown
+    widths = [float(width) for width in re.findall(r"<span title='[^']*' style='width:([0-9.]+)%", shown)]
+    assert len(widths) == len(plan.memory.parts)
+    assert sum(widths) == pytest.approx(100 * plan.memory.total_bytes / plan.device.memory_total_bytes, abs=0.1)
+    for part, size in plan.memory.parts.items():
+        assert f"{part} {tunekit.gib(size)}" in shown
+    assert all(escape(word) in shown for one in plan.decisions for word in (one.topic, one.choice, one.why))
+    assert all(escape(one.layout.name) in shown and escape(one.why) in shown for one in plan.rejected)
+    assert plan.speed.cost_usd is None or "USD" in shown
+
+
+def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
+    text = LARGE + "train:\n  micro_batch_size: 8\n  gradient_checkpointing: false\nparallel:\n  num_processes: 1\n"
+    error = plan_of(site, text, "h100")
+    assert isinstance(error, tunekit.PlanError) and error.changes
+    view, changes, mend, start, _ = plan_panel.shown(site, Words("en"), text, "h100", "")
+    assert tunekit.gib(error.needed_bytes) in view and tunekit.gib(error.limit_bytes) in view
+    assert changes.splitlines() == list(error.changes) and mend.visible and start.interactive
+    mended = with_changes(text, changes)
+    assert isinstance(plan_of(site, mended, "h100"), tunekit.Plan)
+    assert refused_html(tunekit.TunekitError("<b>", hint="<i>"), Words("en")).count("<b>") == 0
+
+
+def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_started(site):
+    view, _, _, start, reason = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090")
+    assert view.count("<article") == 2 and view.index("<h3>h200") < view.index("<h3>rtx4090")
+    assert start.interactive and not reason
+    text = DRAFT.replace("max_length: 128", "max_length: 4096")
+    view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    assert "1024 positions" in view and not start.interactive and reason
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Choose a recipe"),
+        ("model: pico\ndata: {train: chats.jsonl}\nadapter: {type: lora, rnak: 2}", "has mistakes"),
+        ("model: [", "has mistakes"),
+        ("model: pico\ndata: {train: /etc/passwd}", "leads out of the workspace"),
+        ("model: {path: pico, trust_remote_code: true}\ndata: {train: chats.jsonl}", "trust_remote_code"),
+    ],
+)
+def test_a_draft_with_mistakes_has_no_plan_and_cannot_be_started(site, text, words):
+    view, changes, mend, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    assert not changes and not mend.visible and not start.interactive and reason
+    assert words in view or words in reason
+    with pytest.raises(tunekit.TunekitError):
+        launching.begin(site, text, "", [], waits=False)
+    assert not (site.root / "runs").exists()
+
+
+def test_an_unknown_machine_and_one_outside_the_workspace_are_told_in_words(site):
+    for machine, words in (("h1000", "did you mean"), ("/etc/x.yaml", "leads out of the workspace")):
+        error = plan_of(site, DRAFT, machine)
+        assert isinstance(error, tunekit.TunekitError) and words in str(error)
+
+
+@pytest.mark.slow
+def test_a_draft_is_checked_and_becomes_a_run_of_the_name_that_it_is_given(site):
+    assert isinstance(launching.checked(site, DRAFT, ""), list)
+    run = launching.begin(site, DRAFT, "mine", ["cpu"], waits=True)
+    assert re.fullmatch(r"mine-\d{8}-\d{6}", run.name)
+    assert site.run(run.name).recipe.train.max_steps == 2
+    assert "finished" in tunekit.stop(run) or run.state == "interrupted"
+    with pytest.raises(tunekit.TunekitError, match=r"output\.name"):
+        launching.begin(site, DRAFT, "../mine", [], waits=False)
+    with pytest.raises(tunekit.TunekitError, match="GPU-1"):
+        launching.begin(site, DRAFT, "", ["GPU-1"], waits=False)
+
+
+def test_devices_are_offered_with_the_end_of_their_uuid_their_free_memory_and_who_has_them():
+    gpu = tunekit.DeviceState("GPU-0123-456789ab", "H100", 80 * 2**30, 40 * 2**30, ("/w/runs/a",), ("/w/runs/b",))
+    ((label, value),) = launching.choices([gpu], Words("en"))
+    assert value == gpu.uuid
+    assert label == "H100 · …456789ab · 40.0 GiB of 80.0 GiB free · used by a · 1 waiting"
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory):
+    root = fill(tmp_path_factory.mktemp("plan") / "workspace")
+    (root / "drafted.yaml").write_text(DRAFT, encoding="utf-8")
+    (root / "large.yaml").write_text(LARGE, encoding="utf-8")
+    return root, serve(root)
+
+
+def choose(page, label, value):
+    """Choose a machine as a user does who types its name."""
+    page.get_by_label(label, exact=True).fill(value)
+    page.get_by_role("option", name=value, exact=True).click()
+
+
+@pytest.mark.slow
+def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, open_page):
+    root, served = server
+    forced = "&set=train.micro_batch_size=8&set=train.gradient_checkpointing=false&set=parallel.num_processes=1"
+    page = open_page(f"{served.url}new?from=file:large.yaml{forced}")
+    plan = page.locator("#plan-plan")
+    choose(page, "Machine", "h100")
+    plan.get_by_text("does not fit", exact=False).first.wait_for()
+    mend = page.locator("#plan-mend")
+    mend.wait_for()
+    mend.click()
+    plan.get_by_text("fits H100", exact=False).first.wait_for()
+    bar = plan.locator(".plan-bar").get_attribute("aria-label")
+    assert "weights" in bar and "may be used" in bar
+
+    page = open_page(f"{served.url}new?from=file:drafted.yaml")
+    page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()
+    page.locator("#plan-name").get_by_role("textbox").fill("seen")
+    page.locator("#plan-start:enabled").wait_for()
+    page.locator("#plan-start").dblclick()
+    page.wait_for_url("**/runs?run=seen-*")
+    (run,) = tunekit.list_runs(root / "runs")
+    assert run.name in page.url and run.recipe.train.max_steps == 2

@@ -1,0 +1,255 @@
+"""The table of runs, one run, its logs, and the comparison: what they show of real folders, and in a real browser."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gradio as gr
+import pytest
+
+import tunekit
+from tests.webui.conftest import fill
+from webui import compare, log_view, run_parts, run_view, runs_page
+from webui.charts import View
+from webui.history import history_of
+from webui.listing import Line, Listing, seconds_left
+from webui.site import Site
+from webui.words import Words
+
+WORDS = Words("en")
+SKIP = gr.skip()
+
+
+def site_of(run: tunekit.Run) -> Site:
+    return Site(run.path.parent.parent)
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+
+
+def written(run: tunekit.Run, *entries) -> None:
+    with (run.path / "events.jsonl").open("a", encoding="utf-8") as stream:
+        for kind, fields in entries:
+            stream.write(json.dumps({"event": kind, "time": time.time(), **fields}) + "\n")
+
+
+def looked(site: Site, name: str, seen: str = "", order: str = "newest", overlaid=(), **view):
+    looks = {"smoothing": 0.0, "is_log": False, "by": "step", "clip": False, **view}
+    return run_view.look(site, WORDS, name, seen, order, *looks.values(), list(overlaid))
+
+
+def test_a_run_is_listed_with_what_its_folder_says(trained_run):
+    (line,) = Listing(trained_run.path.parent).lines()
+    last = [event for event in trained_run.events() if event["event"] == "log"][-1]
+    assert (line.name, line.state, line.method, line.model) == (trained_run.name, "finished", "sft", "pico")
+    assert (line.step, line.num_steps, line.measure, line.value) == (8, 8, "loss", last["loss"])
+    assert line.tokens_per_second == last["tokens_per_second"] and line.seconds_left is None and line.is_over
+
+
+def test_what_is_no_run_is_not_listed_and_what_is_damaged_says_so(trained_run, tmp_path):
+    runs = trained_run.path.parent
+    (runs / "empty").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(trained_run.path / "status.json", tmp_path / "elsewhere")
+    (runs / "linked").symlink_to(tmp_path / "elsewhere")
+    (runs / "broken").mkdir()
+    (runs / "broken" / "status.json").write_text('{"phase": "trai', encoding="utf-8")
+    lines = {line.name: line.state for line in Listing(runs).lines()}
+    assert lines == {trained_run.name: "finished", "broken": "unreadable"}
+    site = site_of(trained_run)
+    assert "unreadable" in runs_page.table_of(Listing(runs).lines(), site, WORDS)
+
+
+def test_tags_and_words_find_runs():
+    lines = [
+        Line("first", "finished", "sft", "pico", tags=("good", "keep")),
+        Line("second", "failed", "dpo", "Qwen/Qwen3-8B", tags=("good",)),
+    ]
+
+    def names(search="", states=(), tags=()):
+        return [line.name for line in runs_page.found(lines, search, states, tags)]
+
+    assert names() == ["first", "second"] and names("qwen DPO") == ["second"] == names(states=["failed"])
+    assert names(tags=["good"]) == ["first", "second"] and names(tags=["good", "keep"]) == ["first"] == names("keep")
+    assert names("first", states=["failed"]) == []
+
+
+def test_without_runs_the_table_says_where_to_begin(workspace):
+    page = runs_page.table_of([], Site(workspace), WORDS)
+    assert "No runs yet" in page and "/new?from=recipe%3Asft%2Fquickstart" in page
+    assert "/new?" not in runs_page.table_of([], Site(workspace, read_only=True), WORDS)
+    lines = [Line("one", "finished")]
+    assert "None of 1 runs" in runs_page.table_of(lines, Site(workspace), WORDS, search="other")
+
+
+def test_names_from_disk_are_words_in_the_page(workspace):
+    bad = "<img src=x onerror=alert(1)>'\""
+    page = runs_page.table_of([Line(bad, "finished", bad, bad, tags=(bad,))], Site(workspace), WORDS)
+    assert "<img" not in page and "'\"" not in page
+
+
+def test_the_time_left_is_told_by_the_clock_of_the_last_steps():
+    logs = [{"step": step, "time": 100.0 + 3.0 * step} for step in range(10, 15)]
+    assert seconds_left(logs, 24) == pytest.approx(30.0)
+    assert seconds_left(logs[:1], 24) is None and seconds_left(logs, None) is None
+
+
+def test_a_run_is_shown_whole_and_then_only_what_changed(trained_run):
+    site = site_of(trained_run)
+    answer = looked(site, trained_run.name)
+    seen, head, _, _, *rest = answer
+    assert "finished" in head and "step 8 of 8" in head
+    plots = [plot for plot in rest[: run_view.NUM_CHARTS] if plot.value is not None]
+    assert len(plots) >= 5 and '"title":{"text":"Loss"' in plots[0].value["plot"]
+    samples, saved, result, recipe, plan = rest[-5:]
+    assert "Before" in samples and "After" in samples
+    assert "on disk" in saved and "Peak memory" in result and "model:" in recipe and "micro-batch" in plan
+    again = looked(site, trained_run.name, seen)
+    assert again[0] == seen and all(part == SKIP for part in again[1:])
+    written(trained_run, ("warning", {"message": "it <b>wobbles</b>"}))
+    _, head, warnings, *_ = looked(site, trained_run.name, seen)
+    assert head == SKIP and "it &lt;b&gt;wobbles" in warnings.value
+    smooth = looked(site, trained_run.name, seen, smoothing=0.5)
+    assert '"faint"' in smooth[4].value["plot"] and smooth[1] == SKIP
+
+
+def test_no_run_and_a_run_from_elsewhere_are_told_in_words(workspace):
+    for name in ("nothing", "../../etc", "/etc"):
+        page = looked(Site(workspace), name)[1]
+        assert "role='alert'" in page
+    assert all(part == SKIP for part in looked(Site(workspace), ""))
+
+
+def test_a_damaged_plan_is_no_end_of_the_page(trained_run):
+    (trained_run.path / "plan.yaml").write_text("layout: {", encoding="utf-8")
+    *_, recipe, plan = looked(site_of(trained_run), trained_run.name)
+    assert "model:" in recipe and "role='alert'" in plan
+
+
+def test_answers_with_rewards_are_sorted_by_them(trained_run):
+    def answer(text, reward):
+        return {"answer": text, "rewards": {"mine": reward, "other": None}, "advantage": reward - 0.5}
+
+    for step, best, worst in ((1, 0.5, 0.25), (2, 1.0, 0.0)):
+        told = {"best": answer(f"good {step}", best), "worst": answer(f"bad {step}", worst)}
+        written(trained_run, ("completions", {"step": step, "prompt": "What?", **told}))
+    with history_of(trained_run) as reader:
+        pages = {order: text_of(run_parts.completions(reader, WORDS, order)) for order in ("newest", "best", "worst")}
+    found = {order: re.findall(r"(?:good|bad) \d", page) for order, page in pages.items()}
+    assert found["best"] == ["good 2", "good 1", "bad 1", "bad 2"] == found["worst"][::-1]
+    assert set(found["newest"][:2]) == {"good 2", "bad 2"}
+
+
+def test_of_a_log_the_end_is_read_and_what_is_looked_for_is_shown(trained_run, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "abcd-efgh-1234")
+    log = trained_run.path / "log.txt"
+    lines = [f"line {place} " + "x" * 90 for place in range(20_000)]
+    lines += [
+        "\x1b[31mWARNING: hot\x1b[0m",
+        "token abcd-efgh-1234",
+        "<script>alert(1)</script>",
+        " 10%\r 90%\rdone 100%",
+    ]
+    log.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = log_view.lines_of(trained_run, "log.txt")
+    assert len(found) == log_view.MAX_LINES and found[-1] == "done 100%"
+    assert found[-4] == "WARNING: hot" and "abcd" not in "".join(found)
+    assert log_view.lines_of(trained_run, "log.txt", text="LINE 19999 ")[0].startswith("line 19999")
+    assert log_view.lines_of(trained_run, "log.txt", only_serious=True) == ["WARNING: hot"]
+    for other in ("status.json", "../../chats.jsonl", "nothing.txt"):
+        with pytest.raises(tunekit.TunekitError, match="has no log"):
+            log_view.lines_of(trained_run, other)
+    (trained_run.path / "log-1.txt").write_text("rank 1\n", encoding="utf-8")
+    (trained_run.path / "log-2.txt").symlink_to("/etc/passwd")
+    assert log_view.logs_of(trained_run)[:2] == ["log.txt", "log-1.txt"]
+    assert "log-2.txt" not in log_view.logs_of(trained_run)
+
+
+def test_runs_are_compared_by_curves_recipes_results_and_answers(trained_run):
+    other = shutil.copytree(trained_run.path, trained_run.path.parent / "other")
+    recipe = (other / "recipe.yaml").read_text(encoding="utf-8")
+    (other / "recipe.yaml").write_text(recipe.replace("seed: 42", "seed: 7"), encoding="utf-8")
+    site, names = site_of(trained_run), [trained_run.name, "other"]
+    message, _, kind, plot, recipes, results, answers, seen = compare.look(site, WORDS, names, None, View(), "")
+    assert message == "" and kind.value == "loss"
+    spec = json.loads(plot.plot)
+    assert spec["encoding"]["color"]["scale"]["domain"] == names
+    assert "train.seed 42 7" in text_of(recipes) and "max_steps" not in recipes
+    assert "Peak memory" in results and answers.count("<tr>") > 1
+    assert all(part == SKIP for part in compare.look(site, WORDS, names, "loss", View(), seen))
+    assert "Choose two runs" in compare.look(site, WORDS, names[:1], None, View(), seen)[0]
+    assert "role='alert'" in compare.look(site, WORDS, ["other", "gone"], None, View(), seen)[0]
+
+
+@pytest.fixture(scope="module")
+def trained_server(trained_workspace: Path, serve, tmp_path_factory):
+    """A server over a copy of the trained workspace, with a second run."""
+    root = tmp_path_factory.mktemp("served") / "workspace"
+    shutil.copytree(trained_workspace, root)
+    (run,) = (root / "runs").iterdir()
+    shutil.copytree(run, root / "runs" / "second")
+    return serve(root), run.name
+
+
+@pytest.mark.slow
+def test_from_the_table_to_a_run_with_its_curves_its_log_and_its_recipe(trained_server, open_page):
+    server, name = trained_server
+    page = open_page(f"{server.url}runs")
+    page.get_by_label("Search").fill("second")
+    page.locator(f"#runs-list a:text-is('{name}')").wait_for(state="detached")
+    page.get_by_label("Search").fill("")
+    page.get_by_label(f"Compare {name}").check()
+    button = page.get_by_role("button", name="Compare the chosen runs")
+    assert button.is_disabled()
+    page.get_by_label("Compare second").check()
+    button.click()
+    page.locator("#compare-plot svg.marks .mark-line path").first.wait_for()
+    assert "run=second" in page.url
+
+    page.goto(f"{server.url}runs")
+    page.locator(f"#runs-list a:text-is('{name}')").click()
+    page.locator("#runs-head h1").get_by_text(name).wait_for()
+    page.locator("#runs-charts svg.marks").first.wait_for()
+    curve = page.locator("#runs-charts svg.marks .mark-line path").first.get_attribute("d")
+    assert curve is not None and curve.count("L") == 7, "eight steps are eight points"
+    page.get_by_role("tab", name="Log").click()
+    page.locator("#log-lines .log-text").wait_for()
+    page.get_by_label("Only lines with").fill("no line is like this")
+    page.get_by_text("No line among the last ones is like this.").wait_for()
+    page.get_by_role("tab", name="Recipe and plan").click()
+    page.locator("#runs-recipe").get_by_text("chats.jsonl").first.wait_for()
+
+
+@pytest.mark.slow
+def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_path, serve, open_page):
+    root = fill(tmp_path / "workspace")
+    server = serve(root)
+    page = open_page(f"{server.url}runs")
+    page.get_by_text("No runs yet").wait_for()
+    command = [sys.executable, "-m", "tunekit", "train", "trained.yaml", "train.max_steps=600", "output.dir=runs/live"]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    try:
+        page.locator("#runs-list a:text-is('live')").click()
+        first_curve = page.locator("#runs-charts svg.marks .mark-line path").first
+        first_curve.wait_for()
+        label = page.locator(".runs-progress span")
+        step = int(label.inner_text().split()[1])
+        page.wait_for_function(
+            f"parseInt(document.querySelector('.runs-progress span').innerText.split(' ')[1]) > {step}"
+        )
+        drawn = "document.querySelector('#runs-charts svg.marks .mark-line path')?.getAttribute('d')"
+        before = page.evaluate(drawn)
+        page.wait_for_function(f"{drawn} && {drawn} !== {json.dumps(before)}")
+        page.reload()
+        first_curve.wait_for()
+        assert int(label.inner_text().split()[1]) > step
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+    page.locator("#runs-head .runs-interrupted").wait_for()

@@ -1,0 +1,93 @@
+"""The server as a process: what it loads, what it asks of others, how it begins and ends, and in a notebook."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import tunekit
+from tests.webui.conftest import fill
+from tunekit.errors import RunError
+
+
+@pytest.fixture(scope="module")
+def server(serve, tmp_path_factory):
+    return serve(fill(tmp_path_factory.mktemp("server") / "workspace"))
+
+
+def test_a_visit_of_every_page_asks_no_other_machine_and_has_no_errors(server, browser):
+    context = browser.new_context()
+    page = context.new_page()
+    hosts, faults = set(), []
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2] if "://" in request.url else "inline"))
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    for name in ("new", "data", "runs", "compare", "chat", "zh/runs"):
+        page.goto(server.url + name, timeout=60_000)
+        page.locator("#shell-header nav").wait_for(timeout=60_000)
+        page.locator("footer").or_(page.locator("main")).first.wait_for(timeout=60_000)
+    context.close()
+    assert hosts - {"inline"} == {server.url.split("/")[2]}
+    assert not faults
+
+
+def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_page):
+    page = open_page(f"{server.url}runs?run=nothing")
+    page.locator("#shell-language").click()
+    page.wait_for_url("**/zh/runs?run=nothing")
+    assert page.locator("#shell-language").inner_text() == "English"
+    assert page.locator("nav a[aria-current=page]").inner_text() == "运行"
+
+
+def test_the_process_that_serves_loads_no_torch(server):
+    urllib.request.urlopen(f"{server.url}runs").read()
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text(encoding="utf-8")
+    assert "python" in maps
+    for library in ("libtorch", "tokenizers", "bitsandbytes", "libcuda"):
+        assert library not in maps, library
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, ending):
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "tunekit", "ui", "--root", str(tmp_path), "--port", "0", "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[0]
+    urllib.request.urlopen(f"{url}config").read()
+    process.send_signal(ending)
+    process.communicate(timeout=60)
+    assert process.returncode in (0, -ending, 128 + ending)
+    assert not list((tmp_path / "temporary").glob("tunekit-ui-*"))
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for options, words in (
+            (["--port", str(taken.getsockname()[1])], "choose another with --port"),
+            (["--root", str(tmp_path / "nothing")], "is no folder"),
+        ):
+            command = [sys.executable, "-m", "tunekit", "ui", "--no-open", "--root", str(tmp_path), *options]
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+            assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_a_notebook_shows_the_page_in_a_frame_until_it_is_closed(tmp_path):
+    page = tunekit.ui(tmp_path, height=640)
+    html = page._repr_html_()
+    assert re.search(f'<iframe src="{page.url}"[^>]* height="640"', html)
+    assert urllib.request.urlopen(f"{page.url}config").status == 200
+    page.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(page.url)
+
+
+def test_a_page_that_cannot_be_served_is_told_of_in_a_notebook(tmp_path):
+    with pytest.raises(RunError, match="is no folder"):
+        tunekit.ui(tmp_path / "nothing")

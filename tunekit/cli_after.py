@@ -1,0 +1,196 @@
+"""The commands for what comes after a run: taking its model elsewhere, talking with it, and telling of it."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tunekit.errors import TunekitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tunekit.run.chat import Talk
+    from tunekit.run.export import Export
+
+RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
+CheckpointOption = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="STEP", help="The checkpoint of this step, not the result.")
+]
+
+
+def export(
+    run: RunArgument,
+    dest: Annotated[
+        Path | None, typer.Argument(help="A new folder; left out: export/ in the run's own.", metavar="DEST")
+    ] = None,
+    merged: Annotated[bool, typer.Option("--merged", help="Whole weights; the adapter becomes part of them.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone.")] = False,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Type of whole weights; auto: that of the base model."),
+    ] = "auto",
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Write a run's model as a folder that others load, and check by loading it that it answers alike."""
+    from tunekit.display import make_console
+    from tunekit.run import export as exporting
+
+    if merged and adapter:
+        raise TunekitError("--merged and --adapter are both given", hint="give one of them")
+    console = make_console()
+    words = {"loading": "loading the model", "writing": "writing it", "checking": "checking it in a process of its own"}
+    kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
+    done = exporting.export(
+        run,
+        dest,
+        kind=kind,
+        dtype=dtype,
+        checkpoint=checkpoint,
+        on_event=lambda event: (
+            console.print(f"[dim]{words[event['phase']]}[/dim]") if event["phase"] in words else None
+        ),
+    )
+    _show(done, console)
+
+
+def _show(done: "Export", console: "Console") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    check = done.check
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    rows = [
+        ("exported", f"{done.kind}, {done.dtype}, {done.total_bytes:,} bytes"),
+        ("to", done.folder),
+        ("logits", f"differ by {check.logit_error:.2g} of their spread; {check.tolerance:.2g} is allowed"),
+    ]
+    if check.adapter_change is not None:
+        rows.append(("", f"the adapter changes them by {check.adapter_change:.2g}"))
+    if check.num_tokens:
+        rows.append(("tokens", f"{check.num_same_tokens} of {check.num_tokens} greedy ones are the same"))
+    rows.append(("template", f"{check.num_conversations} conversations are rendered alike"))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+    for note in done.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def report(
+    run: RunArgument,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write; left out: report.html in the run's folder.")
+    ] = None,
+) -> None:
+    """Write what is known of a run as one page that needs nothing else."""
+    from tunekit.run import report as reporting
+    from tunekit.run.run import find_run
+
+    found = find_run(run)
+    to = out if out is not None else found.path / "report.html"
+    page = reporting.report(found)
+    try:
+        to.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise TunekitError(
+            f"cannot write '{to}': {error.strerror}", hint="name a file in a folder that exists"
+        ) from error
+    print(to)
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="A run's name or folder; or a model's folder or name on the hub.", metavar="RUN|MODEL")
+    ],
+    compare: Annotated[bool, typer.Option("--compare", help="What it was before training answers too.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
+    checkpoint: CheckpointOption = None,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="How freely it answers; 0: always the likeliest token.", min=0)
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Share of the probability that is drawn from.", max=1)] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer, in tokens.", min=1)] = 256,
+    seed: Annotated[int | None, typer.Option("--seed", help="For the draws.")] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option("--device", help="Where the model is; auto: a GPU if there is one."),
+    ] = "auto",
+) -> None:
+    """Talk with what a run made, or with any model. A line is a message; /clear forgets, /exit or Ctrl-D ends."""
+    from tunekit.run import chat as talking
+
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        print(f"loading {model}", file=sys.stderr)
+    with talking.chat(model, checkpoint, compare=compare, device=device) as talk:
+        if at_terminal:
+            where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
+            print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        sides = (False, True) if compare else (False,)
+        said = {base: list(first) for base in sides}
+        while (line := _line(at_terminal)) is not None:
+            if line.strip() in ("", "/clear"):
+                said = {base: list(first) for base in sides} if line.strip() else said
+                continue
+            if line.strip() == "/exit":
+                return
+            for base in sides:
+                said[base].append({"role": "user", "content": line})
+                name = "" if not compare else "before: " if base else "after:  "
+                words = _answer(
+                    talk,
+                    said[base],
+                    name,
+                    base=base,
+                    temperature=temperature,
+                    top_p=top_p,
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                )
+                said[base].append({"role": "assistant", "content": words})
+
+
+def _line(at_terminal: bool) -> str | None:
+    """The next line that is typed or piped in; None at the end."""
+    try:
+        return input("> " if at_terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        if at_terminal:
+            print()
+        return None
+
+
+def _answer(
+    talk: "Talk",
+    messages: list[dict[str, str]],
+    name: str,
+    *,
+    base: bool,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
+    seed: int | None,
+) -> str:
+    """Print an answer as it comes, and return it. Ctrl-C ends it where it is."""
+    pieces: list[str] = []
+    print(name, end="", flush=True)
+    answer = talk.say(
+        messages, base=base, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed
+    )
+    try:
+        for piece in answer:
+            pieces.append(piece)
+            print(_plain(piece), end="", flush=True)
+    except KeyboardInterrupt:
+        talk.stop()
+        pieces += answer
+    print()
+    return "".join(pieces)
+
+
+def _plain(text: str) -> str:
+    """What a model says, without what a terminal would take for a command."""
+    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")

@@ -1,0 +1,281 @@
+"""What a run made as a folder that others load: its adapter, or whole weights with the adapter merged into them.
+
+It is written beside its destination, checked there by a process of its own that loads it anew, and gets its name only
+then. So what is there under that name was seen to answer as the run's model does; the figures stand in `export.json`.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tunekit.errors import ModelError, RunError, TunekitError
+from tunekit.planner.plan import gib
+from tunekit.planner.states import Dtype
+from tunekit.run.card import write_card
+from tunekit.run.checkpoint import to_disk
+from tunekit.run.events import Event
+from tunekit.run.export_check import Check, Subject
+from tunekit.run.inside import has_controls
+from tunekit.run.quiet import library_words_to
+from tunekit.run.room import free_bytes, tokenizers_errors, words_of
+from tunekit.run.run import Run
+from tunekit.run.silence import send_nothing_at_all
+from tunekit.run.trained import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+
+Kind = Literal["adapter", "merged"]
+
+EXPORT = "export.json"
+"""File of an export that says what it is and how it was checked."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+SHARD = "5GB"
+"""Size of the largest file of weights, as transformers has it."""
+
+OWN_BYTES = 64 * 2**20
+"""Room for tokenizer, card and configuration, generously."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported, and what the check of it told.
+
+    Attributes:
+        run: Name of the run.
+        step: Step of the checkpoint; None for the result.
+        kind: Whether it is an adapter or whole weights.
+        dtype: Type of its weights.
+        folder: Where it is.
+        total_bytes: Of all files.
+        files: Their names.
+        notes: What the user should know, a sentence each.
+        check: What the process that loaded it anew has seen.
+    """
+
+    run: str
+    step: int | None
+    kind: Kind
+    dtype: str
+    folder: str
+    total_bytes: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    check: Check
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+
+def export(
+    run: Run | str | Path,
+    dest: str | Path | None = None,
+    *,
+    kind: Literal["auto", "adapter", "merged"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    checkpoint: str | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Export:
+    """Write what a run made as a folder that others load, and see by loading it that it answers alike.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        dest: Where to, a folder that is not there or empty; `export/` in the run's own folder where left out.
+        kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
+        dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
+        checkpoint: The step of the checkpoint to export, rather than the result.
+        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `done`.
+
+    Raises:
+        TunekitError: There is nothing to export, no room for it, or what was written does not answer alike. Nothing is
+            left then.
+    """
+    tell = on_event or (lambda event: None)
+    found = find_trained(run, checkpoint)
+    kind = _kind(found, kind, dtype)
+    to = _destination(found, kind, dest)
+    send_nothing_at_all()
+    log = StringIO()
+    with _draft_of(to) as draft:
+        with library_words_to(log):
+            tell({"event": "export", "phase": "loading", "run": found.name})
+            written = _dtype_of(found, kind, dtype)
+            _check_room(found, kind, written, draft)
+            _write(found, kind, written, draft, tell)
+        tell({"event": "export", "phase": "checking"})
+        check = _checked(Subject.of(found, kind, written, draft))
+        assert found.run is not None
+        write_card(found.run, found.run.result(), draft, kind=kind, step=found.step)
+        done = Export(
+            run=found.run.name,
+            step=found.step,
+            kind=kind,
+            dtype=written,
+            folder=str(to),
+            total_bytes=sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()),
+            files=tuple(sorted(file.relative_to(draft).as_posix() for file in draft.rglob("*") if file.is_file())),
+            notes=tuple(_notes(found, kind)),
+            check=check,
+        )
+        (draft / EXPORT).write_text(json.dumps({**done.to_dict(), "folder": to.name}, indent=2), encoding="utf-8")
+        _publish(draft, to)
+    tell({"event": "export", "phase": "done", "folder": str(to)})
+    return done
+
+
+def _kind(found: Trained, kind: str, dtype: str) -> Kind:
+    if found.run is None:
+        raise RunError(f"{found.name} is no run: there is nothing to export", hint="`tunekit runs` lists the runs")
+    if kind == "adapter" and found.adapter is None:
+        raise RunError(f"{found.name} trained all weights, and has no adapter", hint="leave --adapter out")
+    if kind == "adapter" and dtype != "auto":
+        raise RunError(f"--dtype {dtype}: an adapter stays in float32, in which it was trained", hint="leave it out")
+    return "adapter" if kind == "adapter" else "merged"
+
+
+def _dtype_of(found: Trained, kind: Kind, dtype: str) -> Dtype:
+    if kind == "adapter":
+        return "float32"
+    return stored_dtype(found) if dtype == "auto" else cast(Dtype, dtype)
+
+
+def _destination(found: Trained, kind: Kind, dest: str | Path | None) -> Path:
+    """Where it is to be; nothing is there.
+
+    Raises:
+        RunError: It holds something, or cannot be used.
+    """
+    assert found.run is not None
+    of_step = "" if found.step is None else f"-{found.step}"
+    to = found.run.path / "export" / f"{kind}{of_step}" if dest is None else Path(dest)
+    again = "name another folder" if dest is not None else "delete it, or name another folder"
+    if has_controls(str(to)) or not str(dest if dest is not None else "x").strip():
+        raise RunError(f"{str(to)!r} is no folder to export to", hint="name another folder")
+    if to.is_symlink():
+        raise RunError(f"{to} is a link to {to.readlink()}", hint="name the folder that is meant")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise RunError(f"{to} exists and is not empty", hint=again)
+    return to
+
+
+@contextlib.contextmanager
+def _draft_of(to: Path) -> Iterator[Path]:
+    """A folder beside the destination, of which nothing is left unless it was renamed."""
+    draft = to.absolute().parent / f".exporting-{to.name}-{os.getpid()}"
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"{to} cannot be made: {error.strerror}", hint="name another folder") from error
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_room(found: Trained, kind: Kind, dtype: Dtype, draft: Path) -> None:
+    """See that there is room for what is to be written."""
+    if kind == "adapter":
+        needed = sum(file.stat().st_size for file in Path(found.folder).glob("*.safetensors"))
+    else:
+        assert found.run is not None
+        needed = found.run.plan.num_params * BYTES[dtype]
+    needed, free = needed + OWN_BYTES, free_bytes(draft)
+    if needed > free:
+        raise RunError(
+            f"there is no room for the export in {draft.parent}: it takes {gib(needed)}, and {gib(free)} are free",
+            hint=f"free {gib(needed - free)} there, or name a folder on another disk",
+        )
+
+
+def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, tell: Callable[[Event], None]) -> None:
+    """Write weights, configuration and tokenizer.
+
+    Raises:
+        RunError: The disk does not take them.
+    """
+    from safetensors import SafetensorError
+
+    model = None
+    if kind == "merged":
+        model = merged(found, dtype)
+    tell({"event": "export", "phase": "writing"})
+    try:
+        with tokenizers_errors():
+            if model is not None:
+                model.save_pretrained(draft, max_shard_size=SHARD)
+            else:
+                for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
+                    if file.name.startswith("adapter_"):
+                        shutil.copyfile(file, draft / file.name)
+            tokenizer_of(found).save_pretrained(draft)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}",
+            hint="free some room there, or name a folder on another disk",
+        ) from error
+
+
+def merged(found: Trained, dtype: Dtype) -> Any:
+    """A model as a whole on the CPU, with its adapter made part of its weights in their type.
+
+    An adapter that was trained over a 4-bit base is merged into the unquantised one.
+    """
+    model: Any = load_trained(found, dtype=dtype, device="cpu", as_trained=False)
+    if found.adapter is None:
+        return model
+    model = model.merge_and_unload()
+    into, out = model.get_input_embeddings(), model.get_output_embeddings()
+    if out is not None and out.weight.data_ptr() != into.weight.data_ptr():
+        # One of the two may have been trained wholly, though they were one.
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+    return model
+
+
+def _checked(subject: Subject) -> Check:
+    """What a fresh process says of an export.
+
+    Raises:
+        ModelError: It does not answer as the model that it was made from.
+    """
+    command = [sys.executable, "-m", "tunekit.run.export_check"]
+    words = json.dumps(asdict(subject))
+    done = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+        raise ModelError(f"the export could not be checked: {last}", hint="nothing was kept of it")
+    told: dict[str, Any] = json.loads(lines[-1])
+    if "problem" in told:
+        raise ModelError(told["problem"], hint=told["hint"])
+    return Check(**told)
+
+
+def _notes(found: Trained, kind: Kind) -> Iterator[str]:
+    if found.adapter is not None and found.adapter.type == "qlora" and kind == "merged":
+        yield "trained over a 4-bit base, and merged into the unquantised one, which answers a little differently"
+    if kind == "adapter":
+        yield f"it is loaded on top of {found.base.path}, with PEFT"
+
+
+def _publish(draft: Path, to: Path) -> None:
+    """Give an export its name, once all of it is on the disk.
+
+    Raises:
+        TunekitError: Something else took that name meanwhile.
+    """
+    for path in (*draft.rglob("*"), draft):
+        to_disk(path)
+    try:
+        draft.rename(to)
+    except OSError as error:
+        raise TunekitError(f"{to} was taken meanwhile: {error.strerror}", hint="name another folder") from error
+    to_disk(to.absolute().parent)

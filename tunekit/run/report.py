@@ -1,0 +1,259 @@
+"""The report of a run: one page that needs nothing else, with what was trained on what and what came of it.
+
+It is made from the files of the run folder alone, so it can be had of a run that trains, has failed, or came from
+another machine. It holds no script, loads nothing, and tells no secret.
+"""
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tunekit.data.remote import shown
+from tunekit.planner.plan import Plan, gib
+from tunekit.planner.speed import duration
+from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.redact import redacted
+from tunekit.run.checkpoint import manifest_of
+from tunekit.run.curves import Line, draw
+from tunekit.run.events import Event
+from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
+from tunekit.run.run import Run, find_run
+from tunekit.run.trained import checkpoints_of
+
+MAX_WARNINGS = 50
+"""Warnings that are shown, the last ones."""
+
+CURVES = (
+    ("learning_rate", "Learning rate"),
+    ("grad_norm", "Gradient norm"),
+    ("tokens_per_second", "Tokens per second"),
+)
+"""What is drawn of every run besides what it is judged by."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A picture.
+
+    Attributes:
+        title: What is drawn.
+        svg: The picture.
+        labels: What each of its lines is, where there are several.
+    """
+
+    title: str
+    svg: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Something that was planned and measured.
+
+    Attributes:
+        what: What it is.
+        planned: What the plan says.
+        measured: What the run says.
+        note: What the two have to do with each other.
+    """
+
+    what: str
+    planned: str
+    measured: str
+    note: str = ""
+
+
+def report(run: Run | str | Path) -> str:
+    """A run as one HTML page that loads nothing from elsewhere.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+
+    Raises:
+        RunError: There is no such run.
+    """
+    import jinja2
+
+    found = run if isinstance(run, Run) else find_run(str(run))
+    recipe, plan, events = found.recipe, found.plan, found.events()
+    result = next((event for event in reversed(events) if event["event"] == "result"), None)
+    status = found.status()
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
+    page = environment.from_string(template).render(
+        name=found.name,
+        state=found.state,
+        reason=status["exit_reason"],
+        headline=_headline(status, result),
+        facts=list(_facts(recipe, plan, status)),
+        results=list(_results(events, result)),
+        measured=list(_measured(plan, result)),
+        curves=list(_curves(events)),
+        samples=found.samples(),
+        warnings=_warnings(events),
+        decisions=[(one.topic, one.choice, one.why) for one in plan.reasons],
+        changes=list(_changes(events)),
+        environment=list(_environment(found, plan, status)),
+        commands=_commands(found),
+        recipe=dump_recipe(recipe),
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    return redacted(page)
+
+
+def _headline(status: dict[str, Any], result: Event | None) -> str:
+    """How far it is, in words."""
+    of = f" of {status['num_steps']:,}" if status["num_steps"] else ""
+    words = f"step {status['step']:,}{of}"
+    if result is None:
+        return words
+    losses = [result["first_eval_loss"], result["eval_loss"]]
+    if None in losses:
+        return f"{words}, in {duration(result['seconds'])}"
+    return f"{words}, in {duration(result['seconds'])}: evaluation loss {losses[0]:.4f} → {losses[1]:.4f}"
+
+
+def _facts(recipe: Recipe, plan: Plan, status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What was trained on what."""
+    if plan.origin is not None:
+        yield "Comes from", plan.origin.chain
+    yield "Model", f"{plan.base.path}, {plan.num_params:,} parameters"
+    yield "Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"
+    yield "Method", recipe.method.type
+    rows = ", ".join(shown(source.path) for source in recipe.data.sources)
+    tokens = f", {plan.data.num_train_tokens:,} tokens" if plan.data.num_train_tokens else ""
+    yield "Training data", f"{rows}: {plan.data.num_train:,} sequences{tokens}"
+    if plan.data.num_eval:
+        yield "Evaluation data", f"{plan.data.num_eval:,} sequences"
+    if plan.schedule is not None:
+        yield "Steps", f"{plan.schedule.num_steps:,}, {recipe.train.global_batch_size:,} sequences each"
+    yield "Devices", f"{plan.devices_words}; {plan.layout.name}"
+    yield "Begun", datetime.fromtimestamp(status["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[str, str]]:
+    """What came of it; of a run that has not finished, as far as it is."""
+    logs = [event for event in events if event["event"] == "log"]
+    evals = [event for event in events if event["event"] == "eval"]
+    for what, found, name in (("Training loss", logs, "loss"), ("Evaluation loss", evals, "eval_loss")):
+        values = [value for event in found if (value := _number(event.get(name))) is not None]
+        if values:
+            yield what, f"{values[0]:.4f} → {values[-1]:.4f}"
+    measures = result["measures"] if result is not None else first_and_last(events)
+    yield from rows_of(measures)
+    if result is not None:
+        yield "Tokens seen", f"{result['num_tokens']:,}"
+        best = result["checkpoints"]["best"]
+        if best is not None:
+            yield "Best evaluation", f"{best['metric']} {best['value']:.4f} at step {best['step']:,}"
+
+
+def _measured(plan: Plan, result: Event | None) -> Iterator[Measured]:
+    """What was planned beside what was measured, of a finished run."""
+    if result is None:
+        return
+    planned, peak = plan.memory.total_bytes, result["peak_memory_bytes"]
+    yield Measured("Memory of a device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}")
+    speed = plan.speed
+    rates = None if speed is None else speed.tokens_per_second
+    words = "not predicted" if rates is None else " to ".join(f"{rate:,.0f}" for rate in dict.fromkeys(rates))
+    yield Measured("Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result))
+    seconds = None if speed is None else speed.seconds
+    words = "not predicted" if seconds is None else " to ".join(dict.fromkeys(duration(one) for one in seconds))
+    note = "planned: the steps alone; measured: loading, evaluations and checkpoints too"
+    yield Measured("Time", words, duration(result["seconds"]), note)
+
+
+def _within(rates: Sequence[float] | None, result: Event) -> str:
+    if rates is None:
+        return ""
+    measured, low, high = result["tokens_per_second"], min(rates), max(rates)
+    if low <= measured <= high:
+        return "as planned"
+    return f"{measured / low - 1:+.0%} from the lowest" if measured < low else f"{measured / high - 1:+.0%}"
+
+
+def _curves(events: Sequence[Event]) -> Iterator[Curve]:
+    """What was logged over the steps, what the run is judged by first."""
+    logs = {event["step"]: event for event in events if event["event"] == "log"}
+    evals = {event["step"]: event for event in events if event["event"] == "eval"}
+    names = {name for log in logs.values() for name in log}
+    learned = judged_by(sorted(names))
+    for name in dict.fromkeys([learned, "loss"]):
+        lines = [
+            Line("training", _points(logs, name)),
+            Line("evaluation", _points(evals, f"eval_{name}"), dots=True),
+        ]
+        title = "Loss" if name == "loss" else words_of(name).capitalize()
+        yield from _curve(title, [line for line in lines if line.points])
+    for name, title in CURVES:
+        yield from _curve(title, [Line(title, _points(logs, name))])
+
+
+def _curve(title: str, lines: Sequence[Line]) -> Iterator[Curve]:
+    svg = draw(lines, title=f"{title} over the steps")
+    if svg:
+        yield Curve(title, svg, tuple(line.label for line in lines) if len(lines) > 1 else ())
+
+
+def _points(events: dict[int, Event], name: str) -> list[tuple[float, float]]:
+    found = ((step, _number(events[step].get(name))) for step in sorted(events))
+    return [(float(step), value) for step, value in found if value is not None]
+
+
+def _number(value: Any) -> float | None:
+    """A value that is a number and finite: what is not was written as text."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _warnings(events: Sequence[Event]) -> list[tuple[str, str]]:
+    """Warnings and errors, each with its step where it has one."""
+    found = [
+        (f"step {event['step']:,}" if event.get("step") is not None else event["event"], str(event["message"]))
+        for event in events
+        if event["event"] in ("warning", "error")
+    ]
+    return list(dict.fromkeys(found))[-MAX_WARNINGS:]
+
+
+def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    """Where the run was stopped, restarted and gone on with."""
+    for event in events:
+        if event["event"] == "resume":
+            changed = f", with {', '.join(event['changes'])}" if event["changes"] else ""
+            yield "gone on with", f"from step {event['step']:,}{changed}"
+        elif event["event"] == "restart":
+            yield "restarted", f"from step {event['step']:,}: {event['reason']}"
+        elif event["event"] == "stop":
+            yield "stopped", str(event["message"])
+
+
+def _environment(run: Run, plan: Plan, status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What it ran with."""
+    yield "Host", f"{status['host']}, {plan.devices_words}"
+    yield "Precision", f"{plan.dtype}{', with float32 weights' if plan.autocast else ''}; {plan.attn_implementation}"
+    yield "Kernels", plan.kernels
+    steps = checkpoints_of(run)
+    if steps:
+        versions = manifest_of(run.path / "checkpoints" / f"checkpoint-{steps[-1]}").versions
+        yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    if plan.environment:
+        yield "Variables", " ".join(f"{name}={value}" for name, value in plan.environment.items())
+    prints = run.path / "fingerprints.json"
+    if prints.is_file():
+        yield "Made of", f"{len(json.loads(prints.read_text(encoding='utf-8')))} files, by SHA-256 in fingerprints.json"
+
+
+def _commands(run: Run) -> list[str]:
+    """How it is repeated, shown and gone on with."""
+    folder = shlex.quote(str(run.path))
+    again = shlex.quote(str(run.path / "recipe.yaml"))
+    return [f"tunekit train {again} output.dir=null", f"tunekit runs show {folder}", f"tunekit chat {folder}"]

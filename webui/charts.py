@@ -1,0 +1,355 @@
+"""Which curves tell of a run, and each chart as a Vega-Lite specification, which the browser draws.
+
+A specification is plain data: nothing is drawn here, and no library is needed for it. Colours of text and lines are
+names of gradio's style sheet, so that a chart follows the theme.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import tunekit
+from webui.words import Words
+
+MAX_DRAWN = 600
+"""Points of a curve that go to the browser; a chart is about as many pixels wide."""
+
+COLOURS = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#a855f7", "#06b6d4", "#ec4899", "#84cc16")
+"""Of curves; all can be told from light and from dark."""
+
+OUTLIERS = 0.02
+"""Share of the values at either end that `clip` leaves out of the axis."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of chart.
+
+    Attributes:
+        key: What its texts are called.
+        names: The curves in it, by their names in the log; a star stands for what the recipe names.
+        digits: How numbers are written on the axis, as d3-format says it; None leaves that to Vega.
+        held_out: Whether evaluations have the same curves.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    digits: str | None = None
+    held_out: bool = True
+
+
+KINDS = (
+    Kind("reward", ("reward",)),
+    Kind("functions", ("rewards/*/mean",)),
+    Kind("margins", ("rewards/margins", "margin")),
+    Kind("accuracies", ("rewards/accuracies", "accuracy"), "~%"),
+    Kind("preferred", ("rewards/chosen", "rewards/rejected")),
+    Kind("loss", ("loss",)),
+    Kind("kl", ("kl",), held_out=False),
+    Kind("length", ("completions/mean_length", "completions/max_length"), held_out=False),
+    Kind("signal", ("frac_reward_zero_std", "completions/clipped_ratio"), "~%", held_out=False),
+    Kind("learning_rate", ("learning_rate",), "~e", held_out=False),
+    Kind("grad_norm", ("grad_norm",), held_out=False),
+    Kind("speed", ("tokens_per_second",), "~s", held_out=False),
+    Kind("memory", ("peak_memory_bytes",), held_out=False),
+    Kind("entropy", ("entropy",), held_out=False),
+)
+"""All kinds, in the order in which they are shown; a run has those of which it logs something."""
+
+GIB = 2**30
+
+CURVES = {
+    "rewards/chosen": "chosen",
+    "rewards/rejected": "rejected",
+    "completions/mean_length": "mean_length",
+    "completions/max_length": "max_length",
+    "frac_reward_zero_std": "no_signal",
+    "completions/clipped_ratio": "cut_off",
+    "peak_memory_bytes": "measured",
+}
+"""Curves that have a name of their own beside others of their kind."""
+
+Point = tuple[float, float]
+"""A value at a place of the axis."""
+
+
+@dataclass(frozen=True)
+class View:
+    """How charts are looked at.
+
+    Attributes:
+        smoothing: Weight of what was before in a running mean; 0 shows the values themselves.
+        is_log: Whether the axis of values is logarithmic.
+        by: What the other axis is: steps, or hours since the first event.
+        clip: Whether outliers are left out of the axis.
+    """
+
+    smoothing: float = 0.0
+    is_log: bool = False
+    by: Literal["step", "time"] = "step"
+    clip: bool = False
+
+
+class Curve(NamedTuple):
+    """A curve to draw.
+
+    Attributes:
+        run: Name of the run.
+        name: Its name in the log.
+        points: Its points by step or by hours.
+    """
+
+    run: str
+    name: str
+    points: list[Point]
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is of evaluations."""
+        return self.name.startswith("eval_")
+
+
+def kinds_of(names: Iterable[str]) -> list[Kind]:
+    """The kinds of charts that a run has which logs these names."""
+    names = list(names)
+    return [kind for kind in KINDS if any(fnmatch(name, pattern) for name in names for pattern in kind.names)]
+
+
+def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> list[Curve]:
+    """What a run has of a kind, as it is to be drawn."""
+    wanted = [name for name in reader.series if any(fnmatch(name, pattern) for pattern in kind.names)]
+    if kind.held_out:
+        wanted += [name for name in reader.series if name.removeprefix("eval_") in wanted and name not in wanted]
+    began = reader.began or 0.0
+    unit = GIB if kind.key == "memory" else 1
+    return [
+        Curve(
+            run,
+            name,
+            [
+                (point.step if view.by == "step" else (point.time - began) / 3600, point.value / unit)
+                for point in reader.series[name]
+            ],
+        )
+        for name in wanted
+    ]
+
+
+def smoothed(points: Sequence[Point], weight: float) -> list[Point]:
+    """A running mean: each value counts `weight` times as much as the one a step later, and the first ones in full.
+
+    Steps that are far apart count for the distance, so that a curve with points left out is smoothed like the whole.
+    """
+    if len(points) < 3 or not weight:
+        return list(points)
+    apart = sorted(b[0] - a[0] for a, b in pairwise(points))
+    usual = apart[len(apart) // 2] or 1.0
+    mean = total = 0.0
+    before = points[0][0]
+    found = []
+    for place, value in points:
+        kept = weight ** ((place - before) / usual) if place > before else weight
+        mean, total, before = mean * kept + value * (1 - weight), total * kept + (1 - weight), place
+        found.append((place, mean / total))
+    return found
+
+
+def thinned(points: Sequence[Point], limit: int = MAX_DRAWN) -> list[Point]:
+    """At most so many points of a curve: the least and the greatest of equal stretches, and the last."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(2 * len(points) / (limit - 1))
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        least, most = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
+        kept += sorted({least, most})
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def spec_of(
+    kind: Kind, curves: Sequence[Curve], view: View, words: Words, *, planned_bytes: float | None = None
+) -> dict[str, Any]:
+    """A chart as Vega-Lite.
+
+    Args:
+        kind: The kind.
+        curves: Its curves, of one run or of several.
+        view: How it is looked at.
+        words: The language.
+        planned_bytes: What the plan says of memory, for a line beside what was measured.
+    """
+    runs = list(dict.fromkeys(curve.run for curve in curves))
+    unit, x_title = (1.0, words("charts.step")) if view.by == "step" else _unit(curves, words)
+    rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
+    planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
+    values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
+    y_scale = {"type": "log" if view.is_log else "linear", "zero": False, **_clipped(values, view)}
+    labels = list(dict.fromkeys(row["c"] for row in rows))
+    layers = _layers(rows, view)
+    if planned is not None:
+        layers.append(_planned(planned, words))
+    title = words(f"charts.{kind.key}")
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "title": {"text": title, "subtitle": words(f"charts.{kind.key}_help")},
+        "description": f"{title}: {', '.join(labels)}",
+        "width": "container",
+        "height": 270,
+        "autosize": {"type": "fit", "contains": "padding"},
+        "background": "transparent",
+        "data": {"values": rows},
+        "encoding": _encoding(kind, labels, x_title, y_scale, words),
+        "layer": layers,
+        "config": CONFIG,
+        "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
+    }
+
+
+def to_text(spec: dict[str, Any]) -> str:
+    """A specification as it goes to the browser."""
+    return json.dumps(spec, ensure_ascii=False, separators=(",", ":"))
+
+
+TEXT, LINES = "var(--body-text-color)", "var(--border-color-primary)"
+
+CONFIG: dict[str, Any] = {
+    "font": "inherit",
+    "view": {"stroke": None},
+    "title": {"color": TEXT, "subtitleColor": TEXT, "anchor": "start", "fontSize": 14},
+    "axis": {"labelColor": TEXT, "titleColor": TEXT, "gridColor": LINES, "tickColor": LINES, "domainColor": LINES},
+    "axisX": {"grid": False, "labelFlush": True, "tickCount": 5},
+    "axisY": {"tickCount": 5},
+    "legend": {"labelColor": TEXT, "symbolType": "stroke", "symbolStrokeWidth": 3},
+}
+"""How all charts look."""
+
+
+def _unit(curves: Sequence[Curve], words: Words) -> tuple[float, str]:
+    """How many of a unit of time an hour has, and what it is called: the largest of which there are some."""
+    hours = max((point[0] for curve in curves for point in curve.points), default=0.0)
+    if hours < 1 / 20:
+        return 3600.0, words("charts.seconds")
+    return (60.0, words("charts.minutes")) if hours < 2 else (1.0, words("charts.hours"))
+
+
+def _rows(curves: Sequence[Curve], view: View, words: Words, unit: float, *, several: bool) -> Iterator[dict[str, Any]]:
+    """The points of all curves.
+
+    Each has `x` and `y`, `c` for what its colour stands for, `t` for what the curve is called, `k` for how it is drawn,
+    and `g` for what belongs together.
+    """
+    for place, curve in enumerate(curves):
+        label = label_of(curve, words, several=several)
+        # Of several runs each has its colour, and evaluations are told by their dashes.
+        colour = label_of(curve._replace(name=curve.name.removeprefix("eval_")), words, several=True, brief=True)
+        points = [point for point in curve.points if point[1] > 0 or not view.is_log]
+        drawn = [("held_out", points)] if curve.is_held_out else [("plain", points)]
+        if view.smoothing and not curve.is_held_out:
+            drawn = [("faint", points), ("plain", smoothed(points, view.smoothing))]
+        for kind, some in drawn:
+            for x, y in thinned(some):
+                at = {"x": _rounded(x * unit), "y": _rounded(y)}
+                yield {**at, "c": colour if several else label, "t": label, "k": kind, "g": place}
+
+
+def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) -> str:
+    """What a curve is called: by what sets it apart from the others.
+
+    Args:
+        curve: The curve.
+        words: The language.
+        several: Whether there are several runs.
+        brief: Whether what it was measured on need not be said.
+    """
+    plain = curve.name.removeprefix("eval_")
+    if plain in CURVES:
+        label = words(f"charts.curve_{CURVES[plain]}")
+    elif fnmatch(plain, "rewards/*/mean"):
+        label = plain.removeprefix("rewards/").removesuffix("/mean")
+    else:
+        label = ""
+    # Where nothing else tells curves apart, what they were measured on does.
+    tells = not brief and (curve.is_held_out or not label)
+    part = [words("charts.evaluation" if curve.is_held_out else "charts.training")] if tells else []
+    return " · ".join([*([curve.run] if several else []), *([label] if label else []), *part])
+
+
+def _encoding(kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words) -> dict[str, Any]:
+    """What places, colours and tooltips stand for."""
+    title = words(f"charts.{kind.key}")
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
+    legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None
+    return {
+        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
+        "y": {
+            "field": "y",
+            "type": "quantitative",
+            "title": None,
+            "scale": y_scale,
+            "axis": {"format": kind.digits} if kind.digits else {},
+        },
+        "color": {
+            "field": "c",
+            "type": "nominal",
+            "scale": {"domain": list(labels), "range": colours},
+            "legend": legend,
+        },
+        "tooltip": [
+            {"field": "t", "type": "nominal", "title": words("charts.curve")},
+            {"field": "x", "type": "quantitative", "title": x_title, "format": "~g"},
+            {"field": "y", "type": "quantitative", "title": title, "format": ".5~g"},
+        ],
+    }
+
+
+def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
+    held_out = {"filter": "datum.k == 'held_out'"}
+    grouped = {"detail": {"field": "g"}}
+    layers: list[dict[str, Any]] = []
+    if any(row["k"] == "faint" for row in rows):
+        mark = {"type": "line", "strokeWidth": 1, "opacity": 0.3, "clip": view.clip}
+        layers.append({"transform": [{"filter": "datum.k == 'faint'"}], "mark": mark, "encoding": grouped})
+    # A single point makes no line.
+    mark = {"type": "line", "strokeWidth": 2, "clip": view.clip, "point": {"size": 12} if len(rows) < 80 else False}
+    layers.append({"transform": [{"filter": "datum.k == 'plain'"}], "mark": mark, "encoding": grouped})
+    if any(row["k"] == "held_out" for row in rows):
+        dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": view.clip, "point": {"size": 40}}
+        layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
+    # What the pointer finds.
+    found = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}
+    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": found})
+    return layers
+
+
+def _planned(planned: float, words: Words) -> dict[str, Any]:
+    """A line where the plan expects something."""
+    alone = {"x": None, "color": None, "tooltip": {"field": "w", "type": "nominal"}}
+    return {
+        "data": {"values": [{"y": _rounded(planned), "w": words("charts.planned", gib=f"{planned:.2f}")}]},
+        "layer": [
+            {"mark": {"type": "rule", "strokeDash": [4, 4], "stroke": TEXT}, "encoding": alone},
+            {
+                "mark": {"type": "text", "align": "left", "x": 4, "dy": 10, "fill": TEXT},
+                "encoding": {**alone, "text": {"field": "w", "type": "nominal"}},
+            },
+        ],
+    }
+
+
+def _clipped(values: Sequence[float], view: View) -> dict[str, Any]:
+    """The axis of values without outliers."""
+    if not view.clip or len(values) < 10:
+        return {}
+    ordered = sorted(values)
+    cut = max(1, int(OUTLIERS * len(ordered)))
+    least, most = ordered[cut], ordered[-1 - cut]
+    return {"domain": [least, most], "nice": False} if least < most else {}
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.6g}")

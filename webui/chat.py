@@ -1,0 +1,377 @@
+"""Talking with what a run made, beside what it was before or another run.
+
+The model is in a process of its own, which the page's session holds (see `webui.talks`). What was said is in the
+browser alone. Answers are shown as they are, as text: nothing in them is taken for a page.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape, unescape
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui.listing import listing_of
+from webui.run_parts import empty
+from webui.site import Site
+from webui.talks import Choice, Talks
+from webui.words import Words, told
+
+RESULT, NOTHING, BEFORE = "", "", "before"
+"""Values of the choices that are no run."""
+
+MAX_PROMPTS = 6
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What is chosen before a model is loaded."""
+
+    run: gr.Dropdown
+    checkpoint: gr.Dropdown
+    beside: gr.Dropdown
+    device: gr.Radio
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is said, and how it is answered."""
+
+    left: gr.Chatbot
+    right: gr.Chatbot
+    prompt: gr.Textbox
+    send: gr.Button
+    stop: gr.Button
+    clear: gr.Button
+    system: gr.Textbox
+    options: list[Any]
+
+
+def build(page: gr.Blocks, site: Site, words: Words) -> None:
+    """The page."""
+    gr.Markdown(f"# {words('chat.title')}")
+    if site.read_only:
+        gr.HTML(empty(words("chat.read_only")), elem_id="chat-read-only")
+        return
+    talks = Talks(site)
+    nothing = gr.HTML(visible=False, elem_id="chat-nothing")
+    with gr.Column() as everything:
+        with gr.Row(elem_id="chat-choices"):
+            run = gr.Dropdown([], label=words("chat.run"), elem_id="chat-run", min_width=220)
+            checkpoint = gr.Dropdown([], label=words("chat.checkpoint"), elem_id="chat-checkpoint", min_width=160)
+            beside = gr.Dropdown([], label=words("chat.beside"), elem_id="chat-beside", min_width=220)
+        devices = [(words("chat.device_auto"), "auto"), (words("chat.device_cpu"), "cpu")]
+        with gr.Row(elem_id="chat-loading"):
+            load = gr.Button(words("chat.load"), variant="primary", size="md", elem_id="chat-load", min_width=120)
+            unload = gr.Button(words("chat.unload"), interactive=False, size="md", elem_id="chat-unload", min_width=120)
+            device = gr.Radio(devices, value="auto", label=words("chat.device"), elem_id="chat-device", min_width=220)
+        status = gr.HTML(empty(words("chat.none_loaded")), elem_id="chat-status")
+        talk = _conversation(words)
+        samples = gr.Dataset(
+            label=words("chat.prompts"), components=[gr.Textbox(visible=False)], samples=[], type="values",
+            visible=False, elem_id="chat-prompts",
+        )  # fmt: skip
+    chooser = Chooser(run, checkpoint, beside, device)
+    _attach_choices(page, site, words, chooser, samples, nothing, everything)
+    _attach_loading(page, site, words, talks, chooser, talk, load, unload, status)
+    _attach_talking(words, talks, talk, status)
+    samples.click(lambda row: row[0], samples, talk.prompt, show_progress="hidden")
+
+
+def _conversation(words: Words) -> Conversation:
+    with gr.Row(elem_id="chat-sides"):
+        left, right = (
+            gr.Chatbot(
+                label=words("chat.answers"), elem_id=f"chat-{side}", render_markdown=False, min_width=300, height=380,
+                buttons=[], feedback_options=None, visible=side == "left", allow_file_downloads=False,
+                placeholder=escape(words("chat.placeholder")),
+            )
+            for side in ("left", "right")
+        )  # fmt: skip
+    prompt = gr.Textbox(
+        label=words("chat.prompt"), info=words("chat.prompt_help"), lines=1, max_lines=8, elem_id="chat-prompt"
+    )
+    with gr.Row(elem_id="chat-buttons"):
+        send = gr.Button(
+            words("chat.send"), variant="primary", interactive=False, size="md", elem_id="chat-send", min_width=100
+        )
+        stop = gr.Button(words("chat.stop"), interactive=False, size="md", elem_id="chat-stop", min_width=100)
+        clear = gr.Button(words("chat.clear"), size="md", elem_id="chat-clear", min_width=100)
+    with gr.Accordion(words("chat.options"), open=False, elem_id="chat-options"):
+        system = gr.Textbox(label=words("chat.system"), info=words("chat.system_help"), lines=2, elem_id="chat-system")
+        with gr.Row():
+            temperature = gr.Slider(
+                0, 2, 0, step=0.05, label=words("chat.temperature"), info=words("chat.temperature_help"),
+                elem_id="chat-temperature", min_width=220,
+            )  # fmt: skip
+            top_p = gr.Slider(
+                0.05, 1, 1, step=0.05, label=words("chat.top_p"), info=words("chat.top_p_help"), elem_id="chat-top-p",
+                min_width=220,
+            )  # fmt: skip
+        with gr.Row():
+            length = gr.Number(
+                256, precision=0, minimum=1, maximum=8192, label=words("chat.max_new_tokens"),
+                elem_id="chat-max-new-tokens", min_width=220,
+            )  # fmt: skip
+            seed = gr.Number(
+                None, precision=0, minimum=0, label=words("chat.seed"), info=words("chat.seed_help"),
+                elem_id="chat-seed", min_width=220,
+            )  # fmt: skip
+    return Conversation(left, right, prompt, send, stop, clear, system, [temperature, top_p, length, seed])
+
+
+def _attach_choices(
+    page: gr.Blocks,
+    site: Site,
+    words: Words,
+    chooser: Chooser,
+    samples: gr.Dataset,
+    nothing: gr.HTML,
+    everything: gr.Column,
+) -> None:
+    """Fill the choices from the runs that there are, and from what the address asks for."""
+
+    def opened(request: gr.Request) -> list[Any]:
+        names = [line.name for line in listing_of(site.root).lines() if line.state != "unreadable"]
+        if not names:
+            start = site.link(words.language, "new", from_="recipe:sft/quickstart")
+            link = f"<p><a href='{escape(start)}'>{escape(words('chat.start'))}</a></p>"
+            return [
+                gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
+                gr.skip(), gr.skip(), gr.skip(), gr.skip(),
+            ]  # fmt: skip
+        asked = request.query_params.get("run", "")
+        name = asked if asked in names else names[0]
+        step = request.query_params.get("checkpoint", RESULT)
+        return [
+            gr.HTML(visible=False), gr.Column(visible=True), gr.Dropdown(choices=names, value=name),
+            *choices_of(site, words, name, step),
+        ]  # fmt: skip
+
+    chosen = [chooser.checkpoint, chooser.beside, samples]
+    page.load(opened, None, [nothing, everything, chooser.run, *chosen], show_progress="hidden")
+    chooser.run.input(lambda name: choices_of(site, words, name), chooser.run, chosen, show_progress="hidden")
+
+
+def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[Any]:
+    """The checkpoints of a run, what it may answer beside, and prompts that it was tried with."""
+    try:
+        run = site.run(name)
+        steps = sorted({one.step for one in tunekit.checkpoints(run) if one.fault is None})
+        prompts = [sample["prompt"] for sample in run.samples()]
+        is_done = run.state == "finished"
+    except tunekit.TunekitError:
+        return [gr.Dropdown(choices=[], value=None), gr.Dropdown(choices=[], value=None), gr.Dataset(samples=[])]
+    own = [(words("chat.step", step=one), str(one)) for one in reversed(steps)]
+    of_run = [(words("chat.result"), RESULT), *own] if is_done else own
+    values = [value for _, value in of_run]
+    first = step if step in values else values[0] if values else None
+    others = [line.name for line in listing_of(site.root).lines() if line.name != name and line.state == "finished"]
+    besides = [
+        (words("chat.beside_before"), BEFORE),
+        (words("chat.beside_nothing"), NOTHING),
+        *((words("chat.beside_step", step=one), f"{name}/{one}") for one in reversed(steps)),
+        *((other, f"{other}/") for other in others),
+    ]
+    shown = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
+    return [
+        gr.Dropdown(choices=of_run, value=first),
+        gr.Dropdown(choices=besides, value=BEFORE),
+        gr.Dataset(samples=[[prompt] for prompt in shown], visible=bool(shown)),
+    ]
+
+
+def chosen(run: str | None, checkpoint: str | None, beside: str | None) -> list[Choice]:
+    """The models that the choices mean.
+
+    Raises:
+        TunekitError: There is nothing to load.
+    """
+    if not run or checkpoint is None:
+        raise tunekit.TunekitError(
+            "this run has neither a result nor a whole checkpoint yet", hint="wait for its first checkpoint"
+        )
+    found = [Choice(run, checkpoint or None, compare=beside == BEFORE)]
+    if beside and beside != BEFORE:
+        name, _, step = beside.partition("/")
+        found.append(Choice(name, step or None))
+    return found
+
+
+def _attach_loading(
+    page: gr.Blocks,
+    site: Site,
+    words: Words,
+    talks: Talks,
+    chooser: Chooser,
+    talk: Conversation,
+    load: gr.Button,
+    unload: gr.Button,
+    status: gr.HTML,
+) -> None:
+    seen = gr.Textbox("", visible=False)
+    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen]
+
+    def load_chosen(run: str, checkpoint: str, beside: str, device: str, request: gr.Request) -> Iterator[list[Any]]:
+        session = str(request.session_hash)
+        busy = f"<p class='chat-busy' role='status'>{escape(words('chat.loading', name=run or ''))}</p>"
+        yield [busy, _off(), _off(), _off(), gr.skip(), gr.skip(), "loading"]
+        try:
+            talks.load(session, chosen(run, checkpoint, beside), device=device)
+        except tunekit.TunekitError as error:
+            yield [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed"]
+            return
+        sides = talks.sides(session)
+        name = run if not checkpoint else words("chat.name_step", name=run, step=checkpoint)
+        titles = [words("chat.tuned", name=name)]
+        if beside:
+            titles.append(words("chat.before", name=name) if beside == BEFORE else _title(beside, words))
+        pair = [
+            gr.Chatbot(label=title, visible=bool(title), value=[])
+            for title in (titles[0], titles[1] if len(sides) > 1 else "")
+        ]
+        yield [_loaded(talks, session, words), _on(), _on(), _on(), *pair, "loaded"]
+
+    def unload_all(request: gr.Request) -> list[Any]:
+        talks.close(str(request.session_hash))
+        return [empty(words("chat.unloaded")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
+
+    def look(seen: str, request: gr.Request) -> list[Any]:
+        if seen != "loaded" or not talks.has_ended(str(request.session_hash)):
+            return [gr.skip()] * len(outputs)
+        return [empty(words("chat.ended")), _on(), _off(), _off(), gr.skip(), gr.skip(), "unloaded"]
+
+    inputs = [chooser.run, chooser.checkpoint, chooser.beside, chooser.device]
+    load.click(load_chosen, inputs, outputs, show_progress="hidden", concurrency_limit=None)
+    unload.click(unload_all, None, outputs, show_progress="hidden")
+    gr.Timer(site.tick_seconds).tick(look, seen, outputs, show_progress="hidden")
+
+    def closed(request: gr.Request) -> None:
+        talks.close(str(request.session_hash))
+
+    page.unload(closed)
+
+
+def _title(beside: str, words: Words) -> str:
+    name, _, step = beside.partition("/")
+    return words("chat.name_step", name=name, step=step) if step else name
+
+
+def _loaded(talks: Talks, session: str, words: Words) -> str:
+    """What is loaded, where, and how much memory it took."""
+    told = dict.fromkeys(
+        words("chat.loaded", name=side.talk.name, device=side.talk.device, gib=f"{side.talk.memory_bytes / 2**30:.2f}")
+        for side in talks.sides(session)
+    )
+    return "".join(f"<p class='chat-loaded' role='status'>{escape(line)}</p>" for line in told)
+
+
+def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.HTML) -> None:
+    outputs = [talk.prompt, talk.left, talk.right, talk.send, talk.stop, status]
+
+    def answer(
+        prompt: str,
+        left: Messages,
+        right: Messages,
+        system: str,
+        temperature: float,
+        top_p: float,
+        length: float | None,
+        seed: float | None,
+        request: gr.Request,
+    ) -> Iterator[list[Any]]:
+        session = str(request.session_hash)
+        sides = talks.sides(session)
+        if not prompt.strip() or not sides:
+            note = gr.skip() if sides else empty(words("chat.none_loaded"))
+            yield [gr.skip(), gr.skip(), gr.skip(), gr.skip(), gr.skip(), note]
+            return
+        said = [with_turn(history, prompt) for history in (left, right)[: len(sides)]]
+        options = _options(temperature, top_p, length, seed)
+        talks.begin(session)
+        try:
+            yield ["", *_both(said), _off(), _on(), gr.skip()]
+            for number, side in enumerate(sides):
+                asked = asked_of(said[number], system)
+                said[number].append({"role": "assistant", "content": ""})
+                for piece in side.talk.say(asked, base=side.base, **options):
+                    said[number][-1]["content"] += piece
+                    yield [gr.skip(), *_both(said), gr.skip(), gr.skip(), gr.skip()]
+                if side.talk.last is not None and side.talk.last.reason == "stopped":
+                    break
+            yield [gr.skip(), *_both(said), _on(), _off(), gr.skip()]
+        except tunekit.TunekitError as error:
+            is_open = bool(talks.sides(session))
+            yield [gr.skip(), *_both(said), gr.Button(interactive=is_open), _off(), told(error)]
+        finally:
+            talks.end(session)
+
+    inputs = [talk.prompt, talk.left, talk.right, talk.system, *talk.options]
+    gr.on(
+        [talk.send.click, talk.prompt.submit], answer, inputs, outputs, show_progress="hidden", concurrency_limit=None,
+        trigger_mode="once",
+    )  # fmt: skip
+
+    def stop(request: gr.Request) -> None:
+        talks.stop(str(request.session_hash))
+
+    talk.stop.click(stop, None, None, show_progress="hidden", queue=False)
+    talk.clear.click(lambda: [[], []], None, [talk.left, talk.right], show_progress="hidden")
+
+
+def _both(said: list[Messages]) -> list[Any]:
+    """What each side is to show; the second as it is where there is one side."""
+    return [shown(said[0]), shown(said[1]) if len(said) > 1 else gr.skip()]
+
+
+def shown(said: Messages) -> Messages:
+    """A conversation as the browser is given it, which takes it for HTML and loads pictures that stand in it."""
+    return [{**one, "content": escape(one["content"])} for one in said]
+
+
+def _options(temperature: float, top_p: float, length: float | None, seed: float | None) -> dict[str, Any]:
+    return {
+        "temperature": float(temperature),
+        "top_p": float(top_p),
+        "max_new_tokens": int(length or 256),
+        "seed": None if seed is None else int(seed),
+    }
+
+
+def with_turn(history: Messages | None, prompt: str) -> Messages:
+    """What was said, as texts, with another turn of the user."""
+    return [*({"role": one["role"], "content": text_of(one)} for one in history or ()), _turn("user", prompt)]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message that was shown, however the browser hands it over."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
+    return unescape(content)
+
+
+def asked_of(said: Messages, system: str) -> Messages:
+    """What a model is asked: the conversation without answers that never came, behind the system prompt."""
+    turns: Messages = [_turn("system", system)] if system and system.strip() else []
+    for one in said:
+        if one["role"] == "assistant" and not one["content"]:
+            turns.pop()
+        else:
+            turns.append(one)
+    return turns
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _on() -> gr.Button:
+    return gr.Button(interactive=True)
+
+
+def _off() -> gr.Button:
+    return gr.Button(interactive=False)

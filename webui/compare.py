@@ -1,0 +1,170 @@
+"""The page that compares runs: their curves in one chart, how their recipes differ, what came out, and answers."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import gradio as gr
+from gradio.components.plot import PlotData
+
+import tunekit
+from webui import charts
+from webui.history import history_of
+from webui.listing import listing_of
+from webui.run_parts import empty, result_rows, table
+from webui.site import Site
+from webui.words import Words, told
+
+MAX_RUNS = 8
+"""Runs that are compared at once; there are as many colours."""
+
+ADDRESS = """(runs) => {
+  const query = new URLSearchParams(location.search);
+  query.delete("run");
+  for (const run of runs) query.append("run", run);
+  history.replaceState(null, "", location.pathname + "?" + query);
+}"""
+"""The address says what is compared, so that it can be kept and sent."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words) -> None:
+    """The page."""
+    gr.Markdown(f"# {words('compare.title')}")
+    runs = gr.Dropdown(
+        [], multiselect=True, max_choices=MAX_RUNS, label=words("compare.runs"), elem_id="compare-runs"
+    )  # fmt: skip
+    message = gr.HTML(elem_id="compare-message")
+    with gr.Column(visible=False) as several:
+        with gr.Row():
+            kind = gr.Dropdown([], label=words("compare.measure"), elem_id="compare-measure", min_width=160)
+            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
+            by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="compare-by", min_width=160)
+            smoothing = gr.Slider(
+                0, 0.99, 0, step=0.01, label=words("runs.smoothing"), elem_id="compare-smoothing", min_width=160
+            )
+            is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="compare-log-scale", min_width=120)
+        plot = gr.Plot(show_label=False, container=False, elem_id="compare-plot", elem_classes="runs-chart")
+        parts = [_part(words, key) for key in ("recipes", "results", "samples")]
+    seen = gr.Textbox("", visible=False)
+    tick = gr.Timer(site.tick_seconds)
+
+    def opened(request: gr.Request) -> Any:
+        names = [line.name for line in listing_of(site.root).lines()]
+        return gr.Dropdown(choices=names, value=asked_for(request, names))
+
+    def refresh(names: list[str], kind: str | None, by: str, smoothing: float, is_log: bool, seen: str) -> list[Any]:
+        view = charts.View(smoothing, is_log, "time" if by == "time" else "step")
+        return look(site, words, names or [], kind, view, seen)
+
+    update: dict[str, Any] = {
+        "fn": refresh,
+        "inputs": [runs, kind, by, smoothing, is_log, seen],
+        "outputs": [message, several, kind, plot, *parts, seen],
+        "show_progress": "hidden",
+        "trigger_mode": "always_last",
+    }
+    page.load(opened, None, runs, show_progress="hidden").then(**update)
+    for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input):
+        listen(**update)
+    runs.input(None, runs, None, js=ADDRESS)
+
+
+def _part(words: Words, key: str) -> gr.HTML:
+    gr.Markdown(f"## {words(f'compare.{key}')}")
+    return gr.HTML(elem_id=f"compare-{key}", elem_classes="compare-wide")
+
+
+def asked_for(request: gr.Request, names: Sequence[str]) -> list[str]:
+    """The runs that an address names, as many as there are; a name that is none is left out."""
+    found = [name for key, name in request.query_params.multi_items() if key == "run" and name in names]
+    return list(dict.fromkeys(found))[:MAX_RUNS]
+
+
+def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view: charts.View, seen: str) -> list[Any]:
+    """What has changed of the comparison, since a browser asked last."""
+    unchanged: list[Any] = [gr.skip()] * 8
+    if len(names) < 2:
+        few = empty(words("compare.too_few" if len(listing_of(site.root).lines()) > 1 else "compare.no_runs"))
+        return [few, gr.Column(visible=False), *[gr.skip()] * 5, ""]
+    try:
+        runs = [site.run(name) for name in names[:MAX_RUNS]]
+        marks, kinds = [], []
+        for run in runs:
+            with history_of(run) as reader:
+                marks.append((run.name, reader.read_bytes, reader.num_events))
+                kinds += charts.kinds_of(reader.series)
+        now = repr((marks, kind, view))
+        if now == seen:
+            return unchanged
+        kinds = [one for one in charts.KINDS if one in kinds]
+        chosen = next((one for one in kinds if one.key == kind), kinds[0] if kinds else None)
+        choices = [(words(f"charts.{one.key}"), one.key) for one in kinds]
+        drawing = None if chosen is None else drawn(runs, chosen, view, words)
+        parts = [differences(runs, words), results(runs, words), answers(runs, words)]
+        choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)
+        return ["", gr.Column(visible=True), choice, drawing, *parts, repr((marks, chosen and chosen.key, view))]
+    except tunekit.TunekitError as error:
+        return [told(error), gr.Column(visible=False), *[gr.skip()] * 5, ""]
+
+
+def drawn(runs: Sequence[tunekit.Run], kind: charts.Kind, view: charts.View, words: Words) -> PlotData:
+    """One chart with the curves of all runs."""
+    curves = []
+    for run in runs:
+        with history_of(run) as reader:
+            curves += charts.curves_of(run.name, reader, kind, view)
+    return PlotData(type="altair", plot=charts.to_text(charts.spec_of(kind, curves, view, words)))
+
+
+def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
+    """In what the recipes differ, as a table."""
+    try:
+        found = tunekit.recipe_diff(*(run.recipe for run in runs))
+    except OSError as error:
+        return empty(words("compare.unreadable", file=error.filename))
+    if not found:
+        return empty(words("compare.same_recipe"))
+    rows = [
+        [f"<code>{escape(key)}</code>", *("–" if value is None else escape(value) for value in values)]
+        for key, values in found.items()
+    ]
+    return table([words("compare.field"), *(run.name for run in runs)], rows, kind="runs-texts")
+
+
+def results(runs: Sequence[tunekit.Run], words: Words) -> str:
+    """How the runs came out, side by side."""
+    found = []
+    for run in runs:
+        with history_of(run) as reader:
+            result = reader.newest("result")
+        found.append(dict(result_rows(result, words)) if result is not None else {})
+    names = list(dict.fromkeys(name for rows in found for name in rows))
+    if not names:
+        return empty(words("compare.no_results"))
+    rows = [[escape(name), *(escape(one.get(name, "–")) for one in found)] for name in names]
+    return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts")
+
+
+def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
+    """What the runs answer to the same prompts after training; before it where they have not come to that."""
+    found = []
+    for run in runs:
+        with history_of(run) as reader:
+            found.append({prompt: dict(by_when) for prompt, by_when in reader.answers.items()})
+    prompts = list(dict.fromkeys(prompt for answers in found for prompt in answers))
+    if not prompts:
+        return empty(words("runs.no_samples"))
+    # Those that all were asked come first.
+    prompts.sort(key=lambda prompt: sum(prompt not in answers for answers in found))
+    rows = [[escape(prompt), *(_answer(answers.get(prompt), words) for answers in found)] for prompt in prompts]
+    return table([words("runs.prompt"), *(run.name for run in runs)], rows, kind="runs-texts")
+
+
+def _answer(by_when: dict[str, str] | None, words: Words) -> str:
+    if not by_when:
+        return "–"
+    after = by_when.get("after")
+    if after is None:
+        early = next(iter(by_when.values()))
+        return f"<em>{escape(words('compare.untrained'))}</em> {escape(early)}"
+    return f"<div class='runs-answer'>{escape(after)}</div>"

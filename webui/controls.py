@@ -1,0 +1,273 @@
+"""What can be done with a run: stop it, continue it, clone it, tag it, delete it; and why it failed.
+
+What a browser sees is compared with what the run is at now, at every tick, and only what has changed is answered. A
+button that cannot act is disabled, and the reason stands below. Where the pages only show, none of them is there.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui import diagnosis, situation
+from webui.resume_form import ResumeForm, message
+from webui.site import Site
+from webui.situation import OVER, Situation, situation_of
+from webui.words import Words, told
+
+GO = "(url) => { if (url) window.location = url; }"
+"""Leads to an address that a handler has answered."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
+    """The panel. `run_name` says of which run; it is asked again at every tick."""
+    seen = gr.Textbox(visible=False)
+    if site.read_only:
+        shown = _Shown(seen, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False))
+
+        def look_only(name: str, seen: str) -> list[Any]:
+            return look(site, words, name, seen, shown)
+
+        gr.on(
+            [run_name.change, tick.tick], look_only, [run_name, seen], shown.outputs, show_progress="hidden",
+            trigger_mode="always_last",
+        )  # fmt: skip
+        return
+    with gr.Row(elem_id="controls-buttons"):
+        stop = gr.Button(words("controls.stop"), interactive=False, size="md", elem_id="controls-stop")
+        stop_now = gr.Button(
+            words("controls.stop_now"), interactive=False, size="md", variant="stop", elem_id="controls-stop-now"
+        )
+        clone = gr.Button(words("controls.clone"), size="md", elem_id="controls-clone")
+    ask = _StopNow(words)
+    line = gr.HTML(elem_id="controls-line")
+    problem = gr.HTML(elem_id="controls-problem", visible=False)
+    card = gr.HTML(elem_id="controls-diagnosis", visible=False)
+    mend = gr.Button(
+        words("controls.mend"), variant="primary", size="md", visible=False, elem_id="controls-mend"
+    )  # fmt: skip
+    with gr.Accordion(words("controls.manage"), open=False, elem_id="controls-manage") as manage:
+        form = ResumeForm(site, words, run_name)
+        tags, path = _tags_and_folder(words)
+        deletion = _Deletion(site, words, run_name)
+    shown = _Shown(seen, line, card, stop, stop_now, clone, mend, form, tags, path, deletion)
+
+    def refresh(name: str, seen: str) -> list[Any]:
+        return look(site, words, name, seen, shown)
+
+    gr.on(
+        [run_name.change, tick.tick], refresh, [run_name, seen], shown.outputs, show_progress="hidden",
+        trigger_mode="always_last",
+    )  # fmt: skip
+    again = {"inputs": [run_name, seen], "outputs": shown.outputs, "show_progress": "hidden"}
+    asked = stop.click(lambda name: _stop(site, name, now=False), run_name, problem)
+    asked.then(refresh, **again)
+    ask.attach(stop_now)
+    ended = ask.sure.click(lambda name: _stop(site, name, now=True), run_name, problem)
+    ended.then(refresh, **again)
+    form.attach(manage, mend, problem, refresh, again)
+    tagged = tags.input(lambda name, chosen: _tag(site, name, chosen), [run_name, tags], problem)
+    tagged.then(refresh, **again)
+    deletion.attach(problem)
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What of the panel changes by itself; where the pages only show, the first three."""
+
+    seen: gr.Textbox
+    line: gr.HTML
+    card: gr.HTML
+    stop: gr.Button | None = None
+    stop_now: gr.Button | None = None
+    clone: gr.Button | None = None
+    mend: gr.Button | None = None
+    form: ResumeForm | None = None
+    tags: gr.Dropdown | None = None
+    path: gr.Textbox | None = None
+    deletion: "_Deletion | None" = None
+
+    @property
+    def outputs(self) -> list[Any]:
+        """In the order of what `look` answers."""
+        always: list[Any] = [self.seen, self.line, self.card]
+        if self.form is None or self.deletion is None:
+            return always
+        buttons = [self.stop, self.stop_now, self.clone, self.mend]
+        return [*always, *buttons, *self.form.outputs, self.tags, self.path, self.deletion.help]
+
+
+def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[Any]:
+    """What has changed of a run since a browser asked last, for each of the outputs."""
+    nothing = [gr.skip()] * len(shown.outputs)
+    if not name:
+        return nothing
+    try:
+        run = site.run(name)
+        found = situation_of(run)
+    except tunekit.TunekitError as error:
+        # It may have been deleted meanwhile.
+        digest = f"none {error}"
+        return nothing if seen == digest else [digest, told(error), gr.HTML("", visible=False), *_nothing_to_do(shown)]
+    all_tags = [] if shown.form is None else tags_in(site)
+    digest = hashlib.sha256(f"{name} {asdict(found)} {all_tags}".encode()).hexdigest()
+    if seen == digest:
+        return nothing
+    failed = found.diagnosis
+    always = [
+        digest,
+        line_of(words, found, read_only=site.read_only),
+        gr.HTML(diagnosis.card(site, words, name, failed) if failed else "", visible=failed is not None),
+    ]
+    if shown.form is None:
+        return always
+    can_stop = found.state not in OVER
+    return [
+        *always,
+        gr.Button(interactive=can_stop and found.wish is None),
+        gr.Button(interactive=can_stop and found.wish != "now"),
+        gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
+        gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
+        *shown.form.updates(found),
+        gr.Dropdown(choices=all_tags, value=list(found.tags)),
+        str(run.path),
+        f"<p>{escape(words('controls.delete_help', name=name))}</p>",
+    ]
+
+
+def _nothing_to_do(shown: _Shown) -> list[Any]:
+    """What becomes of the rest of the panel where there is no run."""
+    if shown.form is None:
+        return []
+    disabled = [gr.Button(interactive=False)] * 3
+    return [*disabled, gr.Button(visible=False), *shown.form.disabled(), gr.skip(), "", ""]
+
+
+def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
+    """What the run waits for, and why a button of it is disabled, a sentence each."""
+    told: list[tuple[str, str]] = []
+    if found.place is not None:
+        behind = ", ".join(found.behind)
+        key = "controls.waits_first" if found.place == 1 else "controls.waits"
+        told.append(("controls-ends", words(key, place=found.place, behind=behind)))
+    if found.wish is not None:
+        told.append(("controls-ends", words("controls.wish_now" if found.wish == "now" else "controls.wish_step")))
+    if found.stopping:
+        told.append(("controls-ends", found.stopping))
+    if found.stopped:
+        told.append(("controls-ends", found.stopped))
+    if read_only:
+        told.append(("", words("controls.read_only")))
+    elif found.state == "stuck":
+        told.append(("", words("controls.stuck")))
+    elif not found.is_over:
+        told.append(("", words("controls.runs")))
+    else:
+        told.append(("", words("controls.over")))
+        if not found.can_go_on:
+            told.append(("", words("controls.no_checkpoint")))
+    lines = "".join(f"<p class='{kind}'>{escape(text)}</p>" for kind, text in told)
+    return f"<div role='status'>{lines}</div>"
+
+
+def tags_in(site: Site) -> list[str]:
+    """All tags of the workspace's runs."""
+    return sorted({tag for run in tunekit.list_runs(site.root / "runs") for tag in run.tags})
+
+
+class _StopNow:
+    """The question whether a run is really to end at once.
+
+    Args:
+        words: The texts.
+    """
+
+    def __init__(self, words: Words) -> None:
+        with gr.Group(visible=False, elem_id="controls-stop-now-ask") as self.group:
+            gr.HTML(f"<p>{escape(words('controls.stop_now_ask'))}</p>", padding=True)
+            with gr.Row():
+                self.sure = gr.Button(
+                    words("controls.stop_now_sure"), variant="stop", size="md", elem_id="controls-stop-now-sure"
+                )
+                self.no = gr.Button(words("controls.stop_now_not"), size="md", elem_id="controls-stop-now-not")
+
+    def attach(self, opener: gr.Button) -> None:
+        """Have a button ask it, and an answer take it away."""
+        opener.click(lambda: gr.Group(visible=True), outputs=self.group, show_progress="hidden")
+        for answer in (self.sure, self.no):
+            answer.click(lambda: gr.Group(visible=False), outputs=self.group, show_progress="hidden")
+
+
+class _Deletion:
+    """What deletes a run, once its name was typed.
+
+    Args:
+        site: The workspace.
+        words: The texts.
+        run_name: The run's name.
+    """
+
+    def __init__(self, site: Site, words: Words, run_name: gr.Textbox) -> None:
+        self._site, self._words, self._run_name = site, words, run_name
+        with gr.Column(elem_id="controls-delete"):
+            gr.HTML(f"<h3>{escape(words('controls.delete'))}</h3>")
+            self.help = gr.HTML(elem_id="controls-delete-help")
+            self._typed = gr.Textbox("", label=words("controls.delete_name"), elem_id="controls-delete-name")
+            self._sure = gr.Button(
+                words("controls.delete_sure"), variant="stop", interactive=False, elem_id="controls-delete-sure"
+            )
+            self._to = gr.Textbox(visible=False)
+
+    def attach(self, problem: gr.HTML) -> None:
+        """Attach the events; what goes wrong is shown in `problem`."""
+        names = [self._run_name, self._typed]
+        self._typed.input(
+            lambda name, typed: gr.Button(interactive=bool(name) and typed.strip() == name), names, self._sure,
+            show_progress="hidden", trigger_mode="always_last",
+        )  # fmt: skip
+        done = self._sure.click(self._delete, names, [problem, self._to])
+        done.then(None, self._to, None, js=GO)
+
+    def _delete(self, name: str, typed: str) -> tuple[Any, str]:
+        try:
+            run = self._site.run(name)
+            if typed.strip() != name:
+                raise tunekit.TunekitError(f"{typed!r} is not {name!r}", hint="type its name")
+            tunekit.delete_run(run)
+        except tunekit.TunekitError as error:
+            return message(told(error)), ""
+        situation.forget(run)
+        return message(""), self._site.link(self._words.language, "runs")
+
+
+def _tags_and_folder(words: Words) -> tuple[gr.Dropdown, gr.Textbox]:
+    with gr.Row():
+        tags = gr.Dropdown(
+            [], multiselect=True, allow_custom_value=True, label=words("controls.tags"),
+            info=words("controls.tags_help"), elem_id="controls-tags", min_width=280,
+        )  # fmt: skip
+        path = gr.Textbox(
+            label=words("controls.path"), interactive=False, buttons=["copy"], elem_id="controls-path", min_width=280
+        )
+    return tags, path
+
+
+def _stop(site: Site, name: str, *, now: bool) -> Any:
+    try:
+        situation.stop(site.run(name), now=now)
+    except tunekit.TunekitError as error:
+        return message(told(error))
+    return message("")
+
+
+def _tag(site: Site, name: str, tags: list[str]) -> Any:
+    try:
+        run = site.run(name)
+        tunekit.set_tags(run, tags)
+    except tunekit.TunekitError as error:
+        return message(told(error))
+    situation.forget(run)
+    return message("")

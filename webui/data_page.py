@@ -1,0 +1,295 @@
+"""The data page: files become rows, rows become tokens, and what a run would do with them is seen before it.
+
+What the page shows follows from its fields, and its fields from its address: nothing of it stays with the server. All
+that is read is read by processes of their own.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui import data_charts, data_view, work
+from webui.data_asked import REWARDED, Asked, address_of, asked_in, is_remote, recipe_of
+from webui.data_fields import Fields, anew, choices
+from webui.site import Site
+from webui.uploads import save_upload
+from webui.words import Words, told
+
+ROWS = 5
+"""Rows on a page."""
+
+REPLACE = "(address) => { if (address) history.replaceState(null, '', address); }"
+
+_measuring: dict[str, threading.Event] = {}
+"""What ends the measuring of a browser's page, by its session. It is nothing that a page is made from."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words) -> None:
+    """The page."""
+    gr.Markdown(f"# {words('data.title')}")
+    fields = Fields(site, words)
+    status = gr.HTML(elem_id="data-status", padding=False)
+    with gr.Accordion(words("data.columns"), open=False, visible=False, elem_id="data-mapping") as mapping:
+        table = gr.HTML(elem_id="data-columns", padding=False)
+        fields.make_mapping()
+    bad = gr.HTML(elem_id="data-bad", padding=False)
+    rows = gr.HTML(elem_id="data-rows", padding=False)
+    with gr.Row(visible=False, elem_id="data-pages") as pages:
+        back = gr.Button(words("data.previous"), elem_id="data-previous", size="sm", min_width=80)
+        where = gr.HTML(elem_id="data-where", padding=False)
+        forth = gr.Button(words("data.next"), elem_id="data-next", size="sm", min_width=80)
+    start = gr.Number(0, visible=False, precision=0)
+    use = gr.HTML(elem_id="data-use", padding=False)
+    address = gr.Textbox(visible=False)
+    _build_measuring(site, words, fields)
+    trial = _build_rewards(site, words, fields)
+    shown = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address, trial, *fields.found]
+
+    def look(start: int, *values: Any) -> list[Any]:
+        return _look(site, words, fields, fields.asked(*values), int(start or 0))
+
+    def look_at_other(*values: Any) -> list[Any]:
+        return _look(site, words, fields, anew(fields.asked(*values)), 0)
+
+    def look_as(*values: Any) -> list[Any]:
+        return _look(site, words, fields, replace(fields.asked(*values), columns=()), 0)
+
+    def look_unasked(*values: Any) -> list[Any]:
+        asked = fields.asked(*values)
+        if not asked.origin and (not asked.path or is_remote(site, asked.path)):
+            said = words("data.press_look" if asked.path else "data.empty")
+            return _shown(fields, status=f"<p class='data-soft'>{said}</p>")
+        return _look(site, words, fields, asked, 0)
+
+    def opened(request: gr.Request) -> list[Any]:
+        changes = [value for key, value in request.query_params.multi_items() if key == "set"]
+        return fields.fill(site, asked_in(dict(request.query_params), changes))
+
+    looking: dict[str, Any] = {"outputs": shown, "show_progress_on": [rows], "trigger_mode": "always_last"}
+    page.load(opened, None, fields.filled, show_progress="hidden").then(look_unasked, fields.inputs, **looking)
+    for listen in (fields.path.input, fields.method.input):
+        listen(look_at_other, fields.inputs, **looking).then(None, address, js=REPLACE)
+    fields.format.input(look_as, fields.inputs, **looking).then(None, address, js=REPLACE)
+    told_again = [fields.look.click, fields.model.submit, fields.max_length.submit, fields.rewards.submit]
+    for listen in (*told_again, fields.key.input, *(column.input for column in fields.columns)):
+        listen(partial(look, 0), fields.inputs, **looking).then(None, address, js=REPLACE)
+    back.click(lambda start, *values: look(max(0, start - ROWS), *values), [start, *fields.inputs], **looking)
+    forth.click(lambda start, *values: look(start + ROWS, *values), [start, *fields.inputs], **looking)
+
+    def upload(file: str | None) -> list[Any]:
+        if file is None:
+            return [gr.skip(), gr.skip()]
+        try:
+            saved = save_upload(site, file)
+        except tunekit.TunekitError as error:
+            return [gr.skip(), told(error)]
+        name = saved.relative_to(site.root.resolve()).as_posix()
+        return [gr.Dropdown(choices=choices(site), value=name), ""]
+
+    uploaded = fields.upload.upload(upload, fields.upload, [fields.path, status])
+    uploaded.success(look_at_other, fields.inputs, **looking).then(None, address, js=REPLACE)
+
+
+def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) -> list[Any]:
+    """Everything that the fields show of rows."""
+    try:
+        recipe = recipe_of(site, asked)
+        preview = work.call("preview", recipe, key=asked.key, start=start, num_rows=ROWS)
+    except tunekit.TunekitError as error:
+        return _shown(fields, status=told(error), address=site.link(words.language, "data", **address_of(asked)))
+    last = start + len(preview.rows)
+    is_end = last >= preview.num_rows and (preview.is_whole or preview.problem is not None)
+    total = f"{preview.num_rows:,}" + ("" if preview.is_whole else "+")
+    where = words("data.rows_of", first=f"{start + 1:,}", last=f"{last:,}", total=total) if preview.rows else ""
+    needs_mapping = preview.problem is not None and not asked.origin
+    return _shown(
+        fields,
+        status=data_view.preview_status(words, preview),
+        mapping=gr.Accordion(visible=bool(preview.columns), open=needs_mapping),
+        table=data_view.columns_table(words, preview),
+        bad=data_view.bad_rows(words, preview),
+        rows=data_view.rows_html(words, preview),
+        pages=gr.Row(visible=bool(preview.rows) and (start > 0 or not is_end)),
+        back=gr.Button(interactive=start > 0),
+        where=f"<p class='data-soft'>{where}</p>",
+        forth=gr.Button(interactive=not is_end),
+        start=start,
+        use=data_view.use_link(words, _new_run(site, words, asked)) if preview.problem is None else "",
+        address=site.link(words.language, "data", **address_of(asked)),
+        trial=gr.Column(visible=preview.method in REWARDED),
+        found=fields.update(asked, preview),
+    )
+
+
+def _new_run(site: Site, words: Words, asked: Asked) -> str:
+    """The address of a draft that trains on what is looked at."""
+    origin = asked.origin or "recipe:sft/quickstart"
+    return site.link(words.language, "new", from_=origin, set=asked.overrides() or None)
+
+
+def _shown(fields: Fields, *, found: list[Any] | None = None, **given: Any) -> list[Any]:
+    """What all outputs of looking become; what is not given is empty."""
+    empty: dict[str, Any] = {
+        "status": "",
+        "mapping": gr.Accordion(visible=False),
+        "table": "",
+        "bad": "",
+        "rows": "",
+        "pages": gr.Row(visible=False),
+        "back": gr.Button(interactive=False),
+        "where": "",
+        "forth": gr.Button(interactive=False),
+        "start": 0,
+        "use": "",
+        "address": "",
+        "trial": gr.Column(visible=False),
+    }
+    return [*(empty | given).values(), *(found or [gr.skip()] * len(fields.found))]
+
+
+def _build_measuring(site: Site, words: Words, fields: Fields) -> None:
+    """All rows measured, on demand."""
+    gr.Markdown(f"## {words('data.measure_title')}")
+    with gr.Row(elem_id="data-measuring"):
+        measure = gr.Button(words("data.measure"), elem_id="data-measure", variant="primary", min_width=160)
+        cancel = gr.Button(words("data.cancel"), elem_id="data-cancel", interactive=False, min_width=100)
+    said = gr.HTML(f"<p class='data-soft'>{words('data.measure_help')}</p>", elem_id="data-progress", padding=False)
+    chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
+    numbers = gr.HTML(elem_id="data-numbers", padding=False)
+
+    def run(request: gr.Request, *values: Any) -> Iterator[list[Any]]:
+        asked = fields.asked(*values)
+        yield [
+            gr.Button(interactive=False),
+            gr.Button(interactive=True),
+            _progress(words, None),
+            gr.Plot(visible=False),
+            "",
+        ]
+        done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+        try:
+            recipe = recipe_of(site, asked)
+            report: tunekit.DataReport | None = None
+            for event in events_of(str(request.session_hash), "data_report", recipe, num_samples=0):
+                if isinstance(event, dict):
+                    yield [gr.skip(), gr.skip(), _progress(words, event), gr.skip(), gr.skip()]
+                else:
+                    report = event
+        except tunekit.TunekitError as error:
+            yield [*done, told(error), gr.Plot(visible=False), ""]
+            return
+        except work.Cancelled:
+            yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
+            return
+        assert report is not None
+        source = report.sources[_position(recipe, asked)]
+        text = data_charts.numbers(words, report, source) + data_charts.mixture_table(words, report)
+        yield [*done, "", gr.Plot(data_charts.length_chart(words, source, report.max_length), visible=True), text]
+
+    outputs = [measure, cancel, said, chart, numbers]
+    measure.click(run, fields.inputs, outputs, show_progress="hidden", concurrency_limit=2)
+    cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
+
+
+def _position(recipe: tunekit.Recipe, asked: Asked) -> int:
+    keys = [source.key for source in (*recipe.data.sources, *recipe.data.eval_sources)]
+    return keys.index(asked.key) if asked.key in keys else 0
+
+
+def _cancel(request: gr.Request) -> None:
+    cancel(str(request.session_hash))
+
+
+def cancel(session: str) -> None:
+    """End what is under way for a page of a browser."""
+    event = _measuring.get(session)
+    if event is not None:
+        event.set()
+
+
+def events_of(session: str, function: str, *args: Any, **options: Any) -> Iterator[Any]:
+    """The events of a call as they come, and its result.
+
+    Raises:
+        TunekitError: The call did.
+        Cancelled: It was to end.
+    """
+    told_of: queue.Queue[tuple[str, Any]] = queue.Queue()
+    until = threading.Event()
+
+    def tell(event: Any) -> None:
+        told_of.put(("event", event))
+
+    def work_on() -> None:
+        try:
+            found = work.call(
+                function, *args, on_event=lambda event: told_of.put(("event", event)), until=until, **options
+            )
+            told_of.put(("result", found))
+        except (tunekit.TunekitError, work.Cancelled) as error:
+            told_of.put(("error", error))
+
+    earlier = _measuring.get(session)
+    if earlier is not None:
+        earlier.set()
+    _measuring[session] = until
+    threading.Thread(target=work_on, daemon=True).start()
+    try:
+        while True:
+            kind, value = told_of.get()
+            while kind == "event" and not told_of.empty():  # only the newest is worth drawing
+                kind, value = told_of.get()
+            if kind == "error":
+                raise value
+            yield value
+            if kind == "result":
+                return
+    finally:
+        until.set()
+        if _measuring.get(session) is until:
+            del _measuring[session]
+
+
+def _progress(words: Words, event: dict[str, Any] | None) -> str:
+    """How far the rows are, as a bar."""
+    if event is None:
+        return f"<p class='data-soft' role='status'>{words('data.reading')} <progress></progress></p>"
+    said = words("data.progress", source=event["source"], done=f"{event['done']:,}", total=f"{event['total']:,}")
+    return data_view.progress(said, event["done"], event["total"])
+
+
+def _build_rewards(site: Site, words: Words, fields: Fields) -> gr.Column:
+    """Rewards tried on the first rows, for methods that learn from them."""
+    with gr.Column(visible=False, elem_id="data-trial") as trial:
+        gr.Markdown(f"## {words('data.try_title')}\n{words('data.try_help')}")
+        number = gr.Slider(1, 20, value=4, step=1, label=words("data.num_prompts"), elem_id="data-prompts")
+        with gr.Row():
+            attempt = gr.Button(words("data.try"), elem_id="data-try", variant="primary", min_width=160)
+            cancel = gr.Button(words("data.cancel"), elem_id="data-stop-trial", interactive=False, min_width=100)
+        said = gr.HTML(elem_id="data-trial-result", padding=False)
+
+    def run(number: int, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
+        asked = fields.asked(*values)
+        yield [gr.Button(interactive=False), gr.Button(interactive=True), _progress(words, None)]
+        done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+        try:
+            recipe = recipe_of(site, asked)
+            for event in events_of(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
+                if isinstance(event, dict):
+                    yield [gr.skip(), gr.skip(), _progress(words, event)]
+                else:
+                    yield [*done, data_charts.trial_html(words, event)]
+        except tunekit.TunekitError as error:
+            yield [*done, told(error)]
+        except work.Cancelled:
+            yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>"]
+
+    attempt.click(run, [number, *fields.inputs], [attempt, cancel, said], show_progress="hidden", concurrency_limit=2)
+    cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
+    return trial

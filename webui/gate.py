@@ -1,0 +1,196 @@
+"""Who may ask the server for anything: its own pages, from this machine's address or with the password.
+
+Every request passes here, also for files, the queue, uploads and websockets. A page of another site can send requests
+to this machine from its visitor's browser; browsers say where such a request comes from, and it is refused. A name that
+somebody else lets point to this machine (DNS rebinding) is not one of the server's, and is refused too.
+"""
+
+import hmac
+import ipaddress
+import secrets
+import time
+from collections import defaultdict
+from html import escape
+from urllib.parse import parse_qs, urlencode, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import tunekit
+from webui.site import LANGUAGES, prefix
+from webui.words import Words
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+"""What this machine is called in an address that only it can reach."""
+
+COOKIE = "tunekit"
+MAX_LOGIN_BYTES = 4096
+MAX_TRIES = 10
+"""Wrong passwords from one address in `TRIES_SECONDS`; then none is looked at, for as long."""
+
+TRIES_SECONDS = 60.0
+
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+POLICY = (
+    "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; "
+    "frame-ancestors 'self' http://localhost:* http://127.0.0.1:* vscode-webview:"
+)
+"""Nothing is loaded from elsewhere; only pages of this machine, such as a notebook, may show this one inside."""
+
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_address(host: str, password: str | None) -> None:
+    """Refuse an address that others reach, unless they must know a password.
+
+    Raises:
+        TunekitError: They do not.
+    """
+    if not is_loopback(host) and not password:
+        raise tunekit.TunekitError(
+            f"--host {host}: others could start runs and read files here, as there is no password",
+            hint="set TUNEKIT_UI_PASSWORD or --password-file; or leave --host out, and use `ssh -L` from elsewhere",
+        )
+
+
+class Gate:
+    """The application behind the checks, as one more application.
+
+    Args:
+        app: What answers those that pass.
+        password: What visitors must know, if anything. Who knows it may use any name of this machine.
+        read_only: Whether nothing may be sent here to be kept.
+    """
+
+    def __init__(self, app: ASGIApp, *, password: str | None, read_only: bool) -> None:
+        self._app, self._password, self._read_only = app, password, read_only
+        self._token = secrets.token_urlsafe(32)
+        self._wrong: defaultdict[str, list[float]] = defaultdict(list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or have it answered."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None and scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if refusal is None and self._password is not None and _page_of(scope["path"]) == "/login":
+            refusal = await self._login(Request(scope, receive))
+        if refusal is not None:
+            await refusal(scope, receive, _with_headers(send))
+            return
+        await self._app(scope, receive, _with_headers(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Why a request is not answered, if it is not."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._password is None and _name_of(host) not in LOOPBACK_NAMES:
+            return PlainTextResponse(f"this server is not called {host!r}; open it as http://127.0.0.1", 421)
+        is_websocket = scope["type"] == "websocket"
+        method = "websocket" if is_websocket else scope["method"]
+        origin = headers.get("origin")
+        if method not in SAFE_METHODS and origin is not None and urlsplit(origin).netloc != host:
+            return PlainTextResponse("a page of another site asks for this", 403)
+        is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        if is_foreign and not (method in SAFE_METHODS and headers.get("sec-fetch-mode") == "navigate"):
+            return PlainTextResponse("a page of another site asks for this", 403)
+        if self._read_only and scope["path"].rstrip("/").endswith("/upload"):
+            return PlainTextResponse("these pages only show", 403)
+        if self._password is None or _page_of(scope["path"]) == "/login" or self._is_known(scope):
+            return None
+        if not is_websocket and method == "GET" and "text/html" in headers.get("accept", ""):
+            here = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
+            language = next((code for code in LANGUAGES if code != "en" and scope["path"].startswith(f"/{code}")), "en")
+            return RedirectResponse(f"{prefix(language)}/login?{urlencode({'next': here})}", 303)
+        return PlainTextResponse("log in first", 401)
+
+    def _is_known(self, scope: Scope) -> bool:
+        cookie = Request({**scope, "type": "http"}).cookies.get(COOKIE, "")
+        return hmac.compare_digest(cookie.encode(), self._token.encode())
+
+    async def _login(self, request: Request) -> Response:
+        """The page that asks for the password, or what follows an answer."""
+        words = Words(request.url.path.strip("/").partition("/")[0] if request.url.path != "/login" else "en")
+        onward = _own_path(request.query_params.get("next", "/"))
+        if request.method != "POST":
+            return _login_page(words, onward, "")
+        if int(request.headers.get("content-length") or MAX_LOGIN_BYTES + 1) > MAX_LOGIN_BYTES:
+            return PlainTextResponse("this is no password", 413)
+        address = request.client.host if request.client else ""
+        recent = [then for then in self._wrong[address] if time.monotonic() - then < TRIES_SECONDS]
+        if len(recent) >= MAX_TRIES:
+            return _login_page(words, onward, words("shell.too_many", seconds=round(TRIES_SECONDS)), 429)
+        given = parse_qs((await request.body()).decode("utf-8", errors="replace")).get("password", [""])[0]
+        if not hmac.compare_digest(given.encode(), str(self._password).encode()):
+            self._wrong[address] = [*recent, time.monotonic()]
+            return _login_page(words, onward, words("shell.wrong_password"), 401)
+        del self._wrong[address]
+        answer = RedirectResponse(onward, 303)
+        is_secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
+
+def _page_of(path: str) -> str:
+    """A path without its language."""
+    language = next((code for code in LANGUAGES if code != "en" and path.startswith(f"/{code}/")), "en")
+    return path.removeprefix(prefix(language))
+
+
+def _name_of(host: str) -> str:
+    """A host without its port."""
+    return urlsplit(f"//{host}").hostname or ""
+
+
+def _own_path(text: str) -> str:
+    """Where to go on to, if it is a page of this server."""
+    is_own = text.startswith("/") and not text.startswith(("//", "/\\")) and not any(ord(char) < 33 for char in text)
+    return text if is_own else "/"
+
+
+def _login_page(words: Words, onward: str, problem: str, status: int = 200) -> HTMLResponse:
+    alert = f"<p role='alert'>{escape(problem)}</p>" if problem else ""
+    return HTMLResponse(
+        f"<!doctype html><html lang='{words.language}'><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width'><meta name='color-scheme' content='light dark'>"
+        f"<title>{escape(words('shell.name'))}</title><link rel='icon' href='data:,'>"
+        "<style>body{font-family:system-ui,sans-serif;display:grid;place-items:center;min-height:90vh}"
+        "form{display:grid;gap:.75rem;width:min(20rem,90vw)}input,button{font:inherit;padding:.5rem}</style>"
+        f"<form method='post' action='?{urlencode({'next': onward})}'><h1>{escape(words('shell.name'))}</h1>{alert}"
+        f"<label for='password'>{escape(words('shell.password'))}</label>"
+        "<input id='password' name='password' type='password' autocomplete='current-password' required autofocus>"
+        f"<button>{escape(words('shell.log_in'))}</button></form></html>",
+        status,
+    )
+
+
+def _with_headers(send: Send) -> Send:
+    """Add what browsers are told with every answer."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return sending

@@ -1,0 +1,194 @@
+"""What a draft would need and how fast it would be, on this machine or any other, and the button that starts it."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui import launching
+from webui.plan_view import plan_html, refused_html, side_by_side
+from webui.planning import HERE, Planned, planned, with_changes
+from webui.site import Site
+from webui.words import Words, told
+
+NOWHERE = ""
+"""Stands for no second machine."""
+
+LOOK_TICKS = 5
+"""How many of the site's ticks pass until the devices are looked at again."""
+
+GO = "(url) => { if (url) window.location = url }"
+"""Leads a browser to an address that is not empty."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: Sequence[gr.Component] = ()) -> None:
+    """The panel, below a draft.
+
+    Args:
+        page: The page's Blocks.
+        site: The workspace.
+        words: The page's texts.
+        draft: What holds the draft's YAML text.
+        form: What else is to hold the text when this panel changes it.
+    """
+    gr.Markdown(f"## {words('plan.title')}", elem_id="plan-title")
+    with gr.Row():
+        names = [(name, name) for name in tunekit.machines()]
+        machine = gr.Dropdown(
+            [(words("plan.here"), HERE), *names],
+            value=HERE,
+            label=words("plan.machine"),
+            info=words("plan.machine_info"),
+            allow_custom_value=True,
+            min_width=260,
+            elem_id="plan-machine",
+        )
+        other = gr.Dropdown(
+            [(words("plan.nowhere"), NOWHERE), (words("plan.here"), HERE), *names],
+            value=NOWHERE,
+            label=words("plan.other"),
+            info=words("plan.other_info"),
+            allow_custom_value=True,
+            min_width=260,
+            elem_id="plan-other",
+        )
+    view = gr.HTML(elem_id="plan-plan")
+    changes = gr.Textbox(visible=False)
+    mend = gr.Button(visible=False, elem_id="plan-mend")
+    start, reason = _build_start(page, site, words, draft)
+
+    def show(text: str, machine: str, other: str) -> tuple[Any, ...]:
+        """The plan of a draft, what would make it fit, and whether it can be started."""
+        return shown(site, words, text, machine, other)
+
+    asked = [draft, machine, other]
+    told_of = [view, changes, mend, start, reason]
+    for event in (page.load, draft.change, machine.change, other.change):
+        event(show, asked, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
+    holders = [draft, *form]
+
+    def mended(text: str, changes: str) -> Any:
+        """The draft with the changes; as it is, with its faults shown, where it has become unreadable meanwhile."""
+        try:
+            return [with_changes(text, changes)] * len(holders)
+        except tunekit.TunekitError:
+            return [gr.skip()] * len(holders)
+
+    mend.click(mended, [draft, changes], holders, show_progress="hidden")
+
+
+def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
+    """What the panel shows of a draft: the plan, the changes that make it fit and their button, the start and why not.
+
+    Args:
+        site: The workspace.
+        words: The page's texts.
+        text: The draft.
+        machine: Where: `HERE` or a machine's name.
+        other: Where else, or `NOWHERE`.
+    """
+    if not (text or "").strip():
+        return _without_plan(words("plan.empty"), words("plan.not_empty"))
+    recipe, _ = tunekit.check_text(text, find_functions=False)
+    if recipe is None:
+        return _without_plan(words("plan.faults"), words("plan.not_valid"))
+    where = [machine or HERE, *([other] if other else [])]
+    plans = [planned(site, recipe, name) for name in where]
+    views = [
+        (words("plan.here") if name == HERE else name, _view(plan, words))
+        for name, plan in zip(where, plans, strict=True)
+    ]
+    wanted = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
+    fits_not_here = where[0] == HERE and isinstance(plans[0], tunekit.TunekitError)
+    return (
+        views[0][1] if len(views) == 1 else side_by_side(views),
+        "\n".join(wanted),
+        gr.Button(words("plan.mend", changes=", ".join(wanted)), visible=bool(wanted)),
+        gr.Button(interactive=not (fits_not_here or site.read_only)),
+        words("plan.read_only") if site.read_only else words("plan.not_here") if fits_not_here else "",
+    )
+
+
+def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
+    return (
+        f"<p role='status'>{escape(said)}</p>",
+        "",
+        gr.Button(visible=False),
+        gr.Button(interactive=False),
+        reason,
+    )
+
+
+def _view(plan: Planned, words: Words) -> str:
+    return refused_html(plan, words) if isinstance(plan, tunekit.TunekitError) else plan_html(plan, words)
+
+
+def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> tuple[gr.Button, gr.Markdown]:
+    """The devices, the name and the buttons; the one that starts is returned, and what says why it cannot."""
+    gr.Markdown(f"## {words('plan.start_title')}")
+    devices = gr.CheckboxGroup([], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices")
+    with gr.Row():
+        name = gr.Textbox(
+            label=words("plan.name"),
+            info=words("plan.name_info"),
+            max_length=64,
+            max_lines=1,
+            min_width=260,
+            elem_id="plan-name",
+        )
+        waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), min_width=260, elem_id="plan-wait")
+    with gr.Row():
+        check = gr.Button(words("plan.check"), elem_id="plan-check")
+        start = gr.Button(words("plan.start"), variant="primary", interactive=False, elem_id="plan-start")
+    reason = gr.Markdown(elem_id="plan-reason")
+    said = gr.HTML(elem_id="plan-said")
+    url = gr.Textbox(visible=False)
+
+    def look(chosen: list[str]) -> Any:
+        """The devices as they are now; those that are gone are chosen no more."""
+        try:
+            found = tunekit.devices()
+        except tunekit.TunekitError as error:
+            return gr.CheckboxGroup(choices=[], value=[], info=str(error))
+        if [device.uuid for device in found] == ["cpu"]:
+            only = launching.choices(found, words)
+            return gr.CheckboxGroup(only, value=["cpu"], info=words("plan.no_gpu"), interactive=False)
+        return gr.CheckboxGroup(
+            choices=launching.choices(found, words),
+            value=[device.uuid for device in found if device.uuid in chosen],
+        )
+
+    def check_all(text: str, name: str) -> Iterator[str]:
+        yield f"<p role='status'>{escape(words('plan.checking'))}</p>"
+        try:
+            notes = launching.checked(site, text, name)
+        except tunekit.TunekitError as error:
+            yield told(error)
+            return
+        items = "".join(f"<li lang='en'>{escape(note)}</li>" for note in notes)
+        yield f"<p role='status'>{escape(words('plan.checked'))}</p><ul>{items}</ul>"
+
+    for event in (page.load, gr.Timer(LOOK_TICKS * site.tick_seconds).tick):
+        event(look, devices, devices, show_progress="hidden")
+    check.click(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2)
+    if site.read_only:
+        return start, reason
+
+    def begin(text: str, name: str, devices: list[str], waits: bool) -> Iterator[tuple[str, str, Any]]:
+        yield f"<p role='status'>{escape(words('plan.starting'))}</p>", "", gr.Button(interactive=False)
+        try:
+            run = launching.begin(site, text, name, devices, waits=waits)
+        except tunekit.TunekitError as error:
+            yield told(error), "", gr.Button(interactive=True)
+            return
+        link = site.link(words.language, "runs", run=run.name)
+        started = words("plan.started", run=run.name)
+        yield f"<p role='status'><a href='{escape(link)}'>{escape(started)}</a></p>", link, gr.Button(interactive=True)
+
+    begun = start.click(
+        begin, [draft, name, devices, waits], [said, url, start], show_progress="hidden", concurrency_limit=4
+    )
+    begun.then(look, devices, devices, show_progress="hidden").then(None, url, None, js=GO)
+    return start, reason

@@ -1,0 +1,122 @@
+"""Plans as HTML: the choice, memory by part against the card, figures, reasons, and what was ruled out by which number.
+
+The labels are in the page's language. What a plan itself says, its choices and reasons, is tunekit's own English.
+"""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+
+import tunekit
+from webui.words import Words
+
+FIGURES = {"GiB": "memory", "tokens/s": "speed", "time": "time", "USD": "cost", "batch": "batch", "host GiB": "host"}
+"""The figures that are shown, by the name that `plan_figures` has for them."""
+
+
+def plan_html(plan: tunekit.Plan, words: Words) -> str:
+    """A plan."""
+    parts = [
+        f"<p class='plan-headline' lang='en'>{escape(plan.headline)}</p>",
+        _figures(plan, words),
+        _bar(plan, words),
+        _legend(plan, words),
+        _table(words("plan.decisions"), ((one.topic, one.choice, one.why) for one in plan.decisions), is_open=True),
+    ]
+    if plan.rejected:
+        ruled_out = ((one.layout.name, one.why) for one in plan.rejected)
+        parts.append(_table(words("plan.rejected", number=len(plan.rejected)), ruled_out, is_open=True))
+    if plan.change_first:
+        change = f"<code lang='en'>{escape(plan.change_first)}</code>"
+        parts.append(f"<p class='plan-first'>{escape(words('plan.change_first'))} {change}</p>")
+    parts.append(_table(words("plan.given"), ((one.topic, one.choice, one.why) for one in plan.given), is_open=False))
+    return f"<article class='plan-view'>{''.join(parts)}</article>"
+
+
+def refused_html(error: tunekit.TunekitError, words: Words) -> str:
+    """Why there is no plan: how much would be needed of how much, and what would fit."""
+    bar = ""
+    if isinstance(error, tunekit.PlanError) and error.needed_bytes and error.limit_bytes:
+        needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
+        share = 100 * error.limit_bytes / max(error.needed_bytes, error.limit_bytes)
+        said = words("plan.short", needed=needed, limit=limit)
+        bar = (
+            f"<div class='plan-bar plan-short' role='img' aria-label='{escape(said)}'>"
+            f"<span style='width:100%'></span><i style='left:{share:.2f}%'></i></div><p>{escape(said)}</p>"
+        )
+    hint = f"<p class='plan-hint' lang='en'>{escape(error.hint)}</p>" if error.hint else ""
+    return (
+        f"<article class='plan-view plan-refused' role='alert'><p class='plan-headline' lang='en'>"
+        f"{escape(error.problem)}</p>{bar}{hint}</article>"
+    )
+
+
+def side_by_side(views: Iterable[tuple[str, str]]) -> str:
+    """Several plans, each below the name of its machine."""
+    columns = "".join(f"<section><h3>{escape(name)}</h3>{view}</section>" for name, view in views)
+    return f"<div class='plan-columns'>{columns}</div>"
+
+
+def _figures(plan: tunekit.Plan, words: Words) -> str:
+    """What it needs, how fast it is, how long it takes and what that costs; and what these figures come from."""
+    known = tunekit.plan_figures(plan)
+    units = {"GiB": " GiB", "host GiB": " GiB", "USD": " USD", "tokens/s": ""}
+    cells = "".join(
+        f"<div><dt>{escape(words(f'plan.{label}'))}</dt><dd>{escape(known[name] + units.get(name, ''))}</dd></div>"
+        for name, label in FIGURES.items()
+        if name in known
+    )
+    basis = f"<p class='plan-basis' lang='en'>{escape(plan.speed_basis)}</p>" if plan.speed_basis else ""
+    return f"<dl class='plan-figures'>{cells}</dl>{basis}"
+
+
+def _bar(plan: tunekit.Plan, words: Words) -> str:
+    """Memory of one device: parts one behind the other, the limit, and what other programs hold."""
+    total = plan.device.memory_total_bytes
+    scale = max(total, plan.memory.total_bytes)
+    parts = "".join(
+        f"<span title='{escape(f'{part} {tunekit.gib(size)}')}' style='width:{100 * size / scale:.3f}%;"
+        f"background:{colour}'></span>"
+        for part, size, colour in plan.drawn_parts()
+    )
+    held = total - plan.device.memory_free_bytes
+    others = ""
+    if held > 0:
+        said = words("plan.others", size=tunekit.gib(held))
+        others = f"<b title='{escape(said)}' style='width:{100 * held / scale:.3f}%'></b>"
+    limit = f"<i style='left:{min(100.0, 100 * plan.memory_limit_bytes / scale):.3f}%'></i>"
+    said = words(
+        "plan.bar",
+        parts=", ".join(f"{part} {tunekit.gib(size)}" for part, size, _ in plan.drawn_parts()),
+        total=tunekit.gib(plan.memory.total_bytes),
+        limit=tunekit.gib(plan.memory_limit_bytes),
+    )
+    return f"<div class='plan-bar' role='img' aria-label='{escape(said)}'>{parts}{others}{limit}</div>"
+
+
+def _legend(plan: tunekit.Plan, words: Words) -> str:
+    """What each part is drawn with, and what may be used of which device."""
+    items = "".join(
+        f"<li><span style='background:{colour}'></span>{escape(part)} {tunekit.gib(size)}</li>"
+        for part, size, colour in plan.drawn_parts()
+    )
+    said = words(
+        "plan.room",
+        limit=tunekit.gib(plan.memory_limit_bytes),
+        device=plan.device.name,
+        total=tunekit.gib(plan.device.memory_total_bytes),
+        free=tunekit.gib(plan.device.memory_free_bytes),
+    )
+    elsewhere = "".join(f"<p class='plan-basis' lang='en'>{escape(line)}</p>" for line in plan.elsewhere_lines())
+    return f"<ul class='plan-legend'>{items}</ul><p class='plan-basis'>{escape(said)}</p>{elsewhere}"
+
+
+def _table(title: str, rows: Iterable[tuple[str, ...]], *, is_open: bool) -> str:
+    return (
+        f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>"
+        f"<table lang='en'>{''.join(_rows(rows))}</table></details>"
+    )
+
+
+def _rows(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for name, *cells in rows:
+        yield f"<tr><th scope='row'>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -1,0 +1,67 @@
+"""Plans of drafts: worked out in a process of their own, and once for all who ask for the same within a minute."""
+
+import threading
+import time
+from collections import OrderedDict
+
+import tunekit
+from webui import work
+from webui.reach import check_machine, check_reach
+from webui.site import Site
+
+HERE = "here"
+"""Stands for this machine where machines are named."""
+
+KEPT_SECONDS = 60.0
+"""How long a plan is taken for right: rows, and the memory that is free, change."""
+
+KEPT_PLANS = 64
+"""How many are kept."""
+
+Planned = tunekit.Plan | tunekit.TunekitError
+
+_lock = threading.Lock()
+_kept: OrderedDict[tuple[str, str], tuple[float, Planned]] = OrderedDict()
+
+
+def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
+    """How a recipe would run on a machine, or why it would not.
+
+    Args:
+        site: The workspace.
+        recipe: The recipe.
+        machine: `HERE`, a machine's name, or a file of the workspace that describes one.
+    """
+    key = recipe.model_dump_json(), machine
+    try:
+        check_reach(site, recipe)
+        check_machine(site, machine)
+    except tunekit.TunekitError as error:
+        return error
+    with _lock:
+        made, found = _kept.get(key, (0.0, None))
+    if found is not None and time.monotonic() - made < KEPT_SECONDS:
+        return found
+    try:
+        result: Planned = work.call("plan", recipe, on=None if machine == HERE else machine)
+    except tunekit.TunekitError as error:
+        result = error
+    with _lock:
+        _kept[key] = time.monotonic(), result
+        _kept.move_to_end(key)
+        while len(_kept) > KEPT_PLANS:
+            _kept.popitem(last=False)
+    return result
+
+
+def with_changes(text: str, changes: str) -> str:
+    """A draft with the changes that an error names, `key=value` a line.
+
+    Raises:
+        TunekitError: The draft cannot be read.
+    """
+    for change in changes.splitlines():
+        key, _, written = change.partition("=")
+        value = tunekit.read_text(f"value: {written}\n").get("value")
+        text = tunekit.edit_text(text, key, tunekit.UNSET if value is None else value)
+    return text

@@ -1,0 +1,76 @@
+"""Drafts reach no further than the workspace: not for rows, not for models and their code, and not for where runs go.
+
+A recipe comes from a browser, and whoever can open the page could otherwise have any file of this machine read. So a
+name is one of the workspace, of the hub, a shipped one, or a URL of another machine.
+"""
+
+import glob
+from pathlib import Path
+
+import tunekit
+from webui.site import Site
+
+REMOTE = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "hf", "sftp")
+"""Protocols of other machines. Others of fsspec's read what is on this one."""
+
+
+def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
+    """Refuse a recipe that leads out of the workspace, or whose run would not be among those of the workspace.
+
+    Raises:
+        TunekitError: It does.
+    """
+    if '"trust_remote_code":true' in recipe.model_dump_json():
+        raise tunekit.TunekitError(
+            "trust_remote_code: code that comes with a model is not run from a page",
+            hint="read the code, and use `tunekit train` in a terminal",
+        )
+    for key, text in tunekit.named_paths(recipe):
+        _check(site, key, text)
+    folder = recipe.output.dir
+    if folder is not None and site.inside(folder).parent != site.root.resolve() / "runs":
+        raise tunekit.TunekitError(
+            f"output.dir: {folder!r} is none of the workspace's runs", hint="leave it out, or name one: runs/NAME"
+        )
+
+
+def check_machine(site: Site, name: str) -> None:
+    """Refuse a machine that is described in a file outside the workspace.
+
+    Raises:
+        TunekitError: It is.
+    """
+    if Path(name).suffix.lower() in (".yaml", ".yml"):
+        site.inside(name)
+
+
+def _check(site: Site, key: str, text: str) -> None:
+    protocol, is_url, _ = text.partition("://")
+    if is_url and "\n" not in text:
+        if protocol.lower() not in REMOTE or "::" in text:
+            raise tunekit.TunekitError(
+                f"{key}: {text.partition('?')[0]!r} is of a protocol that may read this machine's files",
+                hint=f"use one of {', '.join(REMOTE)}, or a file of the workspace",
+            )
+        return
+    if "\n" in text:  # A chat template.
+        return
+    if text.startswith("~"):
+        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint="name a file of the workspace")
+    try:
+        for path in _found(site.root / text):
+            site.inside(str(path))
+    except tunekit.TunekitError as error:
+        raise tunekit.TunekitError(f"{key}: {text!r} leads out of the workspace", hint=error.hint) from error
+    except OSError as error:
+        raise tunekit.TunekitError(f"{key}: {text!r} cannot be followed: {error.strerror}") from error
+
+
+def _found(path: Path) -> list[Path]:
+    """What a name stands for: a file, a folder with what lies in it, or all that fits a pattern."""
+    if path.is_dir():
+        return [path, *path.iterdir()]
+    if path.exists() or not any(sign in str(path) for sign in "*?["):
+        return [path]
+    # Path.glob raises for patterns such as a**b.
+    return [Path(found) for found in glob.glob(str(path), recursive=True)]  # noqa: PTH207

@@ -1,0 +1,276 @@
+"""The parts of a run's page that are text: how it goes, what was warned of, answers, checkpoints, and the result."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from typing import Any, Literal
+
+import tunekit
+from webui.listing import Line
+from webui.words import Words
+
+SYMBOLS = {
+    "queued": "…",
+    "starting": "◔",
+    "loading": "◔",
+    "training": "▶",
+    "saving": "◕",
+    "finished": "✓",
+    "failed": "✕",
+    "died": "✕",
+    "interrupted": "■",
+    "stuck": "!",
+    "unreadable": "?",
+}
+"""What stands before the word of a state, for those who do not see its colour."""
+
+WAY = ("starting", "loading", "training", "saving", "finished")
+"""What a run goes through."""
+
+DOINGS = (
+    *("loading", "data", "forward", "backward", "optimizer", "logging", "evaluation", "saving"),
+    *("generation", "rewards", "ending"),
+)
+"""What processes say that they do and there are words for."""
+
+MAX_ANSWERS = 100
+"""Answers of a table that is sorted by reward."""
+
+
+def state_words(state: str, words: Words) -> str:
+    """A state as HTML: a symbol, and the word."""
+    symbol = f"<span aria-hidden='true'>{SYMBOLS[state]}</span>"
+    return f"<span class='runs-state runs-{escape(state)}'>{symbol} {escape(words(f'runs.state_{state}'))}</span>"
+
+
+def duration(seconds: float, words: Words) -> str:
+    """A time in words, with two units at most."""
+    whole = round(seconds)
+    if whole < 60:
+        return words("runs.seconds", seconds=whole)
+    if whole < 3600:
+        return words("runs.minutes", minutes=whole // 60, seconds=whole % 60)
+    return words("runs.long", hours=whole // 3600, minutes=whole % 3600 // 60)
+
+
+def moment(seconds: float) -> str:
+    """A time of the clock."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+
+
+def clock(seconds: float) -> str:
+    """A time of the day."""
+    return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
+    """A table of HTML; its cells are HTML already. On a narrow screen each row becomes a card."""
+    heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in head)
+    lines = "".join(
+        "<tr>"
+        + "".join(f"<td data-label='{escape(name)}'>{cell}</td>" for name, cell in zip(head, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table class='runs-table {kind}'><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def empty(text: str) -> str:
+    """What stands where there is nothing to show."""
+    return f"<p class='runs-empty'>{escape(text)}</p>"
+
+
+def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
+    """The name of a run, what it is at, how far it is, and why it ended."""
+    facts = [line.method, line.model, words("runs.began", when=moment(line.started)), *line.tags]
+    told = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
+    reason = run.status()["exit_reason"]
+    # A run that trained to its end needs no reason for it.
+    ended = reason if line.is_over and line.state != "finished" and reason else None
+    return (
+        f"<div class='runs-head'><h1>{escape(line.name)}</h1>{state_words(line.state, words)}"
+        f"<ul class='runs-facts'>{told}</ul>{_progress(line, words)}{_way(line, words)}"
+        f"<p id='runs-now' aria-live='polite'>{escape(_now(run, line, words))}</p>"
+        + (f"<p class='runs-reason'>{escape(tunekit.redacted(ended))}</p>" if ended else "")
+        + _restarts(reader, words)
+        + "</div>"
+    )
+
+
+def _progress(line: Line, words: Words) -> str:
+    if not line.num_steps:
+        return ""
+    label = words("runs.steps", step=line.step, num_steps=line.num_steps)
+    return (
+        f"<div class='runs-progress'><progress max='{line.num_steps}' value='{line.step}' "
+        f"aria-label='{escape(label)}'></progress><span>{escape(label)}</span></div>"
+    )
+
+
+def _way(line: Line, words: Words) -> str:
+    if line.state not in WAY:
+        return ""
+    at = WAY.index(line.state)
+    steps = "".join(
+        f"<li class='{'runs-done' if place < at or line.is_over else ''}'"
+        f"{' aria-current=step' if place == at else ''}>{escape(words(f'runs.state_{phase}'))}</li>"
+        for place, phase in enumerate(WAY)
+    )
+    return f"<ol class='runs-way' aria-label='{escape(words('runs.phases'))}'>{steps}</ol>"
+
+
+def _now(run: tunekit.Run, line: Line, words: Words) -> str:
+    """What a run does just now, how fast, and how long it still takes."""
+    if line.is_over:
+        return ""
+    doing = run.doing
+    told = []
+    if doing is not None and line.state not in ("queued", "stuck"):
+        told.append(words(f"runs.doing_{doing}") if doing in DOINGS else doing)
+    if line.tokens_per_second:
+        told.append(words("runs.speed", tokens=f"{line.tokens_per_second:,.0f}"))
+    if line.seconds_left is not None:
+        told.append(words("runs.to_go", time=duration(line.seconds_left, words)))
+    return " · ".join(told)
+
+
+def _restarts(reader: tunekit.EventReader, words: Words) -> str:
+    """Where a run went on from a checkpoint."""
+    events = sorted([*reader.all("restart"), *reader.all("resume")], key=lambda event: float(event["time"]))
+    if not events:
+        return ""
+    rows = "".join(
+        f"<li>{clock(event['time'])} · {escape(words('runs.went_on', step=event['step']))}{escape(_why(event))}</li>"
+        for event in events
+    )
+    told = escape(words("runs.restarts", num=len(events)))
+    return f"<details class='runs-restarts'><summary>{told}</summary><ul>{rows}</ul></details>"
+
+
+def _why(event: tunekit.Event) -> str:
+    told = [event["reason"]] if event.get("reason") else [*event.get("changes", ())]
+    return f": {tunekit.redacted('; '.join(map(str, told)))}" if told else ""
+
+
+def warnings(reader: tunekit.EventReader, words: Words) -> str:
+    """What was warned of, the newest first, with the time."""
+    events = reader.all("warning") + reader.all("error") + reader.all("stop")
+    if not events:
+        return ""
+    newest = sorted(events, key=lambda event: float(event["time"]), reverse=True)
+    rows = "".join(
+        f"<li class='runs-{escape(event['event'])}'><time>{clock(event['time'])}</time> "
+        f"{escape(tunekit.redacted(str(event.get('message', ''))))}</li>"
+        for event in newest
+    )
+    opened = " open" if len(newest) <= 3 else ""
+    told = escape(words("runs.warnings", num=len(newest)))
+    return f"<details class='runs-warnings'{opened}><summary>{told}</summary><ul>{rows}</ul></details>"
+
+
+def samples(reader: tunekit.EventReader, words: Words) -> str:
+    """What the same prompts were answered before training, after it, and in between where that was asked."""
+    if not reader.answers:
+        return empty(words("runs.no_samples"))
+    known = {"before": words("runs.before"), "after": words("runs.after")}
+    whens = list(dict.fromkeys(when for answers in reader.answers.values() for when in answers))
+    whens.sort(key=lambda when: (when == "after", when != "before"))
+    rows = [
+        [escape(prompt), *(_answer(answers.get(when)) for when in whens)] for prompt, answers in reader.answers.items()
+    ]
+    return table([words("runs.prompt"), *(known.get(when, when) for when in whens)], rows, kind="runs-texts")
+
+
+def completions(reader: tunekit.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:
+    """Answers of the training with their rewards."""
+    found = [
+        (event["step"], event["prompt"], answer["answer"], answer["rewards"], answer["advantage"])
+        for event in reader.all("completions")
+        for answer in (event["best"], event["worst"])
+    ]
+    if not found:
+        return ""
+    if order == "newest":
+        found.sort(key=lambda one: -one[0])
+    else:
+        found.sort(key=lambda one: _total(one[3]), reverse=order == "best")
+    rows = [
+        [f"{step:,}", escape(prompt), _answer(answer), escape(_rewards(rewards)), f"{advantage:+.2f}"]
+        for step, prompt, answer, rewards, advantage in found[:MAX_ANSWERS]
+    ]
+    head = [words(f"runs.{key}") for key in ("step", "prompt", "answer", "rewards", "advantage")]
+    return table(head, rows, kind="runs-texts")
+
+
+def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
+    """What was saved on the way, the newest first, and whether it is still there."""
+    told = {event["step"]: event for event in reader.all("checkpoint")}
+    if not told:
+        return empty(words("runs.no_checkpoints"))
+    rows = []
+    for step in sorted(told, reverse=True):
+        event = told[step]
+        is_there = (run.path / "checkpoints" / f"checkpoint-{step}").is_dir()
+        best = event.get("best") or {}
+        notes = [words("runs.kept" if is_there else "runs.gone")]
+        if best.get("step") == step:
+            notes.append(words("runs.best", metric=best["metric"], value=f"{best['value']:.4g}"))
+        size = f"{event['bytes'] / 2**20:,.1f} MiB" if event.get("bytes") else "–"
+        rows.append([f"{step:,}", clock(event["time"]), size, escape(" · ".join(notes))])
+    return table([words(f"runs.{key}") for key in ("step", "when", "size", "note")], rows)
+
+
+def result_rows(result: tunekit.Event, words: Words) -> list[tuple[str, str]]:
+    """The summary of a finished run: what it is, and how it came out."""
+    measures: dict[str, Any] = result.get("measures", {})
+    rows = []
+    if "reward" not in measures:
+        for key, first, last in (("loss", "first_loss", "last_loss"), ("eval_loss", "first_eval_loss", "eval_loss")):
+            if result.get(last) is not None:
+                rows.append((words(f"runs.{key}"), f"{_figure(result.get(first))} → {_figure(result[last])}"))
+    rows += [(name, f"{_figure(ends[0])} → {_figure(ends[-1])}") for name, ends in measures.items()]
+    if result.get("tokens_per_second"):
+        rows.append((words("runs.tokens_per_second"), f"{result['tokens_per_second']:,.0f}"))
+    rows.append((words("runs.num_tokens"), f"{result['num_tokens']:,}"))
+    if result.get("mfu") is not None:
+        rows.append(("MFU", f"{result['mfu']:.1%}"))
+    rows.append((words("runs.time"), duration(result["seconds"], words)))
+    for part in ("step", "generation", "evaluation", "saving", "data"):
+        seconds = result.get(f"{part}_seconds")
+        if seconds:
+            share = f"{seconds / result['seconds']:.0%}" if result["seconds"] else "–"
+            rows.append((words(f"runs.time_{part}"), f"{duration(seconds, words)} ({share})"))
+    measured, planned = result.get("peak_memory_bytes"), result.get("planned_memory_bytes")
+    if measured and planned:
+        told = words("runs.memory_both", measured=f"{measured / 2**30:.2f}", planned=f"{planned / 2**30:.2f}")
+        rows.append((words("runs.memory"), told))
+    rows.append((words("runs.model"), str(result.get("model", ""))))
+    return rows
+
+
+def result(reader: tunekit.EventReader, words: Words) -> str:
+    """The summary of a finished run as a table."""
+    found = reader.newest("result")
+    if found is None:
+        return empty(words("runs.no_result"))
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>"
+        for name, value in result_rows(found, words)
+    )
+    return f"<table class='runs-table runs-result'><tbody>{rows}</tbody></table>"
+
+
+def _answer(text: str | None) -> str:
+    return f"<div class='runs-answer'>{escape(text)}</div>" if text else "–"
+
+
+def _total(rewards: dict[str, float | None]) -> float:
+    return sum(value for value in rewards.values() if isinstance(value, int | float))
+
+
+def _rewards(rewards: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_figure(value)}" for name, value in rewards.items())
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"

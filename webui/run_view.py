@@ -1,0 +1,284 @@
+"""One run: how it goes, its curves, answers, log, recipe and plan, checkpoints, and what came out.
+
+One handler looks for what is new and answers only with what has changed; what that is, the browser says.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import yaml
+from gradio.components.plot import PlotData
+
+import tunekit
+from webui import charts, controls, export_view, log_view, run_parts
+from webui.history import history_of
+from webui.listing import Line, listing_of
+from webui.site import Site
+from webui.words import Words, told
+
+NUM_CHARTS = 12
+"""Charts that there is room for; no method has more."""
+
+MAX_OVERLAID = 4
+"""Other runs in the same charts."""
+
+MAX_DRAWINGS = 24
+"""Runs' charts that are kept for the next browser that asks for the same; each takes about a quarter of a megabyte."""
+
+_drawings: OrderedDict[tuple[object, ...], list[PlotData]] = OrderedDict()
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a run's page changes while it goes on, each with what it was made from."""
+
+    seen: gr.Textbox
+    head: gr.HTML
+    warnings: gr.HTML
+    plots: list[gr.Plot]
+    no_curves: gr.HTML
+    samples: gr.HTML
+    completions: gr.HTML
+    order: gr.Radio
+    checkpoints: gr.HTML
+    result: gr.HTML
+    recipe: gr.Code
+    plan: gr.HTML
+
+    @property
+    def outputs(self) -> list[Any]:
+        """In the order of what `look` answers."""
+        return [
+            self.seen, self.head, self.warnings, self.no_curves, *self.plots, self.order, self.completions,
+            self.samples, self.checkpoints, self.result, self.recipe, self.plan,
+        ]  # fmt: skip
+
+
+def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
+    """The view. `run_name` says of which run; it is asked again at every tick."""
+    seen = gr.Textbox("", visible=False)
+    back = site.link(words.language, "runs")
+    gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
+    head = gr.HTML(elem_id="runs-head")
+    warnings = gr.HTML(elem_id="runs-warnings", visible=False)
+    controls.build(page, site, words, run_name, tick)
+    with gr.Tabs(elem_id="runs-tabs"):
+        with gr.Tab(words("runs.tab_charts"), id="charts"):
+            looks = _looks(words)
+            no_curves = gr.HTML(elem_id="runs-no-curves", visible=False)
+            with gr.Row(elem_id="runs-charts"):
+                plots = [
+                    gr.Plot(visible=False, show_label=False, container=False, elem_classes="runs-chart", min_width=300)
+                    for _ in range(NUM_CHARTS)
+                ]
+        with gr.Tab(words("runs.tab_samples"), id="samples"):
+            samples = gr.HTML(elem_id="runs-samples")
+            orders = [(words(f"runs.order_{key}"), key) for key in ("newest", "best", "worst")]
+            order = gr.Radio(
+                orders, value="newest", label=words("runs.completions"), visible=False, elem_id="runs-order"
+            )
+            completions = gr.HTML(elem_id="runs-completions")
+        with gr.Tab(words("runs.tab_log"), id="log"):
+            log_view.build(site, words, run_name, tick)
+        with gr.Tab(words("runs.tab_recipe"), id="recipe"):
+            recipe = gr.Code(language="yaml", interactive=False, label=words("runs.recipe"), elem_id="runs-recipe")
+            plan = gr.HTML(elem_id="runs-plan")
+        with gr.Tab(words("runs.tab_checkpoints"), id="checkpoints"):
+            checkpoints = gr.HTML(elem_id="runs-checkpoints")
+        with gr.Tab(words("runs.tab_result"), id="result"):
+            result = gr.HTML(elem_id="runs-result")
+        with gr.Tab(words("export.tab"), id="export"):
+            export_view.build(page, site, words, run_name, tick)
+    parts = Parts(
+        seen, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
+    )
+    inputs = [run_name, seen, order, *looks]
+
+    def refresh(name: str, seen: str, order: Any, *looked_at: Any) -> list[Any]:
+        return look(site, words, name, seen, order, *looked_at)
+
+    overlaid = looks[-1]
+    for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
+        listen(refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last")
+
+    def others(name: str) -> Any:
+        return gr.Dropdown(choices=[line.name for line in listing_of(site.root).lines() if line.name != name])
+
+    gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
+
+
+def _looks(words: Words) -> list[Any]:
+    """How the charts are looked at."""
+    with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
+        with gr.Row():
+            smoothing = gr.Slider(
+                0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
+                elem_id="runs-smoothing", min_width=240,
+            )  # fmt: skip
+            sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
+            by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="runs-by", min_width=160)
+        with gr.Row():
+            is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="runs-log-scale", min_width=160)
+            clip = gr.Checkbox(label=words("runs.clip"), elem_id="runs-clip", min_width=160)
+        overlaid = gr.Dropdown(
+            [], multiselect=True, max_choices=MAX_OVERLAID, label=words("runs.overlay"), elem_id="runs-overlay"
+        )
+    return [smoothing, is_log, by, clip, overlaid]
+
+
+def look(
+    site: Site,
+    words: Words,
+    name: str,
+    seen: str,
+    order: Any,
+    smoothing: float,
+    is_log: bool,
+    by: Any,
+    clip: bool,
+    overlaid: list[str] | None,
+) -> list[Any]:
+    """What has changed of a run since a browser asked last, for each of `Parts.outputs`."""
+    num_others = 11
+    if not name:
+        return [gr.skip()] * (num_others + NUM_CHARTS)
+    view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
+    try:
+        run = site.run(name)
+        others = [site.run(other) for other in (overlaid or [])[:MAX_OVERLAID]]
+        line = listing_of(site.root).line(name)
+        before = json.loads(seen or "{}")
+        return _changed(run, others, line, before, view, order, words)
+    except tunekit.TunekitError as error:
+        return ["", told(error), *[gr.skip()] * (num_others - 2 + NUM_CHARTS)]
+
+
+def _changed(
+    run: tunekit.Run,
+    others: list[tunekit.Run],
+    line: Line,
+    before: dict[str, str],
+    view: charts.View,
+    order: Any,
+    words: Words,
+) -> list[Any]:
+    now: dict[str, str] = {}
+
+    def is_new(part: str, *made_from: object) -> bool:
+        now[part] = repr((run.name, *made_from))
+        return now[part] != before.get(part)
+
+    with history_of(run) as reader:
+        told_so_far = (reader.read_bytes, reader.num_events)
+        head: Any = run_parts.head(run, line, reader, words)
+        head = head if is_new("head", hash(head)) else gr.skip()
+        warnings: Any = run_parts.warnings(reader, words)
+        warnings = gr.HTML(warnings, visible=bool(warnings)) if is_new("warnings", hash(warnings)) else gr.skip()
+        samples: Any = run_parts.samples(reader, words) if is_new("samples", _answers_mark(reader)) else gr.skip()
+        answers = reader.all("completions")
+        choice, completions = gr.skip(), gr.skip()
+        if is_new("completions", len(answers), answers[-1]["time"] if answers else 0, order):
+            choice = gr.Radio(visible=bool(answers))
+            completions = run_parts.completions(reader, words, order)
+        saved = [event["step"] for event in reader.all("checkpoint")]
+        checkpoints: Any = gr.skip()
+        if is_new("checkpoints", saved, sorted(path.name for path in (run.path / "checkpoints").glob("*"))):
+            checkpoints = run_parts.checkpoints(run, reader, words)
+        found = reader.newest("result")
+        result: Any = run_parts.result(reader, words) if is_new("result", found and found["time"]) else gr.skip()
+    plots: list[Any] = [gr.skip()] * NUM_CHARTS
+    no_curves: Any = gr.skip()
+    marks = [told_so_far]
+    for other in others:
+        with history_of(other) as reader:
+            marks.append((reader.read_bytes, reader.num_events))
+    if is_new("charts", [other.name for other in others], marks, view):
+        drawn = drawings(run, others, view, words)
+        plots = [gr.Plot(value=drawing, visible=True) for drawing in drawn]
+        plots += [gr.Plot(visible=False)] * (NUM_CHARTS - len(drawn))
+        no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not drawn)
+    recipe, plan = gr.skip(), gr.skip()
+    if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
+        recipe, plan = recipe_of(run), plan_of(run)
+    return [
+        json.dumps(now), head, warnings, no_curves, *plots, choice, completions,
+        samples, checkpoints, result, recipe, plan,
+    ]  # fmt: skip
+
+
+def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words) -> list[PlotData]:
+    """The charts of a run, with the same of other runs in them; drawn once for all that look at the same."""
+    marks: list[object] = []
+    for one in (run, *others):
+        with history_of(one) as reader:
+            marks.append((str(one.path), reader.read_bytes, reader.num_events))
+    key = (*marks, view, words.language)
+    with _lock:
+        if key in _drawings:
+            _drawings.move_to_end(key)
+            return _drawings[key]
+    with history_of(run) as reader:
+        kinds = charts.kinds_of(reader.series)[:NUM_CHARTS]
+        curves = {kind.key: charts.curves_of(run.name, reader, kind, view) for kind in kinds}
+    for other in others:
+        with history_of(other) as reader:
+            for kind in kinds:
+                curves[kind.key] += charts.curves_of(other.name, reader, kind, view)
+    planned = planned_bytes(run) if "memory" in curves else None
+    drawn = [
+        PlotData(
+            type="altair",
+            plot=charts.to_text(charts.spec_of(kind, curves[kind.key], view, words, planned_bytes=planned)),
+        )
+        for kind in kinds
+    ]
+    with _lock:
+        _drawings[key] = drawn
+        while len(_drawings) > MAX_DRAWINGS:
+            _drawings.popitem(last=False)
+    return drawn
+
+
+def planned_bytes(run: tunekit.Run) -> float | None:
+    """What the plan says that each process takes; None where the plan cannot be read."""
+    try:
+        return run.plan.memory.total_bytes
+    except (tunekit.TunekitError, OSError, ValueError, KeyError, yaml.YAMLError):
+        return None
+
+
+def recipe_of(run: tunekit.Run) -> str:
+    """The recipe of a run as it was written."""
+    try:
+        return tunekit.redacted((run.path / "recipe.yaml").read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"# {error.strerror}"
+
+
+def plan_of(run: tunekit.Run) -> str:
+    """The plan of a run with its reasons."""
+    try:
+        return f"<pre class='log-text' tabindex='0'>{escape(tunekit.redacted(run.plan.explain()))}</pre>"
+    except tunekit.TunekitError as error:
+        return told(error)
+    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:
+        return told(tunekit.TunekitError(f"{run.path / 'plan.yaml'} is damaged", hint=str(error)))
+
+
+def _answers_mark(reader: tunekit.EventReader) -> list[tuple[str, ...]]:
+    return [tuple(answers) for answers in reader.answers.values()]
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
