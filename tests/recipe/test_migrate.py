@@ -581,6 +581,27 @@ def test_a_hub_data_set_keeps_its_configuration_and_its_slice(tmp_path) -> None:
     assert (source.path, source.name, source.split) == ("someone/rows", "en", "train[:200]")
 
 
+def test_a_script_is_read_with_its_variables_its_defaults_and_its_quotients(tmp_path) -> None:
+    script = (
+        "devices=2\n"
+        "export MODEL=Qwen/Qwen3-4B\n"
+        "# swift sft --model other\n"
+        "NPROC_PER_NODE=$devices \\\n"
+        "swift sft \\\n"
+        "  --model ${MODEL} \\\n"
+        "  # its rows\n"
+        "  --dataset ${ROWS:-data/messages.jsonl} \\\n"
+        "  --gradient_accumulation_steps $(expr 16 / $devices) \\\n"
+        "  --max_length 512 > log.txt 2>&1\n"
+    )
+    (tmp_path / "run.sh").write_text(script)
+    made = migrate(tmp_path / "run.sh")
+    assert (made.recipe.model.path, made.recipe.data.sources[0].path) == ("Qwen/Qwen3-4B", "data/messages.jsonl")
+    assert made.recipe.train.global_batch_size == 16
+    assert line_of(made, "max_length").value == 512
+    assert line_of(made, "max_length").line == 10
+
+
 def test_the_command_line_of_the_other_tool_goes_before_the_file() -> None:
     made = migrate(CONFIGS / "trl-sft-full.yaml", arguments=["trl", "orpo", "--beta", "0.4", "--seed", "9"])
     assert made.recipe.method.type == "orpo"
