@@ -158,6 +158,8 @@ def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: s
     """What becomes of edits, as a table; or what is wrong with them."""
     try:
         run = site.run(name)
+        if not lines_of(edits) and not situation_of(run).can_go_on:
+            return ""
         found = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
         return told(error)

@@ -88,7 +88,11 @@ _lock = threading.Lock()
 
 
 def situation_of(run: tunekit.Run) -> Situation:
-    """What a run is at."""
+    """What a run is at.
+
+    Raises:
+        TunekitError: It was deleted meanwhile.
+    """
     path = run.path.resolve()
     with _lock:
         if len(_kept) > MAX_KEPT:
@@ -96,7 +100,10 @@ def situation_of(run: tunekit.Run) -> Situation:
         kept = _kept.setdefault(path, _Kept())
     with kept.lock:
         if kept.situation is None or time.monotonic() - kept.time > FRESH_SECONDS:
-            kept.situation = _look(run, kept.situation)
+            try:
+                kept.situation = _look(run, kept.situation)
+            except FileNotFoundError as error:
+                raise tunekit.TunekitError(f"{run.name} is gone", hint="it was deleted, or moved") from error
             kept.time = time.monotonic()
         return _with_ending(kept.situation, _endings.get(path))
 

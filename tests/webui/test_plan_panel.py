@@ -161,7 +161,7 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
 
     page = open_page(f"{served.url}new?from=file:drafted.yaml")
     page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()
-    page.get_by_label("Name of the run", exact=True).fill("seen")
+    page.locator("#plan-name").get_by_role("textbox").fill("seen")
     page.locator("#plan-start:enabled").wait_for()
     page.locator("#plan-start").dblclick()
     page.wait_for_url("**/runs?run=seen-*")
