@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("packaging", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "typer")
+LIGHT = ("filelock", "packaging", "platformdirs", "psutil", "pydantic", "pyyaml", "rich", "typer")
 """All that `tunekit recipes` needs."""
 
 
@@ -56,13 +56,20 @@ def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
     assert "tunekit/planner/models.yaml" in files
 
 
+def test_wheel_holds_the_texts_and_the_looks_of_the_web_ui(files: set[str]) -> None:
+    paths = [path for kind in ("yaml", "css") for path in (ROOT / "webui").rglob(f"*.{kind}")]
+    wanted = {path.relative_to(ROOT).as_posix() for path in paths}
+    assert "webui/locales/zh/runs.yaml" in wanted and "webui/styles/shell.css" in wanted
+    assert wanted <= files
+
+
 def test_wheel_is_typed_and_licensed(files: set[str]) -> None:
     assert "tunekit/py.typed" in files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
 
 
-def test_wheel_holds_the_package_and_nothing_else(files: set[str]) -> None:
-    assert {name.split("/")[0].split("-")[0] for name in files} == {"tunekit"}
+def test_wheel_holds_the_packages_and_nothing_else(files: set[str]) -> None:
+    assert {name.split("/")[0].split("-")[0] for name in files} == {"tunekit", "webui"}
     assert not [name for name in files if "test" in Path(name).stem or "__pycache__" in name]
 
 

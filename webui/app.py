@@ -75,7 +75,6 @@ def build_pages(site: Site, words: Words) -> gr.Blocks:
     pages = gr.Blocks(analytics_enabled=False, title=words("shell.name"), fill_width=True)
     for name, build in PAGES.items():
         with pages.route(words(f"shell.page_{name}"), name):
-            gr.Navbar(visible=False)
             gr.HTML(_header(site, words, name), elem_id="shell-header")
             build(pages, site, words)
     return pages
@@ -90,7 +89,8 @@ def _header(site: Site, words: Words, current: str) -> str:
     )
     (other,) = set(LANGUAGES) - {words.language}
     return (
-        f"<header><a class='shell-name' href='{prefix(words.language)}/'>{escape(words('shell.name'))}</a>"
+        f"<header><a class='shell-name' href='{prefix(words.language)}/' "
+        f"title='{escape(words('shell.workspace', root=site.root))}'>{escape(words('shell.name'))}</a>"
         f"<nav aria-label='{escape(words('shell.pages'))}'>{links}</nav>"
         f"<a id='shell-language' lang='{other}' hreflang='{other}' href='{site.link(other, current)}'>"
         f"{escape(LANGUAGES[other])}</a></header>"

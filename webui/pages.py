@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import gradio as gr
 
-from webui import chat, compare, data_page, runs_page, start
+from webui import chat, compare, data_page, new_run, runs_page
 from webui.site import Site
 from webui.words import Words
 
 PAGES: dict[str, Callable[[gr.Blocks, Site, Words], None]] = {
-    "start": start.build,
-    "data": data_page.build,
     "runs": runs_page.build,
+    "new": new_run.build,
+    "data": data_page.build,
     "compare": compare.build,
     "chat": chat.build,
 }

@@ -74,7 +74,7 @@ class Entry:
     """Whether it chooses the variant of its section, and so which other fields there are."""
 
     choices: tuple[str | bool, ...] = ()
-    """Words that it takes, and true and false where they stand beside words."""
+    """Words that it takes, and true and false where they stand beside words; the variants that may be listed in it."""
 
     is_open: bool = False
     """Whether it takes other values than its choices."""
@@ -134,7 +134,9 @@ def _of_field(key: Key, holder: Holder, value: Any) -> Iterator[Entry]:
         return
     items = value if isinstance(value, list) else [value] if value or field.is_required() else []
     is_list = isinstance(value, list) or not takes_one(field)
-    yield replace(_entry(key, holder, "sections", value), num_items=len(items), is_list=is_list)
+    words = tuple(str(tag_of(section)) for section in variants) if len(variants) > 1 else ()
+    entry = _entry(key, holder, "sections", value)
+    yield replace(entry, num_items=len(items), is_list=is_list, choices=words)
     for position, item in enumerate(items):
         yield from _one((*key, position) if is_list else key, variants, item, None)
 

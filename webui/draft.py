@@ -1,0 +1,223 @@
+"""The draft of a run: a recipe's text that is being written. Where it comes from, what it says, and where it goes.
+
+A draft is nothing but its text, and belongs to the browser; these functions are given it and give it back.
+"""
+
+import json
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tunekit
+from webui import work
+from webui.fields import meant, shown
+from webui.site import Site
+
+FIRST = "recipe:sft/quickstart"
+"""What a browser begins with that has no draft yet."""
+
+_SUFFIXES = (".yaml", ".yml")
+_MAX_FILES = 200
+_MAX_BYTES = 256 * 1024
+
+
+def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
+    """What a draft can begin from: by kind, what people read and what links say (`recipe:sft/quickstart`)."""
+    recipes = [(f"{one.name}: {one.description}", f"recipe:{one.name}") for one in tunekit.list_recipes()]
+    runs = tunekit.list_runs(site.root / "runs")
+    return {
+        "recipe": recipes,
+        "file": [(name, f"file:{name}") for name in _files(site.root)],
+        "run": [(run.name, f"run:{run.name}") for run in runs],
+    }
+
+
+def _files(root: Path) -> list[str]:
+    """The recipe files of a workspace, at the top and one folder down."""
+    found = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.suffix in _SUFFIXES]
+    inside = [
+        path.relative_to(root) for path in found if path.is_file() and path.resolve().is_relative_to(root.resolve())
+    ]
+    return sorted(path.as_posix() for path in inside if path.parts[0] != "runs" and not path.name.startswith("."))[
+        :_MAX_FILES
+    ]
+
+
+def opened(site: Site, source: str, changes: list[str]) -> str:
+    """The text of a draft that begins from something, such as `run:NAME`, with `key=value` changes.
+
+    Raises:
+        TunekitError: There is no such thing, it cannot be read, or a change is none.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "recipe":
+        text = tunekit.recipe_text(name)
+    elif kind == "file":
+        text = _read(site.inside(name), name)
+    elif kind == "run":
+        text = tunekit.edit_text(tunekit.short_recipe(site.run(name).recipe), "output.dir", tunekit.UNSET)
+    else:
+        raise tunekit.TunekitError(
+            f"{source!r} is nothing to begin from", hint="write recipe:NAME, file:PATH or run:NAME"
+        )
+    for change in changes:
+        key, equals, written = change.partition("=")
+        if not equals:
+            raise tunekit.TunekitError(f"cannot read the change {change!r}", hint="write key=value")
+        value = tunekit.read_text(f"value: {written}\n").get("value")
+        text = tunekit.edit_text(text, key, tunekit.UNSET if value is None else value)
+    return text
+
+
+def _read(path: Path, name: str) -> str:
+    if path.suffix not in _SUFFIXES or not path.is_file():
+        raise tunekit.TunekitError(f"{name}: there is no such recipe", hint="name a .yaml file of the workspace")
+    if path.stat().st_size > _MAX_BYTES:
+        raise tunekit.TunekitError(f"{name}: is larger than 256 KiB", hint="name a recipe, not its data")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise tunekit.TunekitError(f"{name}: cannot be read: {error}", hint="save the file as UTF-8") from error
+
+
+def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
+    """The recipe that a draft makes, or all that is wrong with it: what the command line says, and what a page may not.
+
+    The user's own functions are looked up in a process of their own. Code that comes with a model can be asked for on
+    the command line only.
+    """
+    recipe, faults = tunekit.check_text(text, find_functions=False)
+    entries = entries_of(text) if not faults else []
+    if any(_is_function(entry) for entry in entries):
+        recipe, faults = work.call("check_text", text)
+    remote = [entry for entry in entries if entry.key.endswith("trust_remote_code") and entry.value is True]
+    if remote and not faults:
+        lines = text.splitlines()
+        line = next((n for n, words in enumerate(lines, 1) if "trust_remote_code" in words), 1)
+        what, hint = "is not run from a page", "read the code, and use `tunekit train` in a terminal"
+        return None, [tunekit.Fault(line, 1, entry.key, what, hint) for entry in remote]
+    return recipe, faults
+
+
+def _is_function(entry: tunekit.Entry) -> bool:
+    return entry.is_open and isinstance(entry.value, str) and ":" in entry.value
+
+
+def entries_of(text: str) -> list[tunekit.Entry]:
+    """The fields that apply to a draft.
+
+    Raises:
+        TunekitError: It is not YAML.
+    """
+    return tunekit.recipe_entries(tunekit.read_text(text))
+
+
+def differences(text: str) -> list[tunekit.Entry]:
+    """The fields of a draft whose values differ from the defaults."""
+    return [one for one in entries_of(text) if one.kind not in ("section", "sections") and _differs(one)]
+
+
+def _differs(entry: tunekit.Entry) -> bool:
+    is_one_in_list = isinstance(entry.default, list) and [entry.value] == entry.default
+    return entry.value is not tunekit.UNSET and entry.value != entry.default and not is_one_in_list
+
+
+def overrides(base: str, text: str) -> list[str] | None:
+    """The `key=value` words that make one text say what another says; None where no such words do."""
+    before = {entry.key: entry for entry in entries_of(base)}
+    now = {entry.key: entry for entry in entries_of(text)}
+    words: list[str] = []
+    whole: list[str] = []
+    for key, entry in now.items():
+        if any(key.startswith((f"{above}.", f"{above}[")) for above in whole):
+            continue
+        there = before.get(key)
+        if entry.kind == "sections" and (there is None or _shape(entry) != _shape(there)):
+            whole.append(key)
+            words.append(f"{key}={_word(entry.value)}")
+        elif entry.kind not in ("section", "sections") and entry.value != (there.value if there else tunekit.UNSET):
+            words.append(f"{key}={_word(entry.value)}")
+    checked, faults = tunekit.check_text(base, words, find_functions=False)
+    wanted, wrong = tunekit.check_text(text, find_functions=False)
+    same = not faults and not wrong and checked is not None and wanted is not None
+    is_equal = same and checked.model_dump(exclude={"output": {"name"}}) == wanted.model_dump(
+        exclude={"output": {"name"}}
+    )
+    return words if is_equal else None
+
+
+def _shape(entry: tunekit.Entry) -> tuple[int | None, bool, list[Any]]:
+    items = entry.value if isinstance(entry.value, list) else [entry.value]
+    return entry.num_items, entry.is_list, [item.get("type") for item in items if isinstance(item, dict)]
+
+
+def _word(value: Any) -> str:
+    if value is tunekit.UNSET:
+        return "null"
+    return (
+        value if isinstance(value, str) and value.replace("_", "").isalpha() else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def command_and_python(source: str, text: str, file: str) -> tuple[str, str]:
+    """How to train a draft in a terminal and in Python: from where it came, with its changes, or from its file."""
+    kind, _, name = source.partition(":")
+    words: list[str] | None = None
+    if kind == "recipe":
+        words = overrides(tunekit.recipe_text(name), text)
+    where = name if words is not None else file
+    command = shlex.join(["tunekit", "train", where, *(words or [])])
+    listed = f", {json.dumps(words, ensure_ascii=False)}" if words else ""
+    python = f"import tunekit\n\nrun = tunekit.train({json.dumps(where)}{listed}, on_event=tunekit.Progress())"
+    return command, python
+
+
+def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
+    """Write a draft into the workspace, whole or not at all.
+
+    Raises:
+        TunekitError: The name leads elsewhere or is none of a recipe, a file of that name is there and not to be
+            replaced, or it cannot be written.
+        FileExistsError: A file of that name is there, and `replace` was not said.
+    """
+    if site.read_only:
+        raise tunekit.TunekitError("this server only shows", hint="copy the text, or start one without --read-only")
+    path = site.inside(name)
+    if path.suffix not in _SUFFIXES or path.is_relative_to(site.root.resolve() / "runs"):
+        raise tunekit.TunekitError(f"{name}: is no name for a recipe", hint="write one such as mine.yaml")
+    if path.exists() and not replace:
+        raise FileExistsError(name)
+    if not path.parent.is_dir() or path.is_dir():
+        raise tunekit.TunekitError(f"{name}: there is no folder for it", hint="name a file in a folder that exists")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise tunekit.TunekitError(f"{name}: cannot be written: {error.strerror}") from error
+    return path
+
+
+def keys_of(entries: list[tunekit.Entry]) -> list[tuple[str, str, int | None]]:
+    """What decides which fields a form has."""
+    return [(entry.key, entry.kind, entry.num_items) for entry in entries]
+
+
+def merged(text: str, known: str, given: dict[str, Any]) -> str:
+    """A draft with what somebody changed in a form.
+
+    Args:
+        text: The draft as it is now; it may say more than the form knows.
+        known: The draft that the form shows.
+        given: What stands in the fields of the form now, by key.
+
+    Raises:
+        TunekitError: The draft is not YAML, or has no such field any more.
+    """
+    for entry in entries_of(known):
+        if entry.key in given and given[entry.key] != shown(entry):
+            text = tunekit.edit_text(text, entry.key, meant(entry, given[entry.key]))
+    return text

@@ -1,0 +1,323 @@
+"""The page of a new run: a form and the recipe's YAML, which say the same, and what becomes of it.
+
+The draft is the YAML. It lives in the browser (`gr.BrowserState`), never here. A change in the form is laid over it, a
+change in the YAML is shown by the form, and each change is checked as the command line would.
+"""
+
+import json
+import time
+from html import escape
+from typing import Any
+
+import gradio as gr
+
+import tunekit
+from webui import draft, plan_panel
+from webui.fields import shown
+from webui.form import classes_of, faults_by_entry, info_of, make_form
+from webui.site import Site
+from webui.words import Words, told
+
+STORAGE_KEY = "tunekit-draft"
+_FORGET_QUERY = "() => { history.replaceState(null, '', location.pathname); }"
+_KEEP = "(text, source, kept) => text ? {text, source} : kept"
+
+
+class NewRun:
+    """The components of the page, and what happens between them.
+
+    Args:
+        site: The workspace.
+        words: The texts.
+    """
+
+    def __init__(self, site: Site, words: Words) -> None:
+        self.site = site
+        self.words = words
+        # Fixed, so that a draft outlives a restart of the server; it hides nothing from the browser that holds it.
+        self.kept = gr.BrowserState({"text": "", "source": ""}, storage_key=STORAGE_KEY, secret="tunekit")
+        self.text = gr.Code(
+            label=words("form.yaml"),
+            language="yaml",
+            interactive=True,
+            lines=12,
+            max_lines=28,
+            elem_id="form-yaml",
+            wrap_lines=True,
+            render=False,
+        )
+        hidden: dict[str, Any] = {"visible": "hidden", "label": words("form.yaml"), "render": False}
+        self.shown = gr.Textbox(elem_id="form-shown", **hidden)
+        self.faults = gr.Textbox(elem_id="form-faults", **hidden)
+        self.tick = gr.Textbox(elem_id="form-tick", **hidden)
+        gr.Markdown(f"# {words('form.title')}")
+        self.source = gr.Dropdown(
+            [],
+            label=words("form.start_from"),
+            info=words("form.start_from_info"),
+            elem_id="form-source",
+            interactive=True,
+            allow_custom_value=True,
+        )
+        self.notice = gr.HTML(elem_id="form-notice")
+        with gr.Row(elem_id="form-columns"):
+            with gr.Column(scale=3, min_width=320):
+                self.search = gr.Textbox(
+                    label=words("form.search"),
+                    placeholder=words("form.search_info"),
+                    elem_id="form-search",
+                    max_lines=1,
+                )
+                self._render()
+            with gr.Column(scale=2, min_width=320, elem_id="form-side"):
+                self._side()
+
+    def _side(self) -> None:
+        """Lay out what stands beside the form."""
+        words = self.words
+        for component in (self.text, self.shown, self.faults, self.tick):
+            component.render()
+        self.problems = gr.HTML(elem_id="form-problems")
+        with gr.Accordion(words("form.differences"), open=False):
+            self.differences = gr.HTML(elem_id="form-differences")
+        with gr.Accordion(words("form.same_elsewhere"), open=False):
+            shell: dict[str, Any] = {"interactive": False, "wrap_lines": True, "buttons": ["copy"]}
+            self.command = gr.Code(
+                label=words("form.command"), language="shell", lines=1, elem_id="form-command", **shell
+            )
+            self.python = gr.Code(
+                label=words("form.python"), language="python", lines=3, elem_id="form-python", **shell
+            )
+        with gr.Row(elem_id="form-save-row"):
+            info = words("form.read_only") if self.site.read_only else None
+            self.file = gr.Textbox(
+                "mine.yaml", label=words("form.file"), info=info, max_lines=1, elem_id="form-file", scale=2
+            )
+            self.save = gr.Button(words("form.save"), elem_id="form-save", interactive=not self.site.read_only)
+            self.replace = gr.Button(words("form.replace"), visible=False, elem_id="form-replace")
+        self.saved = gr.HTML(elem_id="form-saved")
+
+    def attach(self, page: gr.Blocks) -> None:
+        """Attach what happens between the components."""
+        drafted = [self.text, self.shown, self.tick, self.source, self.notice]
+        page.load(self.open, [self.kept], drafted, show_progress="hidden").then(fn=None, js=_FORGET_QUERY)
+        self.source.input(self.begin, [self.source], drafted, show_progress="hidden")
+        checked = [self.problems, self.faults, self.differences, self.command, self.python]
+        gr.on(
+            [self.text.change, self.file.change],
+            self.check,
+            [self.text, self.source, self.file],
+            checked,
+            show_progress="hidden",
+            trigger_mode="always_last",
+        )
+        self.text.change(None, [self.text, self.source, self.kept], [self.kept], js=_KEEP)
+        saving: dict[str, Any] = {
+            "inputs": [self.file, self.text],
+            "outputs": [self.saved, self.replace],
+            "show_progress": "hidden",
+        }
+        self.save.click(self.write, **saving)
+        self.replace.click(self.overwrite, **saving)
+        self.file.input(lambda: gr.update(visible=False), None, [self.replace], show_progress="hidden")
+
+    def _render(self) -> None:
+        """Make the form anew where the draft has other fields, and not where it has other values."""
+
+        @gr.render(
+            [self.shown, self.search],
+            [self.tick.change, self.search.change],
+            show_progress="hidden",
+        )
+        def _(known: str, asked: str) -> None:
+            self.fill(known, asked)
+
+    def fill(self, known: str, asked: str) -> None:
+        """Make the form of a draft, and attach its events."""
+        try:
+            entries = draft.entries_of(known)
+        except tunekit.TunekitError as error:
+            gr.HTML(told(error))
+            return
+        faults = faults_by_entry(entries, draft.check_draft(known)[1])
+        form = make_form(entries, faults, self.words, asked)
+        keys, fields = list(form.fields), list(form.fields.values())
+        folds = [fold for fold, _ in form.folds]
+
+        def changed(text: str, known: str, *given: Any) -> list[Any]:
+            return self.merge(text, known, dict(zip(keys, given, strict=True)))
+
+        def settled(found: str, known: str, text: str) -> list[Any]:
+            if json.loads(found)["text"] != text:  # It has changed since, and what is found in it now comes next.
+                return [gr.skip()] * (len(keys) + len(folds) + 2)
+            return self.follow(found, known, keys, [inside for _, inside in form.folds])
+
+        quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+        if fields:
+            # `input` comes with keys only, and not with what is pasted.
+            changes = [one.change for one in fields]  # type: ignore[attr-defined]  # Gradio makes it from `EVENTS`.
+            gr.on(changes, changed, [self.text, self.shown, *fields], [self.text, self.shown, self.tick], **quiet)
+            # What the form is held against comes last: until then, each field shows what was there or what is now.
+            told_of = [*fields, *folds, self.shown, self.tick]
+            self.faults.change(settled, [self.faults, self.shown, self.text], told_of, **quiet)
+        edited = [self.text, self.shown, self.tick]
+        for button, key in form.removes:
+            button.click(lambda text, key=key: self.edit(text, key, tunekit.UNSET), [self.text], edited, **quiet)
+        for add, entry in form.adds:
+            if isinstance(add, gr.Button):
+                add.click(lambda text, entry=entry: self.add(text, entry, None), [self.text], edited, **quiet)
+            else:
+                add.input(lambda text, tag, entry=entry: self.add(text, entry, tag), [self.text, add], edited, **quiet)
+
+    # What the handlers do
+
+    def open(self, kept: dict[str, str] | None, request: gr.Request) -> list[Any]:
+        """The draft that the page's URL asks for, or else the browser's own, or else a first one."""
+        asked = request.query_params
+        kept = kept or {}
+        offered = gr.update(choices=self.choices())
+        if asked.get("from"):
+            drafted = self.begin(asked["from"], asked.getlist("set"))
+        elif kept.get("text"):
+            drafted = [kept["text"], kept["text"], _now(), kept.get("source", ""), ""]
+        else:
+            drafted = self.begin(draft.FIRST)
+        offered["value"] = drafted[3]
+        return [*drafted[:3], offered, drafted[4]]
+
+    def choices(self) -> list[tuple[str, str]]:
+        """What a draft can begin from."""
+        found = draft.sources(self.site)
+        return [(f"{self.words(f'form.from_{kind}')} {label}", value) for kind in found for label, value in found[kind]]
+
+    def begin(self, source: str, changes: list[str] | None = None) -> list[Any]:
+        """A draft from something; where that cannot be, what is there stays, and a message says why."""
+        try:
+            text = draft.opened(self.site, source, changes or [])
+        except tunekit.TunekitError as error:
+            return [gr.skip(), gr.skip(), gr.skip(), gr.skip(), told(error)]
+        return [text, text, _now(), source, ""]
+
+    def merge(self, text: str, known: str, given: dict[str, Any]) -> list[Any]:
+        """The draft with what was changed in the form; the form is made anew where it is another one now."""
+        try:
+            new = draft.merged(text, known, given)
+            before, now = draft.entries_of(known), draft.entries_of(new)
+        except tunekit.TunekitError:
+            gr.Warning(self.words("form.mend_yaml"))
+            return [gr.skip(), gr.skip(), gr.skip()]
+        is_other = draft.keys_of(before) != draft.keys_of(now) or text != known
+        return [new, new, _now() if is_other else gr.skip()]
+
+    def follow(self, found: str, known: str, keys: list[str], folds: list[list[str]]) -> list[Any]:
+        """What the form shows of a draft that was checked: its values and what is wrong with them.
+
+        Args:
+            found: The draft and its faults, as `check` wrote them.
+            known: The draft that the form shows.
+            keys: The fields of the form.
+            folds: The fields in each part that can be folded.
+        """
+        checked = json.loads(found)
+        nothing = [gr.skip()] * (len(keys) + len(folds))
+        try:
+            before, now = draft.entries_of(known), draft.entries_of(checked["text"])
+        except tunekit.TunekitError:
+            return [*nothing, gr.skip(), gr.skip()]
+        if draft.keys_of(before) != draft.keys_of(now):
+            return [*nothing, checked["text"], _now()]
+        faults = faults_by_entry(now, [tunekit.Fault(**one) for one in checked["faults"]])
+        was = {entry.key: shown(entry) for entry in before}
+        updates = {}
+        for entry in now:
+            value = {} if shown(entry) == was[entry.key] else {"value": shown(entry)}
+            fault = faults.get(entry.key)
+            updates[entry.key] = gr.update(
+                info=info_of(entry, self.words, fault), elem_classes=classes_of(fault), **value
+            )
+        opened = [gr.update(open=True) if any(key in faults for key in inside) else gr.skip() for inside in folds]
+        return [*(updates[key] for key in keys), *opened, checked["text"], gr.skip()]
+
+    def edit(self, text: str, key: str, value: Any) -> list[Any]:
+        """The draft with one key changed, and a form of its own."""
+        try:
+            new = tunekit.edit_text(text, key, value)
+        except tunekit.TunekitError:
+            gr.Warning(self.words("form.mend_yaml"))
+            return [gr.skip(), gr.skip(), gr.skip()]
+        return [new, new, _now()]
+
+    def add(self, text: str, entry: tunekit.Entry, tag: str | None) -> list[Any]:
+        """The draft with one more section in a list."""
+        if tag == "":
+            return [gr.skip(), gr.skip(), gr.skip()]
+        item = {"path": ""} if tag is None else {"type": tag}
+        is_first = tag is None and not entry.num_items
+        return self.edit(text, entry.key if is_first else f"{entry.key}[{entry.num_items or 0}]", item)
+
+    def check(self, text: str, source: str, file: str) -> list[Any]:
+        """What is wrong with a draft, how it differs from the defaults, and how to train it elsewhere."""
+        _, faults = draft.check_draft(text)
+        found = json.dumps({"text": text, "faults": [vars(fault) for fault in faults]})
+        try:
+            command, python = draft.command_and_python(source or "", text, file or "mine.yaml")
+            differences = self.table(text)
+        except tunekit.TunekitError:
+            command = python = differences = ""
+        return [self.problem_list(faults), found, differences, command, python]
+
+    def problem_list(self, faults: list[tunekit.Fault]) -> str:
+        """What is wrong, each with its line."""
+        if not faults:
+            return f"<p class='form-valid' role='status'>✓ {escape(self.words('form.valid'))}</p>"
+        lines = "".join(
+            f"<li><span class='form-line'>{escape(self.words('form.line', line=fault.line))}</span> "
+            f"{f'<code>{escape(fault.key)}</code>: ' if fault.key else ''}{escape(fault.message)}</li>"
+            for fault in faults
+        )
+        title = escape(self.words("form.problems", number=len(faults)))
+        return f"<div class='form-problems' role='alert'><p>{title}</p><ul>{lines}</ul></div>"
+
+    def table(self, text: str) -> str:
+        """The fields that differ from their defaults."""
+        rows = "".join(
+            f"<tr><th scope='row'><code>{escape(one.key)}</code></th><td>{escape(_word(one.default))}</td>"
+            f"<td>{escape(_word(one.value))}</td></tr>"
+            for one in draft.differences(text)
+        )
+        heads = "".join(f"<th scope='col'>{escape(self.words(f'form.{name}'))}</th>" for name in ("key", "was", "is"))
+        return f"<div class='form-scroll'><table class='form-table'><thead><tr>{heads}</tr></thead>{rows}</table></div>"
+
+    def write(self, name: str, text: str, replace: bool = False) -> list[Any]:
+        """Save the draft in the workspace; where a file is there, ask first."""
+        try:
+            path = draft.save(self.site, name, text, replace=replace)
+        except FileExistsError:
+            asked = f"<p role='alert'>{escape(self.words('form.exists', file=name))}</p>"
+            return [asked, gr.update(visible=True)]
+        except tunekit.TunekitError as error:
+            return [told(error), gr.update(visible=False)]
+        where = path.relative_to(self.site.root.resolve()).as_posix()
+        return [f"<p role='status'>✓ {escape(self.words('form.saved', file=where))}</p>", gr.update(visible=False)]
+
+    def overwrite(self, name: str, text: str) -> list[Any]:
+        """Save the draft in the place of the file that is there."""
+        return self.write(name, text, replace=True)
+
+
+def _now() -> str:
+    """What no other tick was: the form is made anew."""
+    return str(time.time_ns())
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def build(page: gr.Blocks, site: Site, words: Words) -> None:
+    """The page."""
+    parts = NewRun(site, words)
+    parts.attach(page)
+    plan_panel.build(page, site, words, parts.text, [parts.shown, parts.tick])
