@@ -44,7 +44,7 @@ OTHER: dict[str, Rule] = {
     **each(
         decided(hf.MODEL_CLASS),
         "base_model_config base_model_ignore_patterns model_type type_of_model tokenizer_type "
-        "processor_type tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
+        "tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
         "tokenizer_save_jinja_files cls_model_config is_falcon_derived_model is_llama_derived_model "
         "is_mistral_derived_model is_qwen_derived_model experimental_skip_move_to_device",
     ),
@@ -55,7 +55,7 @@ OTHER: dict[str, Rule] = {
     ),
     **each(
         refused(hf.MULTIMODAL),
-        "image_size image_resize_algorithm freeze_mm_modules",
+        "image_size image_resize_algorithm freeze_mm_modules processor_type",
     ),
     **each(
         decided(hf.ATTENTION),
