@@ -65,7 +65,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             beside = gr.Dropdown([], label=words("chat.beside"), elem_id="chat-beside", min_width=220)
         devices = [(words("chat.device_auto"), "auto"), (words("chat.device_cpu"), "cpu")]
         with gr.Row(elem_id="chat-loading"):
-            load = gr.Button(words("chat.load"), variant="primary", size="md", elem_id="chat-load", min_width=120)
+            load = gr.Button(
+                words("chat.load"), variant="primary", interactive=False, size="md", elem_id="chat-load", min_width=120
+            )
             unload = gr.Button(words("chat.unload"), interactive=False, size="md", elem_id="chat-unload", min_width=120)
             device = gr.Radio(devices, value="auto", label=words("chat.device"), elem_id="chat-device", min_width=220)
         status = gr.HTML(empty(words("chat.none_loaded")), elem_id="chat-status")
@@ -75,7 +77,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             visible=False, elem_id="chat-prompts",
         )  # fmt: skip
     chooser = Chooser(run, checkpoint, beside, device)
-    _attach_choices(page, site, words, chooser, samples, nothing, everything)
+    _attach_choices(page, site, words, chooser, load, samples, nothing, everything)
     _attach_loading(page, site, words, talks, chooser, talk, load, unload, status)
     _attach_talking(words, talks, talk, status)
     samples.click(lambda row: row[0], samples, talk.prompt, show_progress="hidden")
@@ -128,6 +130,7 @@ def _attach_choices(
     site: Site,
     words: Words,
     chooser: Chooser,
+    load: gr.Button,
     samples: gr.Dataset,
     nothing: gr.HTML,
     everything: gr.Column,
@@ -141,18 +144,18 @@ def _attach_choices(
             link = f"<p><a href='{escape(start)}'>{escape(words('chat.start'))}</a></p>"
             return [
                 gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
-                gr.skip(), gr.skip(), gr.skip(), gr.skip(),
+                *[gr.skip()] * 5,
             ]  # fmt: skip
         asked = request.query_params.get("run", "")
         name = asked if asked in names else names[0]
         step = request.query_params.get("checkpoint", RESULT)
         return [
-            gr.HTML(visible=False), gr.Column(visible=True), gr.Dropdown(choices=names, value=name),
+            gr.HTML(visible=False), gr.Column(visible=True), _on(), gr.Dropdown(choices=names, value=name),
             *choices_of(site, words, name, step),
         ]  # fmt: skip
 
     chosen = [chooser.checkpoint, chooser.beside, samples]
-    page.load(opened, None, [nothing, everything, chooser.run, *chosen], show_progress="hidden")
+    page.load(opened, None, [nothing, everything, load, chooser.run, *chosen], show_progress="hidden")
     chooser.run.input(lambda name: choices_of(site, words, name), chooser.run, chosen, show_progress="hidden")
 
 

@@ -345,4 +345,4 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     parts = NewRun(site, words)
     parts.attach(page)
-    plan_panel.build(page, site, words, parts.text)
+    plan_panel.build(page, site, words, parts.text, [parts.shown, parts.tick])

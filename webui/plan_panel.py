@@ -129,16 +129,10 @@ def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component)
     """The devices, the name and the buttons; the one that starts is returned, and what says why it cannot."""
     gr.Markdown(f"## {words('plan.start_title')}")
     devices = gr.CheckboxGroup([], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices")
-    with gr.Row():
-        name = gr.Textbox(
-            label=words("plan.name"),
-            info=words("plan.name_info"),
-            max_length=64,
-            max_lines=1,
-            min_width=260,
-            elem_id="plan-name",
-        )
-        waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), min_width=260, elem_id="plan-wait")
+    name = gr.Textbox(
+        label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
+    )
+    waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), elem_id="plan-wait")
     with gr.Row():
         check = gr.Button(words("plan.check"), elem_id="plan-check")
         start = gr.Button(words("plan.start"), variant="primary", interactive=False, elem_id="plan-start")

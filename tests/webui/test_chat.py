@@ -1,0 +1,150 @@
+"""The page to talk with runs: models belong to the page that loaded them, and go with it."""
+
+import time
+
+import psutil
+import pytest
+
+import tunekit
+from webui.chat import Words, asked_of, choices_of, chosen, shown, text_of, with_turn
+from webui.site import Site
+from webui.talks import IDLE_SECONDS, NUM_ALL, Choice, Talks
+
+QUESTION = [{"role": "user", "content": "What is 3 and 3?"}]
+
+HOSTILE = "<img src=/x onerror=alert(1)> **bold** &lt; 1 < 2"
+
+
+@pytest.fixture
+def site(workspace, trained_run):
+    return Site(root=workspace)
+
+
+@pytest.fixture
+def talks(site):
+    opened = Talks(site)
+    yield opened
+    for session in ("one", "two"):
+        opened.close(session)
+
+
+def pids(talks, session):
+    return {side.talk.pid for side in talks.sides(session)}
+
+
+@pytest.mark.slow
+def test_a_model_is_its_sessions_own_and_goes_when_it_is_closed(talks, trained_run):
+    talks.load("one", [Choice(trained_run.name, compare=True)], device="cpu")
+    tuned, before = talks.sides("one")
+    assert (tuned.base, before.base) == (False, True) and tuned.talk is before.talk
+    assert "".join(tuned.talk.say(QUESTION, base=tuned.base)) and "".join(tuned.talk.say(QUESTION, base=before.base))
+    assert talks.sides("two") == []
+    talks.load("two", [Choice(trained_run.name, "4")], device="cpu")
+    mine, theirs = pids(talks, "one"), pids(talks, "two")
+    assert mine.isdisjoint(theirs)
+    talks.close("one")
+    assert not psutil.pid_exists(mine.pop()) and psutil.pid_exists(theirs.pop())
+    assert talks.sides("one") == [] and not talks.has_ended("one"), "it was unloaded, and has not ended by itself"
+
+
+@pytest.mark.slow
+def test_a_model_that_nobody_asks_ends_and_that_is_told(talks, trained_run):
+    talks.load("one", [Choice(trained_run.name)], device="cpu")
+    (pid,) = pids(talks, "one")
+    talks.begin("one")
+    assert talks.close_idle(time.monotonic() + 2 * IDLE_SECONDS) == [], "it answers just now"
+    talks.end("one")
+    assert talks.close_idle(time.monotonic()) == []
+    assert talks.close_idle(time.monotonic() + 2 * IDLE_SECONDS) == ["one"]
+    assert not psutil.pid_exists(pid) and talks.has_ended("one")
+
+
+@pytest.mark.slow
+def test_a_page_that_is_closed_while_its_model_loads_leaves_no_process(talks, trained_run):
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(tunekit.TunekitError, match="the page was closed"):
+        choice = [Choice(trained_run.name)]
+        talks.load("one", choice, device="cpu", on_loading=lambda name: talks.close("one"))
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_more_models_than_there_may_be_are_refused_in_words(talks, trained_run):
+    with pytest.raises(tunekit.TunekitError, match=f"{NUM_ALL} may be at once"):
+        talks.load("one", [Choice(trained_run.name)] * (NUM_ALL + 1), device="cpu")
+    assert talks.sides("one") == []
+
+
+@pytest.mark.parametrize(("name", "step"), [("nothing", None), ("../runs", None), ("", None), (None, "../../model")])
+def test_what_is_no_run_of_the_workspace_is_not_loaded(talks, trained_run, name, step):
+    with pytest.raises(tunekit.TunekitError):
+        talks.load("one", [Choice(trained_run.name if name is None else name, step)], device="cpu")
+    assert talks.sides("one") == []
+
+
+def test_the_choices_are_what_the_run_has(site, trained_run):
+    checkpoint, beside, prompts = choices_of(site, Words("en"), trained_run.name, "4")
+    assert [value for _, value in checkpoint.choices] == ["", "8", "4"] and checkpoint.value == "4"
+    assert [value for _, value in beside.choices] == ["before", "", f"{trained_run.name}/8", f"{trained_run.name}/4"]
+    assert len(prompts.samples) == len(trained_run.samples()) > 0
+    assert choices_of(site, Words("en"), "nothing")[0].choices == []
+
+
+def test_what_is_chosen_is_what_is_loaded():
+    assert chosen("a", "", "before") == [Choice("a", None, compare=True)]
+    assert chosen("a", "4", "") == [Choice("a", "4")]
+    assert chosen("a", "", "b/") == [Choice("a"), Choice("b")]
+    assert chosen("a", "", "a/4") == [Choice("a"), Choice("a", "4")]
+    for run, checkpoint in ((None, ""), ("a", None)):
+        with pytest.raises(tunekit.TunekitError, match="neither a result nor"):
+            chosen(run, checkpoint, "")
+
+
+def test_what_is_said_is_shown_as_text_and_comes_back_as_it_was():
+    said = with_turn([], HOSTILE)
+    page = shown(said)
+    assert "<" not in page[0]["content"]
+    # A browser hands texts back in parts.
+    back = {"role": "user", "content": [{"type": "text", "text": page[0]["content"]}, {"type": "file", "file": "x"}]}
+    assert text_of(back) == HOSTILE
+    assert with_turn([back], "and?")[0]["content"] == HOSTILE
+
+
+def test_an_answer_that_never_came_is_not_asked_about():
+    said = [*QUESTION, {"role": "assistant", "content": ""}, {"role": "user", "content": "And?"}]
+    assert asked_of(said, " ") == [{"role": "user", "content": "And?"}]
+    assert asked_of(QUESTION, "Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+def holders(server) -> list[psutil.Process]:
+    """The processes of a server that hold models."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return [child for child in children if "tunekit.run.chat_worker" in child.cmdline()]
+
+
+@pytest.mark.slow
+def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trained_run, serve, open_page):
+    server = serve(workspace)
+    page = open_page(f"{server.url}chat?run={trained_run.name}")
+    requested = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.locator("#chat-load").click()
+    page.locator(".chat-loaded").wait_for(timeout=180_000)
+    (first,) = holders(server)
+    prompt = page.locator("#chat-prompt textarea")
+    prompt.fill(HOSTILE)
+    prompt.press("Enter")
+    for side in ("left", "right"):
+        page.locator(f"#chat-{side} [data-testid=bot] .md").first.wait_for()
+        assert page.locator(f"#chat-{side} [data-testid=user] .md").first.inner_text().strip() == HOSTILE
+    page.locator("#chat-send:enabled").wait_for()
+    assert all(page.locator(f"#chat-{side} [data-testid=bot] .md").first.inner_text() for side in ("left", "right"))
+    assert page.locator("#chat-left .md img, #chat-left .md strong").count() == 0
+    assert not [url for url in requested if url.endswith("/x")], "nothing in a message is loaded"
+    page.locator("#chat-unload").click()
+    page.get_by_text("its memory free").wait_for()
+    assert not first.is_running() and holders(server) == []
+    page.locator("#chat-load").click()
+    page.locator(".chat-loaded").wait_for(timeout=180_000)
+    (second,) = holders(server)
+    page.context.close()
+    second.wait(60)
