@@ -26,8 +26,8 @@ def length_chart(words: Words, source: tunekit.SourceReport, max_length: int) ->
     last = next((bar.label for bar in source.histogram if bar.high == max_length), None)
     beyond = last is None  # every row is shorter: the line is behind the last bar
     x: dict[str, Any] = {"field": "range", "type": "ordinal", "sort": order, "title": words("data.tokens_of_row")}
-    colour = {"field": "kind", "type": "nominal", "legend": None}
-    colour["scale"] = {"domain": ["kept", "cut"], "range": [KEPT, CUT]}
+    scale = {"domain": ["kept", "cut"], "range": [KEPT, CUT]}
+    colour = {"field": "kind", "type": "nominal", "legend": None, "scale": scale}
     layers: list[dict[str, Any]] = [
         {
             "data": {"values": bars},
@@ -155,7 +155,7 @@ def trial_html(words: Words, trial: tunekit.RewardTrial) -> str:
 def _group(words: Words, group: Any, names: list[str]) -> str:
     heads = "".join(f"<th scope='col'>{escape(name)}</th>" for name in (*names, words("data.total")))
     rows = "".join(
-        f"<tr><td class='data-answer'>{escape(answer.text)}{' ✂' if answer.is_truncated else ''}</td>"
+        f"<tr><td class='data-answer'>{_answer(words, answer)}</td>"
         + "".join(f"<td>{_number(value)}</td>" for value in (*answer.values, answer.total))
         + "</tr>"
         for answer in sorted(group.answers, key=lambda answer: -answer.total)
@@ -167,6 +167,11 @@ def _group(words: Words, group: Any, names: list[str]) -> str:
         f"<th scope='col'>{escape(words('data.answer'))}</th>{heads}</tr></thead><tbody>{rows}</tbody></table>"
         "</div></article>"
     )
+
+
+def _answer(words: Words, answer: Any) -> str:
+    """The text of an answer, with a mark where it was cut off."""
+    return escape(answer.text.strip() or words("data.empty_answer")) + (" ✂" if answer.is_truncated else "")
 
 
 def _number(value: float | None) -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from html import escape
 from typing import Any
 
 import gradio as gr
@@ -47,9 +48,10 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     start = gr.Number(0, visible=False, precision=0)
     use = gr.HTML(elem_id="data-use", padding=False)
     address = gr.Textbox(visible=False)
-    _build_measuring(site, words, fields)
-    trial = _build_rewards(site, words, fields)
-    shown = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address, trial, *fields.found]
+    measured = _build_measuring(site, words, fields)
+    tried = _build_rewards(site, words, fields)
+    shown = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address]
+    shown += [*measured, *tried, *fields.found]
 
     def look(start: int, *values: Any) -> list[Any]:
         return _look(site, words, fields, fields.asked(*values), int(start or 0))
@@ -64,7 +66,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         asked = fields.asked(*values)
         if not asked.origin and (not asked.path or is_remote(site, asked.path)):
             said = words("data.press_look" if asked.path else "data.empty")
-            return _shown(fields, status=f"<p class='data-soft'>{said}</p>")
+            return _shown(words, fields, status=f"<p class='data-soft'>{said}</p>")
         return _look(site, words, fields, asked, 0)
 
     def opened(request: gr.Request) -> list[Any]:
@@ -82,18 +84,19 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     back.click(lambda start, *values: look(max(0, start - ROWS), *values), [start, *fields.inputs], **looking)
     forth.click(lambda start, *values: look(start + ROWS, *values), [start, *fields.inputs], **looking)
 
-    def upload(file: str | None) -> list[Any]:
+    def upload(file: str | None, *values: Any) -> list[Any]:
         if file is None:
-            return [gr.skip(), gr.skip()]
+            return [gr.skip() for _ in (fields.path, *shown)]
         try:
             saved = save_upload(site, file)
         except tunekit.TunekitError as error:
-            return [gr.skip(), told(error)]
+            return [gr.skip(), *_shown(words, fields, status=told(error))]
         name = saved.relative_to(site.root.resolve()).as_posix()
-        return [gr.Dropdown(choices=choices(site), value=name), ""]
+        asked = replace(anew(fields.asked(*values)), path=name)
+        return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, asked, 0)]
 
-    uploaded = fields.upload.upload(upload, fields.upload, [fields.path, status])
-    uploaded.success(look_at_other, fields.inputs, **looking).then(None, address, js=REPLACE)
+    listen = partial(fields.upload.upload, upload, [fields.upload, *fields.inputs])
+    listen(**looking | {"outputs": [fields.path, *shown]}).then(None, address, js=REPLACE)
 
 
 def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) -> list[Any]:
@@ -102,13 +105,14 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         recipe = recipe_of(site, asked)
         preview = work.call("preview", recipe, key=asked.key, start=start, num_rows=ROWS)
     except tunekit.TunekitError as error:
-        return _shown(fields, status=told(error), address=site.link(words.language, "data", **address_of(asked)))
+        return _shown(words, fields, status=told(error), address=site.link(words.language, "data", **address_of(asked)))
     last = start + len(preview.rows)
     is_end = last >= preview.num_rows and (preview.is_whole or preview.problem is not None)
     total = f"{preview.num_rows:,}" + ("" if preview.is_whole else "+")
     where = words("data.rows_of", first=f"{start + 1:,}", last=f"{last:,}", total=total) if preview.rows else ""
     needs_mapping = preview.problem is not None and not asked.origin
     return _shown(
+        words,
         fields,
         status=data_view.preview_status(words, preview),
         mapping=gr.Accordion(visible=bool(preview.columns), open=needs_mapping),
@@ -122,7 +126,9 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         start=start,
         use=data_view.use_link(words, _new_run(site, words, asked)) if preview.problem is None else "",
         address=site.link(words.language, "data", **address_of(asked)),
-        trial=gr.Column(visible=preview.method in REWARDED),
+        measuring=gr.Column(visible=bool(preview.rows) and preview.problem is None),
+        trial=gr.Column(visible=bool(preview.rows) and preview.method in REWARDED),
+        **({"said": gr.skip(), "chart": gr.skip(), "numbers": gr.skip(), "tried": gr.skip()} if start else {}),
         found=fields.update(asked, preview),
     )
 
@@ -133,7 +139,7 @@ def _new_run(site: Site, words: Words, asked: Asked) -> str:
     return site.link(words.language, "new", from_=origin, set=asked.overrides() or None)
 
 
-def _shown(fields: Fields, *, found: list[Any] | None = None, **given: Any) -> list[Any]:
+def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **given: Any) -> list[Any]:
     """What all outputs of looking become; what is not given is empty."""
     empty: dict[str, Any] = {
         "status": "",
@@ -148,20 +154,26 @@ def _shown(fields: Fields, *, found: list[Any] | None = None, **given: Any) -> l
         "start": 0,
         "use": "",
         "address": "",
+        "measuring": gr.Column(visible=False),
+        "said": f"<p class='data-soft'>{escape(words('data.measure_help'))}</p>",
+        "chart": gr.Plot(visible=False),
+        "numbers": "",
         "trial": gr.Column(visible=False),
+        "tried": "",
     }
     return [*(empty | given).values(), *(found or [gr.skip()] * len(fields.found))]
 
 
-def _build_measuring(site: Site, words: Words, fields: Fields) -> None:
-    """All rows measured, on demand."""
-    gr.Markdown(f"## {words('data.measure_title')}")
-    with gr.Row(elem_id="data-measuring"):
-        measure = gr.Button(words("data.measure"), elem_id="data-measure", variant="primary", min_width=160)
-        cancel = gr.Button(words("data.cancel"), elem_id="data-cancel", interactive=False, min_width=100)
-    said = gr.HTML(f"<p class='data-soft'>{words('data.measure_help')}</p>", elem_id="data-progress", padding=False)
-    chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
-    numbers = gr.HTML(elem_id="data-numbers", padding=False)
+def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
+    """All rows measured, on demand; what looking at other rows takes away."""
+    with gr.Column(visible=False, elem_id="data-all") as measuring:
+        gr.Markdown(f"## {words('data.measure_title')}")
+        with gr.Row(elem_id="data-measuring"):
+            measure = gr.Button(words("data.measure"), elem_id="data-measure", variant="primary", min_width=160)
+            cancel = gr.Button(words("data.cancel"), elem_id="data-cancel", interactive=False, min_width=100)
+        said = gr.HTML(elem_id="data-progress", padding=False)
+        chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
+        numbers = gr.HTML(elem_id="data-numbers", padding=False)
 
     def run(request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked = fields.asked(*values)
@@ -195,6 +207,7 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> None:
     outputs = [measure, cancel, said, chart, numbers]
     measure.click(run, fields.inputs, outputs, show_progress="hidden", concurrency_limit=2)
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
+    return [measuring, said, chart, numbers]
 
 
 def _position(recipe: tunekit.Recipe, asked: Asked) -> int:
@@ -264,8 +277,8 @@ def _progress(words: Words, event: dict[str, Any] | None) -> str:
     return data_view.progress(said, event["done"], event["total"])
 
 
-def _build_rewards(site: Site, words: Words, fields: Fields) -> gr.Column:
-    """Rewards tried on the first rows, for methods that learn from them."""
+def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
+    """Rewards tried on the first rows, for methods that learn from them; what looking at other rows takes away."""
     with gr.Column(visible=False, elem_id="data-trial") as trial:
         gr.Markdown(f"## {words('data.try_title')}\n{words('data.try_help')}")
         number = gr.Slider(1, 20, value=4, step=1, label=words("data.num_prompts"), elem_id="data-prompts")
@@ -292,4 +305,4 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> gr.Column:
 
     attempt.click(run, [number, *fields.inputs], [attempt, cancel, said], show_progress="hidden", concurrency_limit=2)
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
-    return trial
+    return [trial, said]

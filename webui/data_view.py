@@ -112,6 +112,8 @@ def _row(words: Words, row: tunekit.RowPreview) -> str:
 
 def _sequence(words: Words, one: tunekit.ShownSequence) -> str:
     counts = words("data.sequence_counts", tokens=f"{one.num_tokens:,}", trained=f"{one.num_trained:,}")
+    if one.name == "prompt":
+        counts = words("data.prompt_counts", tokens=f"{one.num_tokens:,}")
     name = words(f"data.sequence_{one.name}")
     tokens = pieces(one.head)
     if one.num_hidden:

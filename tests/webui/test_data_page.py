@@ -244,7 +244,7 @@ def test_a_file_with_odd_columns_is_uploaded_mapped_and_measured_in_a_browser(tm
 
     def choose(field, option):
         page.locator(f"{field} input").click()
-        page.get_by_role("option", name=option).click()
+        page.locator(field).get_by_role("option", name=option).click()
 
     page.locator("#data-length input").fill("32")
     choose("#data-format", "prompt_completion: prompt, completion")
