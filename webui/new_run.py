@@ -117,6 +117,8 @@ class NewRun:
             "outputs": [self.saved, self.replace],
             "show_progress": "hidden",
         }
+        if self.site.read_only:
+            return
         self.save.click(self.write, **saving)
         self.replace.click(self.overwrite, **saving)
         self.file.input(lambda: gr.update(visible=False), None, [self.replace], show_progress="hidden")
