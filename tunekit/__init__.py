@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.migrate.migration import migrate
+    from tunekit.recipe.migrate.report import Migration
     from tunekit.recipe.places import Fault
     from tunekit.recipe.reach import named_paths
     from tunekit.recipe.rewrite import edit_text, short_recipe
@@ -78,6 +80,7 @@ __all__ = [
     "EventReader",
     "Export",
     "Fault",
+    "Migration",
     "Plan",
     "PlanError",
     "Progress",
@@ -116,6 +119,7 @@ __all__ = [
     "list_runs",
     "load_recipe",
     "machines",
+    "migrate",
     "named_paths",
     "plan",
     "plan_figures",
@@ -152,6 +156,7 @@ _HOMES = {
     "EventReader": "tunekit.run.reader",
     "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
+    "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
     "Progress": "tunekit.display",
@@ -188,6 +193,7 @@ _HOMES = {
     "launch": "tunekit.api",
     "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
+    "migrate": "tunekit.recipe.migrate.migration",
     "list_runs": "tunekit.run.run",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli_ui import ui
@@ -323,6 +324,7 @@ def kernels(
 for after in (chat, export, report):
     app.command(rich_help_panel=AFTER)(after)
 
+app.command(rich_help_panel=RECIPES)(migrate)
 app.command(rich_help_panel=RUNS)(ui)
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
 app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)

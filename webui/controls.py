@@ -5,7 +5,8 @@ button that cannot act is disabled, and the reason stands below. Where the pages
 """
 
 import hashlib
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
@@ -24,7 +25,7 @@ GO = "(url) => { if (url) window.location = url; }"
 
 def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
     """The panel. `run_name` says of which run; it is asked again at every tick."""
-    seen = gr.Textbox(visible=False)
+    seen = gr.Textbox("", visible=False)
     if site.read_only:
         shown = _Shown(seen, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False))
 
@@ -69,7 +70,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     ended = ask.sure.click(lambda name: _stop(site, name, now=True), run_name, problem)
     ended.then(refresh, **again)
     form.attach(manage, mend, problem, refresh, again)
-    tagged = tags.input(lambda name, chosen: _tag(site, name, chosen), [run_name, tags], problem)
+    # `input` is not told of words that were typed. What is on the disk already changes nothing there.
+    tagged = tags.change(lambda name, chosen: _tag(site, name, chosen), [run_name, tags], problem)
     tagged.then(refresh, **again)
     deletion.attach(problem)
 
@@ -113,7 +115,10 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
         digest = f"none {error}"
         return nothing if seen == digest else [digest, told(error), gr.HTML("", visible=False), *_nothing_to_do(shown)]
     all_tags = [] if shown.form is None else tags_in(site)
-    digest = hashlib.sha256(f"{name} {asdict(found)} {all_tags}".encode()).hexdigest()
+    # How far it is stands elsewhere. Tags are compared by themselves: a browser that adds some is not to lose them.
+    shows = asdict(replace(found, step=0, updated=0.0))
+    own_tags = json.dumps(found.tags)
+    digest = f"{hashlib.sha256(f'{name} {shows} {all_tags}'.encode()).hexdigest()} {own_tags}"
     if seen == digest:
         return nothing
     failed = found.diagnosis
@@ -132,7 +137,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
         *shown.form.updates(found),
-        gr.Dropdown(choices=all_tags, value=list(found.tags)),
+        gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(found.tags)})),
         str(run.path),
         f"<p>{escape(words('controls.delete_help', name=name))}</p>",
     ]
@@ -224,7 +229,7 @@ class _Deletion:
     def attach(self, problem: gr.HTML) -> None:
         """Attach the events; what goes wrong is shown in `problem`."""
         names = [self._run_name, self._typed]
-        self._typed.input(
+        self._typed.change(
             lambda name, typed: gr.Button(interactive=bool(name) and typed.strip() == name), names, self._sure,
             show_progress="hidden", trigger_mode="always_last",
         )  # fmt: skip
@@ -266,6 +271,8 @@ def _stop(site: Site, name: str, *, now: bool) -> Any:
 def _tag(site: Site, name: str, tags: list[str]) -> Any:
     try:
         run = site.run(name)
+        if tags == run.tags:
+            return gr.skip()
         tunekit.set_tags(run, tags)
     except tunekit.TunekitError as error:
         return message(told(error))

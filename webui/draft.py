@@ -92,13 +92,19 @@ def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
     entries = entries_of(text) if not faults else []
     if any(_is_function(entry) for entry in entries):
         recipe, faults = work.call("check_text", text)
-    remote = [entry for entry in entries if entry.key.endswith("trust_remote_code") and entry.value is True]
-    if remote and not faults:
-        lines = text.splitlines()
-        line = next((n for n, words in enumerate(lines, 1) if "trust_remote_code" in words), 1)
-        what, hint = "is not run from a page", "read the code, and use `tunekit train` in a terminal"
-        return None, [tunekit.Fault(line, 1, entry.key, what, hint) for entry in remote]
-    return recipe, faults
+    refused = remote_code(text) if not faults else []
+    return (None, refused) if refused else (recipe, faults)
+
+
+def remote_code(text: str) -> list[tunekit.Fault]:
+    """Where a draft asks for code that comes with a model: no page runs it."""
+    try:
+        asked = [one for one in entries_of(text) if one.key.endswith("trust_remote_code") and one.value is True]
+    except tunekit.TunekitError:
+        return []  # What cannot be read asks for nothing.
+    line = next((n for n, words in enumerate(text.splitlines(), 1) if "trust_remote_code" in words), 1)
+    what, hint = "is not run from a page", "read the code, and use `tunekit train` in a terminal"
+    return [tunekit.Fault(line, 1, entry.key, what, hint) for entry in asked]
 
 
 def _is_function(entry: tunekit.Entry) -> bool:

@@ -76,17 +76,20 @@ def _is_below(key: str, above: str) -> bool:
 
 def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
     """The help of a field: what is wrong with it, if anything, and what it means."""
-    text = entry.description
+    text = _of_variant(entry) if entry.is_tag else entry.description
     if entry.kind in ("int", "float", "mapping", "list") and entry.takes:
         text += f" {words('form.takes', takes=entry.takes)}"
     if entry.key.endswith("trust_remote_code"):
         text += f" {words('form.no_remote_code')}"
-    return f"<strong class='form-told'>{literal(fault)}</strong><br>{text}" if fault else text
+    return f"✗ {fault} · {text}" if fault else text
 
 
-def literal(text: str) -> str:
-    """A text that neither HTML nor Markdown take for more than it is."""
-    return re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", text)
+def _of_variant(entry: tunekit.Entry) -> str:
+    """What the schema says of the variant that is chosen: its part of the help of a tag."""
+    words = "|".join(re.escape(str(word)) for word in entry.choices)
+    parts = re.split(rf"(?:^|(?<=\. ))({words}): ", entry.description)
+    told = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return told.get(str(shown(entry)), entry.description).strip()
 
 
 @dataclass
@@ -179,7 +182,9 @@ def _fill_list(
                 gr.HTML(f"<h3>{escape(words(f'form.item_{kind}', number=position + 1))}</h3>", key=f"title-{key}")
                 if not (entry.is_required and (entry.num_items or 0) == 1):
                     label = words("form.remove", what=words(f"form.item_{kind}", number=position + 1))
-                    remove = gr.Button(label, size="sm", elem_id=f"{id_of(key)}-remove", min_width=80, scale=0)
+                    remove = gr.Button(
+                        label, size="sm", elem_id=f"{id_of(key)}-remove", min_width=80, scale=0, key=f"remove-{key}"
+                    )
                     form.removes.append((remove, key))
             _fill(form, [one for one in below if _is_below(one.key, key)], words, faults, key)
     label = words(f"form.add_{kind}")
@@ -189,10 +194,14 @@ def _fill_list(
             value="",
             label=label,
             elem_id=f"{id_of(entry.key)}-add",
+            key=f"add-{entry.key}",
+            preserved_by_key=[],
         )
         form.adds.append((add, entry))
     else:
-        form.adds.append((gr.Button(label, size="sm", elem_id=f"{id_of(entry.key)}-add"), entry))
+        form.adds.append(
+            (gr.Button(label, size="sm", elem_id=f"{id_of(entry.key)}-add", key=f"add-{entry.key}"), entry)
+        )
 
 
 def make_field(entry: tunekit.Entry, words: Words, fault: str | None) -> gr.components.Component:

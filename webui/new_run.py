@@ -158,18 +158,43 @@ class NewRun:
         if fields:
             # `input` comes with keys only, and not with what is pasted.
             changes = [one.change for one in fields]  # type: ignore[attr-defined]  # Gradio makes it from `EVENTS`.
-            gr.on(changes, changed, [self.text, self.shown, *fields], [self.text, self.shown, self.tick], **quiet)
+            gr.on(
+                changes,
+                changed,
+                [self.text, self.shown, *fields],
+                [self.text, self.shown, self.tick],
+                key="changed",
+                **quiet,
+            )
             # What the form is held against comes last: until then, each field shows what was there or what is now.
             told_of = [*fields, *folds, self.shown, self.tick]
-            self.faults.change(settled, [self.faults, self.shown, self.text], told_of, **quiet)
+            self.faults.change(settled, [self.faults, self.shown, self.text], told_of, key="settled", **quiet)
         edited = [self.text, self.shown, self.tick]
         for button, key in form.removes:
-            button.click(lambda text, key=key: self.edit(text, key, tunekit.UNSET), [self.text], edited, **quiet)
+            button.click(
+                lambda text, key=key: self.edit(text, key, tunekit.UNSET),
+                [self.text],
+                edited,
+                key=f"remove-{key}",
+                **quiet,
+            )
         for add, entry in form.adds:
             if isinstance(add, gr.Button):
-                add.click(lambda text, entry=entry: self.add(text, entry, None), [self.text], edited, **quiet)
+                add.click(
+                    lambda text, entry=entry: self.add(text, entry, None),
+                    [self.text],
+                    edited,
+                    key=f"add-{entry.key}",
+                    **quiet,
+                )
             else:
-                add.input(lambda text, tag, entry=entry: self.add(text, entry, tag), [self.text, add], edited, **quiet)
+                add.input(
+                    lambda text, tag, entry=entry: self.add(text, entry, tag),
+                    [self.text, add],
+                    edited,
+                    key=f"add-{entry.key}",
+                    **quiet,
+                )
 
     # What the handlers do
 

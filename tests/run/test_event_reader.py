@@ -121,7 +121,7 @@ def test_a_long_file_can_be_read_in_parts(tmp_path):
     told = []
     while reader.read(size // 4) or reader.is_behind:
         told.append(reader.read_bytes)
-    assert len(told) == 5 and told[-1] == size and not reader.is_behind
+    assert len(told) >= 4 and told[-1] == size and not reader.is_behind
     assert len(reader.series["loss"]) == 100 and not reader.read()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import tunekit
 from tests.tiny import save_chats
+from tunekit.planner.communication import Range
 from tunekit.run.curves import Line, draw, thinned
 
 SCRIPT = "<script>alert(1)</script>"
@@ -72,6 +73,16 @@ def test_a_report_tells_what_was_trained_and_what_came_of_it(run):
         "max_steps: 4",
     ):
         assert words in page.text, words
+
+
+@pytest.mark.parametrize(("low", "high", "words"), [(1e-3, 1e9, "as planned"), (1e-3, 1e-2, "from the highest")])
+def test_what_was_predicted_stands_beside_what_was_measured(low, high, words, run, tmp_path):
+    folder, plan = shutil.copytree(run.path, tmp_path / "copy"), run.plan
+    ranges = {"tokens_per_second": Range(low=low, high=high), "seconds": Range(low=60, high=600)}
+    predicted = plan.model_copy(update={"speed": plan.speed.model_copy(update=ranges)})
+    (folder / "plan.yaml").write_text(predicted.to_yaml(), encoding="utf-8")
+    text = Page(tunekit.report(folder)).text
+    assert words in text and "60 s to 10 min" in text
 
 
 def test_the_curves_have_every_logged_step(run):

@@ -187,9 +187,9 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
 
     page.locator("#controls-tags input").fill("good")
     page.locator("#controls-tags input").press("Enter")
-    page.reload()
-    page.locator("#controls-manage > button").click()
-    expect(page.locator("#controls-tags")).to_contain_text("good")
+    other = open_page(page.url)
+    other.locator("#controls-manage > button").click()
+    expect(other.locator("#controls-tags")).to_contain_text("good")
     assert run.tags == ["good"]
 
     sure = page.locator("#controls-delete-sure")

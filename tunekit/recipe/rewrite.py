@@ -19,6 +19,7 @@ from tunekit.recipe.entries import UNSET
 from tunekit.recipe.environment import escape_environment
 from tunekit.recipe.fields import holders_along, is_free_mapping, sections_of, tag_of, takes_one, variant
 from tunekit.recipe.load import asked_for, read_text
+from tunekit.recipe.overrides import spell_out
 from tunekit.recipe.parse import node_of
 from tunekit.recipe.places import Key, dotted, undotted
 from tunekit.recipe.schema import Recipe
@@ -120,7 +121,7 @@ def _with(values: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
             at[key[-1]] = value
     if key[-1] == TAG and len(path) == len(key):
         _leave_out_other_variants(changed, key, path[-2][0].field)
-    return changed
+    return spell_out(changed)
 
 
 def _opened(values: dict[str, Any], key: Key) -> Any:
@@ -225,8 +226,10 @@ def _word(value: Any, sections: list[type[Section]]) -> Any:
 
 
 def _inline(value: Any) -> str:
-    """A value on one line; 2e-05 as 2.0e-5."""
+    """A value on one line; 2e-05 as 2.0e-5, and line breaks as escapes."""
     text = to_inline_yaml(value)
+    if "\n" in text:
+        return json.dumps(value, ensure_ascii=False)
     return re.sub(r"(?<=[0-9]e[-+])0(?=[0-9])", "", text) if isinstance(value, float) else text
 
 

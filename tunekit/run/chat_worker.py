@@ -152,7 +152,7 @@ class Worker:
         ids = self._ids(question["say"])
         limit = self._room(model, ids, question["max_new_tokens"])
         given = torch.tensor([ids], device=self.device)
-        draws = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if question["temperature"] > 0:
             draws = {"do_sample": True, "temperature": question["temperature"], "top_p": question["top_p"], "top_k": 0}
         with torch.inference_mode(), aside:
@@ -207,9 +207,9 @@ def main() -> None:
     # What libraries print comes to the log, and nothing between the lines for the parent.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    sys.stderr = Redacting(sys.stderr)
+    log, sys.stderr = sys.stderr, Redacting(sys.stderr)
     worker = Worker(out)
-    with library_words_to(sys.stderr):
+    with library_words_to(log):
         worker.serve()
 
 

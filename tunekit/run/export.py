@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 from tunekit.errors import ModelError, RunError, TunekitError
 from tunekit.planner.plan import gib
 from tunekit.planner.states import Dtype
+from tunekit.recipe.adapters import QloraAdapter
 from tunekit.run.card import write_card
 from tunekit.run.checkpoint import to_disk
 from tunekit.run.events import Event
@@ -260,7 +261,7 @@ def _checked(subject: Subject) -> Check:
 
 
 def _notes(found: Trained, kind: Kind) -> Iterator[str]:
-    if found.adapter is not None and found.adapter.type == "qlora" and kind == "merged":
+    if isinstance(found.adapter, QloraAdapter) and kind == "merged":
         yield "trained over a 4-bit base, and merged into the unquantised one, which answers a little differently"
     if kind == "adapter":
         yield f"it is loaded on top of {found.base.path}, with PEFT"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.remote import shown
+from tunekit.planner.communication import Range
 from tunekit.planner.plan import Plan, gib
 from tunekit.planner.speed import duration
 from tunekit.recipe.load import dump_recipe
@@ -164,21 +165,27 @@ def _measured(plan: Plan, result: Event | None) -> Iterator[Measured]:
     yield Measured("Memory of a device", gib(planned), gib(peak), f"{(peak - planned) / planned:+.0%}")
     speed = plan.speed
     rates = None if speed is None else speed.tokens_per_second
-    words = "not predicted" if rates is None else " to ".join(f"{rate:,.0f}" for rate in dict.fromkeys(rates))
+    words = "not predicted" if rates is None else _between(f"{rates.low:,.0f}", f"{rates.high:,.0f}")
     yield Measured("Tokens per second", words, f"{result['tokens_per_second']:,.0f}", _within(rates, result))
     seconds = None if speed is None else speed.seconds
-    words = "not predicted" if seconds is None else " to ".join(dict.fromkeys(duration(one) for one in seconds))
+    words = "not predicted" if seconds is None else _between(duration(seconds.low), duration(seconds.high))
     note = "planned: the steps alone; measured: loading, evaluations and checkpoints too"
     yield Measured("Time", words, duration(result["seconds"]), note)
 
 
-def _within(rates: Sequence[float] | None, result: Event) -> str:
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _within(rates: Range | None, result: Event) -> str:
     if rates is None:
         return ""
-    measured, low, high = result["tokens_per_second"], min(rates), max(rates)
-    if low <= measured <= high:
+    measured: float = result["tokens_per_second"]
+    if rates.low <= measured <= rates.high:
         return "as planned"
-    return f"{measured / low - 1:+.0%} from the lowest" if measured < low else f"{measured / high - 1:+.0%}"
+    if measured < rates.low:
+        return f"{measured / rates.low - 1:+.0%} from the lowest"
+    return f"{measured / rates.high - 1:+.0%} from the highest"
 
 
 def _curves(events: Sequence[Event]) -> Iterator[Curve]:

@@ -210,7 +210,7 @@ def load_trained(
     adapter = found.adapter
     model = load_model(
         found.base,
-        dtype=cast(Dtype, stored_dtype(found) if dtype == "auto" else dtype),
+        dtype=stored_dtype(found) if dtype == "auto" else dtype,
         attn_implementation="sdpa",
         device=device,
         quantization=adapter if as_trained and isinstance(adapter, QloraAdapter) else None,

@@ -1,0 +1,14 @@
+swift sft \
+    --model Qwen/Qwen3-4B \
+    --train_type longlora \
+    --dataset 'data/messages.jsonl#500' \
+    --system 'You are kind.' \
+    --packing true \
+    --learning_rat 1e-4 \
+    --learning_rate 1e-6 \
+    --freeze_vit true \
+    --max_length 1024 \
+    --report_to swanlab \
+    --warmup_steps 5 \
+    --warmup_ratio 0.1 \
+    --num_train_epochs 1

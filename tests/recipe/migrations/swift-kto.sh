@@ -1,0 +1,1 @@
+swift rlhf --rlhf_type kto --model Qwen/Qwen2.5-1.5B-Instruct --use_hf true --train_type lora --dataset data/ratings.jsonl --beta 0.15 --desirable_weight 1.0 --undesirable_weight 2.0 --max_length 1024 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --learning_rate 1e-5 --num_train_epochs 1

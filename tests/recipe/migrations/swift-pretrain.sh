@@ -1,0 +1,12 @@
+NPROC_PER_NODE=4 NNODES=2 swift pt \
+  --model Qwen/Qwen2.5-3B \
+  --use_hf true \
+  --train_type full \
+  --dataset data/text2.jsonl \
+  --max_length 1024 \
+  --packing true \
+  --attn_impl flash_attn \
+  --per_device_train_batch_size 2 \
+  --gradient_accumulation_steps 1 \
+  --learning_rate 1e-5 \
+  --max_steps 1000

@@ -1,0 +1,12 @@
+swift rlhf \
+    --rlhf_type rm \
+    --model Qwen/Qwen2.5-0.5B-Instruct \
+    --use_hf true \
+    --train_type lora \
+    --lora_rank 16 \
+    --dataset data/pairs3.jsonl \
+    --center_rewards_coefficient 0.02 \
+    --max_length 1024 \
+    --per_device_train_batch_size 8 \
+    --gradient_accumulation_steps 2 \
+    --num_train_epochs 1

@@ -1,0 +1,1 @@
+accelerate launch --num_processes 4 -m trl rloo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name data/prompts.jsonl --num_generations 4 --max_completion_length 128 --beta 0.03 --reward_funcs my_rewards.right --per_device_train_batch_size 4 --learning_rate 3e-6 --max_steps 20

@@ -1,0 +1,266 @@
+"""The form of a new run: every field of the schema is in it, and says in the YAML what was meant."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tunekit
+from tests.webui.conftest import fill
+from tunekit.recipe.fields import all_fields
+from webui import draft
+from webui.fields import shown
+from webui.form import EVERYDAY, faults_by_entry, name_of
+from webui.site import Site
+
+REWARDS = {
+    "function": {"path": "os.path:join"},
+    "regex": {"pattern": "a"},
+    "json_schema": {"path": "schema.json"},
+    "length": {"max_tokens": 20, "free_tokens": 10},
+    "reward_model": {"model": "pico"},
+    "judge": {"base_url": "http://x/v1", "model": "m", "instruction": "Be\nstrict: [x]"},
+}
+REWARD_TYPES = [
+    "function", "exact_match", "numeric_match", "regex", "json_schema", "length", "repetition", "math", "code",
+    "reward_model", "judge",
+]  # fmt: skip
+METHODS = ["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"]
+
+FITTING: dict[str, Any] = {
+    "data.train.format": "text", "data.eval.format": "text", "data.train.weight": None, "data.eval.weight": None,
+    "data.eval_size": None, "data.weight_by": None, "data.stopping_strategy": None, "data.mixing": None,
+    "data.streaming": None, "data.train.columns": {"text": "body: x", "1e-4": "no"}, "data.columns": {"text": "b"},
+    "data.eval.columns": {"text": "b"}, "method.trainer_args": {"adam_beta1": 0.8, "lr_scheduler_kwargs": {"a": [1]}},
+    "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5, "train.metric_for_best_model": "eval_x",
+    "train.retry_out_of_memory": True, "parallel.nvme_path": "/tmp", "output.name": "a.b-1", "method.epsilon_high": 5.0,
+    "method.loss_weights": None, "method.rewards.free_tokens": 4, "method.rewards.pattern": "[a-z]+: \\d",
+    "method.rewards.column": "other", "method.rewards.path": None, "data.padding_free": False,
+    "output.sample_prompts": ["Hi", " a\n\"b\" ", "[]"], "method.generation.stop": ["\n\n", "END"],
+}  # fmt: skip
+"""Values where any would not do; None: the field goes with others, and is set in a test of its own."""
+
+
+def texts() -> list[str]:
+    """Recipes that together have every field of the schema."""
+    found = []
+    for method in METHODS:
+        adapter = {"sft": "qlora", "dpo": "full"}.get(method, "lora")
+        extra: dict[str, Any] = {"type": method}
+        if method in ("grpo", "rloo"):
+            extra["rewards"] = [{"type": one, **REWARDS.get(one, {})} for one in REWARD_TYPES]
+        if method == "distillation":
+            extra["teacher"] = {"path": "pico"}
+        values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}, "eval": {"path": "b"}}, "method": extra}
+        text = "# Mine.\n"
+        for name, value in {**values, "adapter": {"type": adapter}}.items():
+            text = tunekit.edit_text(text, name, value)
+        found.append(text)
+    return found
+
+
+def other_value(entry: tunekit.Entry) -> Any:
+    """A valid value that is not the default."""
+    name = name_of(entry.key)
+    if name in FITTING:
+        return FITTING[name]
+    if entry.kind == "bool":
+        return not entry.default
+    if entry.kind == "choice":
+        return next(word for word in entry.choices if word not in ("auto", entry.default))
+    if entry.kind in ("int", "float"):
+        low = entry.at_least if entry.at_least is not None else entry.above or 0
+        high = entry.at_most if entry.at_most is not None else entry.below
+        value = low + 3 if high is None else (low + high) / 2
+        return int(value) if entry.kind == "int" else float(value) + (0.5 if high is None else 0)
+    if entry.kind == "list":
+        return ["hinge", "sft"] if entry.item_kind == "choice" else ["a: b", "c"]
+    return "dict" if entry.kind == "mapping" else "os.path:split" if entry.is_open else "some text: #1"
+
+
+@pytest.mark.parametrize("text", texts(), ids=METHODS)
+def test_every_field_says_in_the_recipe_what_was_meant_and_shows_it_again(text: str) -> None:
+    for entry in draft.entries_of(text):
+        value = None if entry.kind in ("section", "sections") or entry.is_tag else other_value(entry)
+        if value is None:
+            continue
+        field = shown(tunekit.Entry(**{**vars(entry), "value": value}))
+        edited = draft.merged(text, text, {entry.key: field})
+        assert edited.startswith("# Mine.\n")
+        (now,) = [one for one in draft.entries_of(edited) if one.key == entry.key]
+        assert (now.value, type(now.value)) == (value, type(value)), entry.key
+        assert shown(now) == field, entry.key
+        recipe, faults = tunekit.check_text(edited, find_functions=False)
+        unrelated = [fault for fault in faults if fault.key == entry.key and "goes" not in fault.message]
+        assert not [fault for fault in unrelated if "must be" in fault.problem], (entry.key, faults)
+        if recipe is not None:
+            at: Any = recipe.model_dump()
+            for part in re.findall(r"[^.\[\]]+", entry.key):
+                at = at[int(part)] if isinstance(at, list) else at[part]
+            assert at == value, entry.key
+        empty: Any = entry.default if entry.kind == "bool" else [] if isinstance(field, list) else ""
+        if entry.value is tunekit.UNSET:
+            back = draft.merged(edited, edited, {entry.key: empty})
+            assert tunekit.read_text(back) == tunekit.read_text(text), entry.key
+
+
+def test_every_field_of_the_schema_is_reached_by_these_forms() -> None:
+    reached = {name_of(entry.key) for text in texts() for entry in draft.entries_of(text)}
+    assert reached == {".".join(key) for key, _ in all_fields()}
+
+
+def test_fields_that_stand_open_are_fields() -> None:
+    assert set(EVERYDAY) <= {".".join(key) for key, _ in all_fields()}
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "message"),
+    [
+        ("adapter.rank", "0", "must be greater than 0, got 0"),
+        ("adapter.rank", "many", "must be a whole number, got 'many'"),
+        ("adapter.rank", "2.5", "must be a whole number, got 2.5"),
+        ("adapter.dropout", "1", "must be less than 1, got 1"),
+        ("train.learning_rate", "-1e-4", "must be greater than 0, got -0.0001"),
+        ("output.name", "a b", "may hold letters, digits, '.', '_' and '-', a letter or digit first, got 'a b'"),
+        ("data.columns", "no mapping", "must be a mapping, got 'no mapping'"),
+        ("data.format", "aplaca", "did you mean 'alpaca'?"),
+    ],
+)
+def test_a_wrong_value_is_told_at_its_field_as_on_the_command_line(
+    tmp_path: Path, key: str, typed: str, message: str
+) -> None:
+    text = "model: pico\ndata: {train: a.jsonl}\n"
+    edited = draft.merged(text, text, {key: typed})
+    _, (fault,) = draft.check_draft(edited)
+    assert faults_by_entry(draft.entries_of(edited), [fault]) == {key: fault.message}
+    assert message in fault.message
+    (entry,) = [one for one in draft.entries_of(edited) if one.key == key]
+    assert shown(entry) in (typed, "-0.0001")
+    (tmp_path / "mine.yaml").write_text(edited)
+    command = [sys.executable, "-m", "tunekit", "check", "mine.yaml"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert f"mine.yaml:{fault}" in told
+
+
+def test_what_is_missing_is_told_at_the_field_that_is_empty() -> None:
+    text = "data: {train: a.jsonl}\n"
+    _, faults = draft.check_draft(text)
+    assert list(faults_by_entry(draft.entries_of(text), faults)) == ["model.path"]
+
+
+def test_a_change_in_the_form_keeps_what_was_written_meanwhile() -> None:
+    known = "model: pico\ndata: {train: a.jsonl}\nadapter: {type: lora, rank: 8}\n"
+    fields = {entry.key: shown(entry) for entry in draft.entries_of(known)}
+    written = known.replace("rank: 8", "rank: 8, alpha: 3") + "# a comment\n"
+    merged = draft.merged(written, known, {**fields, "adapter.rank": "4"})
+    assert tunekit.read_text(merged)["adapter"] == {"type": "lora", "rank": 4, "alpha": 3}
+    assert "# a comment" in merged
+
+
+def test_remote_code_is_not_run_from_a_page() -> None:
+    commit = "a" * 40
+    text = f"model: {{path: some/model, revision: {commit}, trust_remote_code: true}}\ndata: {{train: a.jsonl}}\n"
+    recipe, (fault,) = draft.check_draft(text)
+    assert recipe is None
+    assert (fault.line, fault.key) == (1, "model.trust_remote_code")
+
+
+# Where drafts come from, and where they go
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(fill(tmp_path / "workspace"))
+
+
+def test_a_draft_begins_from_a_recipe_a_file_or_a_run_with_changes(site: Site) -> None:
+    text = draft.opened(site, "recipe:sft/quickstart", ["adapter.rank=8", "train.num_epochs=null", "train.max_steps=3"])
+    assert text.startswith("# Teach pico")
+    values = tunekit.read_text(text)
+    assert values["adapter"]["rank"] == 8
+    assert values["train"] == {"learning_rate": 2e-3, "max_steps": 3}
+    assert draft.opened(site, "file:trained.yaml", []) == (site.root / "trained.yaml").read_text()
+    listed = draft.sources(site)
+    assert "recipe:sft/quickstart" in [value for _, value in listed["recipe"]]
+    assert [value for _, value in listed["file"]] == ["file:trained.yaml"]
+
+
+@pytest.mark.parametrize(
+    "source", ["file:../x.yaml", "file:/etc/passwd", "file:chats.jsonl", "run:..", "run:x", "recipe:x", "x", ""]
+)
+def test_a_draft_begins_from_nothing_else(site: Site, source: str) -> None:
+    (site.root.parent / "x.yaml").write_text("model: pico\n")
+    with pytest.raises(tunekit.TunekitError):
+        draft.opened(site, source, [])
+
+
+@pytest.mark.slow
+def test_a_draft_begins_from_a_run(trained_run: tunekit.Run) -> None:
+    site = Site(trained_run.path.parent.parent)
+    text = draft.opened(site, f"run:{trained_run.name}", ["train.max_steps=9"])
+    assert tunekit.read_text(text)["train"]["max_steps"] == 9
+    assert len(text.splitlines()) < 30
+
+
+def test_a_draft_is_saved_once_and_replaced_only_where_that_is_said(site: Site) -> None:
+    draft.save(site, "mine.yaml", "model: a\n", replace=False)
+    with pytest.raises(FileExistsError):
+        draft.save(site, "mine.yaml", "model: b\n", replace=False)
+    assert (site.root / "mine.yaml").read_text() == "model: a\n"
+    draft.save(site, "mine.yaml", "model: b\n", replace=True)
+    assert (site.root / "mine.yaml").read_text() == "model: b\n"
+    for name in ("../mine.yaml", "mine.py", "runs/a.yaml", "no/folder.yaml", "", "/tmp/mine.yaml"):
+        with pytest.raises(tunekit.TunekitError):
+            draft.save(site, name, "x", replace=True)
+    with pytest.raises(tunekit.TunekitError, match="only shows"):
+        draft.save(Site(site.root, read_only=True), "other.yaml", "x", replace=False)
+
+
+def test_the_command_trains_the_same_recipe() -> None:
+    base = tunekit.recipe_text("pico/grpo")
+    text = tunekit.edit_text(base, "adapter.type", "lora")
+    text = tunekit.edit_text(text, "method.rewards[1]", {"type": "regex", "pattern": "it's .*"})
+    command, python = draft.command_and_python("recipe:pico/grpo", text, "mine.yaml")
+    assert command.startswith("tunekit train pico/grpo ") and "adapter.type=lora" in command
+    words = draft.overrides(base, text)
+    assert words is not None
+    assert tunekit.load_recipe("pico/grpo", words) == tunekit.check_text(text)[0]
+    compile(python, "page", "exec")
+    assert draft.command_and_python("file:a.yaml", text, "my recipe.yaml")[0] == "tunekit train 'my recipe.yaml'"
+
+
+@pytest.mark.slow
+def test_form_and_yaml_follow_each_other_and_a_reload_keeps_the_draft(
+    tmp_path: Path, serve: Any, open_page: Any
+) -> None:
+    server = serve(fill(tmp_path / "workspace"))
+    page = open_page(f"{server.url}new?from=recipe:sft/quickstart")
+    rank = page.get_by_label("Rank · adapter.rank")
+    rank.wait_for()
+    yaml = page.locator("#form-yaml .cm-content")
+    rank.fill("0")
+    page.locator("#form-adapter-rank").get_by_text("must be greater than 0, got 0").wait_for()
+    page.locator("#form-problems li").get_by_text("Line 11").wait_for()
+    rank.fill("8")
+    page.locator("#form-problems .form-valid").wait_for()
+    page.locator("#form-adapter-rank").get_by_text("must be").wait_for(state="detached")
+    yaml.get_by_text("rank: 8").wait_for()
+    page.get_by_label("Method · method.type").click()
+    page.get_by_role("option", name="dpo", exact=True).click()
+    page.locator("#form-method-beta").wait_for()
+    yaml.click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text("model: pico\ndata:\n  train: chats.jsonl\nadapter:\n  type: lora\n  rank: 5\n")
+    page.locator("#form-method-beta").wait_for(state="detached")
+    page.wait_for_function(
+        "document.querySelector('#form-adapter-rank textarea, #form-adapter-rank input')?.value == '5'"
+    )
+    page.locator("#form-problems .form-valid").wait_for()
+    page.reload()
+    page.wait_for_function(
+        "document.querySelector('#form-adapter-rank textarea, #form-adapter-rank input')?.value == '5'"
+    )
+    assert "chats.jsonl" in yaml.inner_text()

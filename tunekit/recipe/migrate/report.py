@@ -1,0 +1,91 @@
+"""What came of a configuration: a recipe, and of every key of the original what became of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from tunekit.recipe.schema import Recipe
+
+Kind = Literal["carried", "decided", "unsupported", "silent"]
+"""What became of a key: the recipe says it; tunekit decides it by itself; it cannot be had; or it asked for nothing."""
+
+TOOLS: Mapping[str, str] = {
+    "axolotl": "Axolotl",
+    "llama-factory": "LLaMA-Factory",
+    "trl": "TRL",
+    "torchtune": "torchtune",
+    "ms-swift": "ms-swift",
+}
+"""The tools that are read, by the names that `--from` takes."""
+
+
+class Fate(NamedTuple):
+    """What became of a key, and in words to what or why."""
+
+    kind: Kind
+    words: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A key of the original and what became of it."""
+
+    kind: Kind
+    key: str
+    value: Any
+    line: int
+    """From 1, in the original; 0 for one that was given beside it."""
+    words: str
+
+
+class Assumed(NamedTuple):
+    """Something that the original leaves out and that its tool does otherwise than tunekit: the recipe says it."""
+
+    key: str
+    """Of the recipe."""
+    value: Any
+    words: str
+
+
+class Suspicion(NamedTuple):
+    """Something in the original that may not be what its author wanted."""
+
+    line: int
+    """From 1; 0 where it is about something that is not there."""
+    words: str
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A recipe made of another tool's configuration, and the report of it."""
+
+    path: str
+    tool: str
+    """One of `TOOLS`."""
+    recipe: Recipe
+    text: str
+    """The recipe as YAML: what differs from the defaults, with comments."""
+    lines: tuple[Line, ...]
+    """Every key of the original, once, in its order."""
+    assumed: tuple[Assumed, ...]
+    suspicious: tuple[Suspicion, ...]
+
+    def of_kind(self, kind: Kind) -> tuple[Line, ...]:
+        """The keys that something became of."""
+        return tuple(line for line in self.lines if line.kind == kind)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was left behind."""
+        return not self.of_kind("unsupported")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "file": self.path,
+            "tool": self.tool,
+            "recipe": self.text,
+            "keys": [vars(line) for line in self.lines],
+            "assumed": [one._asdict() for one in self.assumed],
+            "suspicious": [one._asdict() for one in self.suspicious],
+        }
