@@ -229,7 +229,7 @@ class _Deletion:
     def attach(self, problem: gr.HTML) -> None:
         """Attach the events; what goes wrong is shown in `problem`."""
         names = [self._run_name, self._typed]
-        self._typed.input(
+        self._typed.change(
             lambda name, typed: gr.Button(interactive=bool(name) and typed.strip() == name), names, self._sure,
             show_progress="hidden", trigger_mode="always_last",
         )  # fmt: skip

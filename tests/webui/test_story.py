@@ -54,7 +54,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     steps = page.locator("#form-train-max_steps input")
     expect(steps).to_have_value("100000")
     start = page.locator("#plan-start")
-    expect(start).to_be_enabled()
+    expect(start).to_be_enabled(timeout=3 * TIMEOUT_MS)
     steps.fill("-5")
     steps.press("Tab")
     expect(page.locator("#form-train-max_steps .form-told")).to_contain_text("must be greater than 0, got -5")
