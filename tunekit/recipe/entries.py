@@ -6,7 +6,7 @@ and its sentence are the schema's own.
 """
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -210,16 +210,16 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
         default=None if field.is_required() or isinstance(field.default, Section) else field.default,
         is_required=field.is_required(),
         is_tag=False,
-        above=_bound(bounds, Gt, "gt"),
-        at_least=_bound(bounds, Ge, "ge"),
-        below=_bound(bounds, Lt, "lt"),
-        at_most=_bound(bounds, Le, "le"),
+        above=_number(next((one.gt for one in bounds if isinstance(one, Gt)), None)),
+        at_least=_number(next((one.ge for one in bounds if isinstance(one, Ge)), None)),
+        below=_number(next((one.lt for one in bounds if isinstance(one, Lt)), None)),
+        at_most=_number(next((one.le for one in bounds if isinstance(one, Le)), None)),
         num_items=None,
         value=value,
     )
 
 
-def _bound(constraints: Sequence[Any], kind: type, name: str) -> float | None:
-    """The number that a constraint of some kind names; annotated-types allows whatever can be compared."""
-    found = next((vars(one)[name] for one in constraints if isinstance(one, kind)), None)
-    return found if found is None else float(found) if isinstance(found, float) else int(found)
+def _number(bound: Any) -> float | None:
+    """What a constraint names, which in the recipe's fields is a number; annotated-types allows whatever has an order."""
+    number: float | None = bound
+    return number
