@@ -63,6 +63,26 @@ def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
     assert "Traceback" not in answer.stderr and not answer.stdout
 
 
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"", "nothing in it"), (b"\xff", "cannot")])
+def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, content, words):
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+    command = [
+        sys.executable,
+        "-m",
+        "tunekit",
+        "ui",
+        "--password-file",
+        str(file),
+        "--no-open",
+        "--root",
+        str(tmp_path),
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
+
+
 def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_server):
     for path in ("/config", "/gradio_api/info", "/runs/", "/theme.css", f"/gradio_api/file={quote('/etc/passwd')}"):
         answer = httpx.get(locked_server + path)

@@ -220,6 +220,6 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
 
 
 def _number(bound: Any) -> float | None:
-    """What a constraint names, which in the recipe's fields is a number; annotated-types allows whatever has an order."""
+    """What a constraint names: a number in recipes, though annotated-types allows whatever has an order."""
     number: float | None = bound
     return number
