@@ -79,7 +79,7 @@ def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, c
         "--root",
         str(tmp_path),
     ]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
