@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tunekit.errors import DependencyError
+from tunekit.errors import DependencyError, TunekitError
 
 PASSWORD_VARIABLE = "TUNEKIT_UI_PASSWORD"
 
@@ -37,6 +37,22 @@ def ui(
 
     password = os.environ.get(PASSWORD_VARIABLE) or None
     if password_file is not None:
-        password = password_file.read_text(encoding="utf-8").strip()
+        password = _password_in(password_file)
     site = Site(workspace(root), read_only=read_only)
     serve(site, host=host, port=port, password=password, open_browser=open_browser)
+
+
+def _password_in(file: Path) -> str:
+    """The password that a file holds.
+
+    Raises:
+        TunekitError: It cannot be read, or holds none.
+    """
+    hint = "name a text file that holds nothing but the password"
+    try:
+        password = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TunekitError(f"--password-file {file}: it cannot be read: {error}", hint=hint) from error
+    if not password:
+        raise TunekitError(f"--password-file {file}: there is nothing in it", hint=hint)
+    return password

@@ -50,12 +50,13 @@ def _add_home(app: FastAPI, language: str) -> None:
 
 
 def _mount(app: FastAPI, site: Site, words: Words) -> None:
+    pages = build_pages(site, words)
     with warnings.catch_warnings():
         # It says that pages are not rendered on the server, which nobody asked for.
         warnings.filterwarnings("ignore", message="SSR mode")
         gr.mount_gradio_app(
             app,
-            build_pages(site, words),
+            pages,
             prefix(words.language) or "/",
             footer_links=[],
             run_history=False,
@@ -68,6 +69,9 @@ def _mount(app: FastAPI, site: Site, words: Words) -> None:
             css="\n".join(path.read_text(encoding="utf-8") for path in sorted(STYLES.glob("*.css"))),
             head=HEAD,
         )
+    # Only where pages count as launched does gradio check that a file which a request names was uploaded; else it would
+    # take any file of this machine.
+    pages.has_launched = True
 
 
 def build_pages(site: Site, words: Words) -> gr.Blocks:

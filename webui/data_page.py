@@ -84,6 +84,9 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     back.click(lambda start, *values: look(max(0, start - ROWS), *values), [start, *fields.inputs], **looking)
     forth.click(lambda start, *values: look(start + ROWS, *values), [start, *fields.inputs], **looking)
 
+    if site.read_only:
+        return
+
     def upload(file: str | None, *values: Any) -> list[Any]:
         if file is None:
             return [gr.skip() for _ in (fields.path, *shown)]
@@ -281,6 +284,9 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
     """Rewards tried on the first rows, for methods that learn from them; what looking at other rows takes away."""
     with gr.Column(visible=False, elem_id="data-trial") as trial:
         gr.Markdown(f"## {words('data.try_title')}\n{words('data.try_help')}")
+        if site.read_only:
+            gr.HTML(f"<p class='data-soft'>{words('data.try_read_only')}</p>", elem_id="data-trial-read-only")
+            return [trial, gr.HTML(visible=False)]
         number = gr.Slider(1, 20, value=4, step=1, label=words("data.num_prompts"), elem_id="data-prompts")
         with gr.Row():
             attempt = gr.Button(words("data.try"), elem_id="data-try", variant="primary", min_width=160)

@@ -147,11 +147,10 @@ def overrides(base: str, text: str) -> list[str] | None:
             words.append(f"{key}={_word(entry.value)}")
     checked, faults = tunekit.check_text(base, words, find_functions=False)
     wanted, wrong = tunekit.check_text(text, find_functions=False)
-    same = not faults and not wrong and checked is not None and wanted is not None
-    is_equal = same and checked.model_dump(exclude={"output": {"name"}}) == wanted.model_dump(
-        exclude={"output": {"name"}}
-    )
-    return words if is_equal else None
+    if faults or wrong or checked is None or wanted is None:
+        return None
+    but_name = {"output": {"name"}}
+    return words if checked.model_dump(exclude=but_name) == wanted.model_dump(exclude=but_name) else None
 
 
 def _shape(entry: tunekit.Entry) -> tuple[int | None, bool, list[Any]]:

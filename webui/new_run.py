@@ -117,20 +117,16 @@ class NewRun:
             "outputs": [self.saved, self.replace],
             "show_progress": "hidden",
         }
+        if self.site.read_only:
+            return
         self.save.click(self.write, **saving)
         self.replace.click(self.overwrite, **saving)
         self.file.input(lambda: gr.update(visible=False), None, [self.replace], show_progress="hidden")
 
     def _render(self) -> None:
         """Make the form anew where the draft has other fields, and not where it has other values."""
-
-        @gr.render(
-            [self.shown, self.search],
-            [self.tick.change, self.search.change],
-            show_progress="hidden",
-        )
-        def _(known: str, asked: str) -> None:
-            self.fill(known, asked)
+        asked = [self.shown, self.search]
+        gr.render(asked, [self.tick.change, self.search.change], show_progress="hidden")(self.fill)
 
     def fill(self, known: str, asked: str) -> None:
         """Make the form of a draft, and attach its events."""
@@ -155,7 +151,7 @@ class NewRun:
         quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
         if fields:
             # `input` comes with keys only, and not with what is pasted.
-            changes = [one.change for one in fields]  # type: ignore[attr-defined]  # Gradio makes it from `EVENTS`.
+            changes = [one.change for one in fields]
             gr.on(
                 changes,
                 changed,

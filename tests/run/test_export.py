@@ -154,7 +154,7 @@ def cut_off(draft) -> None:
         (negate_one, "not what was trained: logits differ"),
         (forget_the_adapter, "not what was trained: logits differ"),
         (other_template, "the chat template of the export renders"),
-        (cut_off, "cannot be loaded"),
+        (cut_off, "could not be checked: .*not fully covered"),
     ],
 )
 def test_a_wrong_export_is_refused_and_nothing_is_left_of_it(change, words, runs, tmp_path):
@@ -169,7 +169,7 @@ def test_a_wrong_export_is_refused_and_nothing_is_left_of_it(change, words, runs
 
 @pytest.mark.slow
 def test_an_adapter_that_changes_less_than_its_type_can_hold_is_not_lost_in_silence(workspace, tmp_path):
-    small = {**LARGE, "learning_rate": 1e-7, "max_steps": 1}
+    small = {**LARGE, "learning_rate": 1e-7, "lr_scheduler_type": "constant", "warmup_steps": 0}
     run = train(workspace, "small", train=small)
     with pytest.raises(tunekit.TunekitError, match=r"lose what the adapter changes.*--dtype float32"):
         tunekit.export(run, tmp_path / "out", dtype="bfloat16")

@@ -11,7 +11,10 @@ import httpx
 import pytest
 
 from tests.webui.conftest import fill
+from webui.app import build_pages
 from webui.gate import MAX_TRIES
+from webui.site import Site
+from webui.words import Words
 
 PASSWORD = "a boat at sea"
 OUTSIDE = "nobody is to read this"
@@ -58,6 +61,26 @@ def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
     assert answer.returncode == 2
     assert "there is no password" in answer.stderr and "TUNEKIT_UI_PASSWORD" in answer.stderr
     assert "Traceback" not in answer.stderr and not answer.stdout
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"", "nothing in it"), (b"\xff", "cannot")])
+def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, content, words):
+    file = tmp_path / "password"
+    if content is not None:
+        file.write_bytes(content)
+    command = [
+        sys.executable,
+        "-m",
+        "tunekit",
+        "ui",
+        "--password-file",
+        str(file),
+        "--no-open",
+        "--root",
+        str(tmp_path),
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
 def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_server):
@@ -156,6 +179,45 @@ def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, r
 
 def test_a_wall_screen_takes_nothing(wall_screen):
     assert httpx.post(f"{wall_screen}/gradio_api/upload", files={"files": b"x"}).status_code == 403
+
+
+STARTING = {
+    "NewRun.overwrite",
+    "NewRun.write",
+    "ResumeForm._start",
+    "_Deletion._delete",
+    "_attach_loading.<locals>.load_chosen",
+    "_build_rewards.<locals>.run",
+    "_build_start.<locals>.begin",
+    "build.<locals>.export",
+    "build.<locals>.upload",
+}
+"""What starts, changes or deletes something, by the names of its functions."""
+
+
+def test_a_wall_screen_has_no_function_that_starts_changes_or_deletes(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+    def offered(site):
+        functions = build_pages(site, Words("en")).fns.values()
+        return {getattr(function.fn, "__qualname__", "") for function in functions}
+
+    assert offered(Site(root)) >= STARTING
+    assert not offered(Site(root, read_only=True)) & STARTING
+
+
+@pytest.mark.parametrize("name", ["../secret.txt", "link.txt", "chats.jsonl"])
+def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browser(open_server, root, name):
+    functions = httpx.get(f"{open_server}/config").json()["dependencies"]
+    function = next(entry for entry in functions if any(event == "upload" for _, event in entry["targets"]))
+    forged = {"path": os.path.normpath(root / name), "orig_name": "x.txt", "meta": {"_type": "gradio.FileData"}}
+    data = [forged, *[None] * (len(function["inputs"]) - 1)]
+    what = {"data": data, "fn_index": function["id"], "session_hash": f"forged-{name}", "event_data": None}
+    assert httpx.post(f"{open_server}/gradio_api/queue/join?", json=what).status_code == 200
+    told = httpx.get(f"{open_server}/gradio_api/queue/data?session_hash={quote(f'forged-{name}')}", timeout=60).text
+    (done,) = [line for line in told.splitlines() if "process_completed" in line]
+    assert json.loads(done.removeprefix("data:"))["success"] is False
+    assert not (root / "uploads").exists() and OUTSIDE not in told
 
 
 def test_no_secret_is_told_of(serve, root):

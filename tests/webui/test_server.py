@@ -44,6 +44,18 @@ def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_pag
     assert page.locator("nav a[aria-current=page]").inner_text() == "运行"
 
 
+def test_two_visitors_do_not_see_each_others_drafts(server, open_page):
+    one = open_page(f"{server.url}new?from=file:trained.yaml&set=adapter.rank=24")
+    text = one.locator("#form-yaml .cm-content")
+    one.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('rank: 24')")
+    other = open_page(f"{server.url}new")
+    other.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('model:')")
+    assert "rank: 24" not in other.locator("#form-yaml .cm-content").inner_text()
+    one.reload()
+    one.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('rank: 24')")
+    assert "max_length: 128" in text.inner_text()
+
+
 def test_the_process_that_serves_loads_no_torch(server):
     urllib.request.urlopen(f"{server.url}runs").read()
     maps = Path(f"/proc/{server.process.pid}/maps").read_text(encoding="utf-8")
@@ -76,6 +88,22 @@ def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
             command = [sys.executable, "-m", "tunekit", "ui", "--no-open", "--root", str(tmp_path), *options]
             answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
             assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_the_page_comes_up_as_the_readme_has_it(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
+    (line,) = [line for line in block.splitlines() if not line.startswith("pip install")]
+    command = [sys.executable, "-m", *line.split()]
+    environment = os.environ | {"BROWSER": "true"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0]
+        assert urllib.request.urlopen(f"{url}runs").status == 200
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 def test_a_notebook_shows_the_page_in_a_frame_until_it_is_closed(tmp_path):

@@ -210,10 +210,16 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
         default=None if field.is_required() or isinstance(field.default, Section) else field.default,
         is_required=field.is_required(),
         is_tag=False,
-        above=next((one.gt for one in bounds if isinstance(one, Gt)), None),
-        at_least=next((one.ge for one in bounds if isinstance(one, Ge)), None),
-        below=next((one.lt for one in bounds if isinstance(one, Lt)), None),
-        at_most=next((one.le for one in bounds if isinstance(one, Le)), None),
+        above=_number(next((one.gt for one in bounds if isinstance(one, Gt)), None)),
+        at_least=_number(next((one.ge for one in bounds if isinstance(one, Ge)), None)),
+        below=_number(next((one.lt for one in bounds if isinstance(one, Lt)), None)),
+        at_most=_number(next((one.le for one in bounds if isinstance(one, Le)), None)),
         num_items=None,
         value=value,
     )
+
+
+def _number(bound: Any) -> float | None:
+    """What a constraint names: a number in recipes, though annotated-types allows whatever has an order."""
+    number: float | None = bound
+    return number

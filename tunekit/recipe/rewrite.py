@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode, SequenceNode
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.entries import UNSET
@@ -129,7 +129,7 @@ def _opened(values: dict[str, Any], key: Key) -> Any:
     at: Any = values
     for depth, part in enumerate(key[:-1]):
         kind = list if isinstance(key[depth + 1], int) else dict
-        there = at[part] if isinstance(at, list) and int(part) < len(at) else None
+        there = at[int(part)] if isinstance(at, list) and int(part) < len(at) else None
         there = at.get(part) if isinstance(at, dict) else there
         if isinstance(there, list) and kind is dict:
             raise RecipeError(
@@ -322,7 +322,7 @@ class _Rewriting:
         on_line = self.line_end(colon) >= end
         lines = _lines_below(short, name.start_mark.column)
         inline = _inline(short)
-        is_flow = not isinstance(node, ScalarNode) and node.flow_style and len(inline) < _MAX_WIDTH
+        is_flow = isinstance(node, CollectionNode) and node.flow_style and len(inline) < _MAX_WIDTH
         is_flow = is_flow and not (isinstance(short, list) and lines)
         if on_line and (not lines or is_flow):
             self.edits.append((start, end, inline) if end > start else (colon, colon, f" {inline}"))
@@ -364,7 +364,7 @@ class _Rewriting:
 
     def goes_within(self, node: Node, have: Any, want: Any) -> bool:
         """Whether a value changes piece by piece: a block that was and stays one, of which something stays."""
-        if isinstance(node, ScalarNode) or node.flow_style or not want:
+        if not isinstance(node, CollectionNode) or node.flow_style or not want:
             return False
         if isinstance(node, MappingNode):
             written = [str(name.value) for name, _ in node.value]
@@ -388,7 +388,7 @@ class _Rewriting:
         if isinstance(node, ScalarNode):
             end: int = node.end_mark.index
             return len(self.text[:end].rstrip()) if node.style in ("|", ">") else end
-        if node.flow_style or not node.value:
+        if not isinstance(node, CollectionNode) or node.flow_style or not node.value:
             return int(node.end_mark.index)
         last = node.value[-1]
         return self.end(last[1] if isinstance(node, MappingNode) else last)
