@@ -49,7 +49,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
 
     # A mistake in a field is told there, and no run can be started until it is mended.
     values = ["model=pico", "adapter.type=lora", "data.max_length=64", "train.global_batch_size=2"]
-    values += ["train.save_steps=5", "train.max_steps=100000", "output.name=sea"]
+    values += ["train.save_steps=5", "train.num_epochs=null", "train.max_steps=100000", "output.name=sea"]
     page.goto(server.url.rstrip("/") + draft + "".join(f"&set={value}" for value in values))
     steps = page.locator("#form-train-max_steps input")
     expect(steps).to_have_value("100000")
