@@ -4,10 +4,13 @@ It makes a private folder for what gradio keeps while it runs, and takes it away
 their own: they live on when it ends.
 """
 
+import logging
 import os
+import signal
 import socket
 import tempfile
 from pathlib import Path
+from types import FrameType
 
 import tunekit
 from webui.gate import Gate, check_address
@@ -38,8 +41,18 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
 
         from webui.app import make_app
 
+        class Server(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                # What is cut off by the end, such as streams to open pages, is no fault to tell of.
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+                super().handle_exit(sig, frame)
+
         app = Gate(make_app(site), password=password, read_only=site.read_only)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        # It raises the signal again when it is done, and by default that would end the process before the folder is
+        # taken away.
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, _end)
         url = f"http://{host}:{listener.getsockname()[1]}/"
         print(f"{url} shows {site.root}; Ctrl-C ends it, and no run", flush=True)
         if open_browser:
@@ -47,6 +60,11 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
 
             webbrowser.open(url)
         server.run(sockets=[listener])
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End as asked."""
+    raise SystemExit(0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

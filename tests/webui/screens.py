@@ -44,7 +44,7 @@ method:
 train: {max_steps: 6}
 output: {name: grpo}
 """
-TOO_LARGE = ["model.path=Qwen/Qwen3-32B", "adapter.type=full", "data.max_length=4096"]
+TOO_LARGE = "set=model.path=Qwen/Qwen3-32B&set=adapter.type=full&set=data.max_length=4096"
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,7 @@ def _tab(number: int, waits_for: str) -> Callable[[Any], None]:
 
 def _measure(page: Any) -> None:
     page.locator("#data-measure").click()
-    page.locator("#data-chart canvas, #data-chart svg").first.wait_for()
-
-
-def _compare_machines(page: Any) -> None:
-    page.locator("#plan-plan").scroll_into_view_if_needed()
+    page.locator("#data-chart .marks").first.wait_for()
 
 
 def _chat(page: Any) -> None:
@@ -84,13 +80,20 @@ def _chat(page: Any) -> None:
     page.locator("#chat-send:not([disabled])").wait_for()
 
 
-CHART = "#runs-charts canvas, #runs-charts svg.marks"
+CHART = "#runs-charts .marks"
 VIEWS = [
-    View("new", "new?from=file:trained.yaml", "#plan-plan :visible", is_saved=True, is_chinese=True),
-    View("new-wrong", "new?from=file:trained.yaml&set=adapter.rank=-1&set=train.learning_rate=fast", "#form-problems :visible"),
-    View("new-grpo", "new?from=run:grpo", "#plan-plan :visible"),
-    View("new-too-large", "new?from=file:trained.yaml&" + "&".join(f"set={one}" for one in TOO_LARGE), "#plan-plan :visible"),
-    View("data", "data?path=chats.jsonl", "#data-rows :visible", _measure, is_saved=True, is_chinese=True),
+    View("new", "new?from=file:trained.yaml", ".plan-bar", is_saved=True, is_chinese=True),
+    View("new-wrong", "new?from=file:trained.yaml&set=adapter.rank=-1&set=train.seed=x", "#form-problems li"),
+    View("new-grpo", "new?from=run:grpo", ".plan-bar"),
+    View("new-too-large", f"new?from=file:trained.yaml&{TOO_LARGE}", ".plan-refused"),
+    View(
+        "data",
+        "data?path=example:pirate.jsonl&max_length=48",
+        "#data-rows :visible",
+        _measure,
+        is_saved=True,
+        is_chinese=True,
+    ),
     View("data-pairs", "data?path=pairs.jsonl", "#data-rows :visible"),
     View("data-columns", "data?path=table.csv", "#data-status :visible"),
     View("data-bad", "data?path=bad.jsonl", "#data-status :visible"),
@@ -106,7 +109,7 @@ VIEWS = [
     View("run-checkpoints", "runs?run=sft", CHART, _tab(4, "#runs-checkpoints :visible")),
     View("run-result", "runs?run=sft", CHART, _tab(5, "#runs-result :visible")),
     View("run-export", "runs?run=sft", CHART, _tab(6, "#export-start")),
-    View("compare", "compare?run=sft&run=longer", "#compare-plot canvas, #compare-plot svg", is_saved=True),
+    View("compare", "compare?run=sft&run=longer", "#compare-plot .marks", is_saved=True),
     View("chat", "chat?run=sft", "#chat-load:not([disabled])", _chat, is_chinese=True),
 ]
 
@@ -138,7 +141,6 @@ def take(root: str, view: View, browser: Any, file: Path, *, size: str, theme: s
     page.goto(f"{root}{prefix}{view.address}{'&' if '?' in view.address else '?'}__theme={theme}")
     page.locator(view.waits_for).first.wait_for()
     view.act(page)
-    page.wait_for_load_state("networkidle") if view.name.startswith("new") else None
     page.screenshot(path=file, full_page=not view.is_saved or size == "phone")
     context.close()
     print(file, flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tunekit
-from tests.webui.conftest import fill
+from tests.webui.conftest import TIMEOUT_MS, fill
 from tunekit.errors import RunError
 
 
@@ -45,15 +45,16 @@ def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_pag
 
 
 def test_two_visitors_do_not_see_each_others_drafts(server, open_page):
+    from playwright.sync_api import expect
+
     one = open_page(f"{server.url}new?from=file:trained.yaml&set=adapter.rank=24")
-    text = one.locator("#form-yaml .cm-content")
-    one.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('rank: 24')")
-    other = open_page(f"{server.url}new")
-    other.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('model:')")
-    assert "rank: 24" not in other.locator("#form-yaml .cm-content").inner_text()
+    ones = one.locator("#form-yaml .cm-content")
+    expect(ones).to_contain_text("rank: 24", timeout=TIMEOUT_MS)
+    others = open_page(f"{server.url}new").locator("#form-yaml .cm-content")
+    expect(others).to_contain_text("model:", timeout=TIMEOUT_MS)
+    assert "rank: 24" not in others.inner_text()
     one.reload()
-    one.wait_for_function("() => document.querySelector('#form-yaml .cm-content').innerText.includes('rank: 24')")
-    assert "max_length: 128" in text.inner_text()
+    expect(ones).to_contain_text("rank: 24", timeout=TIMEOUT_MS)
 
 
 def test_the_process_that_serves_loads_no_torch(server):
@@ -75,7 +76,7 @@ def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, endi
     urllib.request.urlopen(f"{url}config").read()
     process.send_signal(ending)
     process.communicate(timeout=60)
-    assert process.returncode in (0, -ending, 128 + ending)
+    assert process.returncode == 0
     assert not list((tmp_path / "temporary").glob("tunekit-ui-*"))
 
 
