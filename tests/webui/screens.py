@@ -30,7 +30,7 @@ RECIPES = {
     "sft": [],
     "longer": ["adapter.rank=16", "train.max_steps=24"],
     "dpo": ["method.type=dpo", "data.train=pairs.jsonl", "train.max_steps=6"],
-    "broken": ["train.learning_rate=1e6", "train.max_steps=8"],
+    "broken": ["train.learning_rate=1e30", "train.max_steps=8"],
 }
 GRPO = """\
 model: pico
@@ -94,12 +94,12 @@ VIEWS = [
         is_saved=True,
         is_chinese=True,
     ),
-    View("data-pairs", "data?path=pairs.jsonl", "#data-rows :visible"),
-    View("data-columns", "data?path=table.csv", "#data-status :visible"),
-    View("data-bad", "data?path=bad.jsonl", "#data-status :visible"),
+    View("data-pairs", "data?path=pairs.jsonl&method=dpo", "#data-rows :visible"),
+    View("data-columns", "data?path=table.csv", "#data-columns td"),
+    View("data-bad", "data?path=bad.jsonl", "#data-bad li"),
     View("data-grpo", "data?from=run:grpo", "#data-rows :visible"),
     View("runs", "runs", "#runs-list a", is_chinese=True),
-    View("run", "runs?run=sft", CHART, is_saved=True, is_chinese=True),
+    View("run", "runs?run=longer", CHART, is_saved=True, is_chinese=True),
     View("run-dpo", "runs?run=dpo", CHART),
     View("run-grpo", "runs?run=grpo", CHART),
     View("run-broken", "runs?run=broken", "#controls-diagnosis :visible", is_chinese=True),

@@ -97,7 +97,8 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
 
     # It is compared with an earlier one.
     page.goto(f"{server.url}compare?run={run.name}&run={trained_run.name}")
-    expect(page.locator("#compare-plot svg.marks .mark-line path")).to_have_count(2)
+    # Both losses, and that of the earlier one's evaluations.
+    expect(page.locator("#compare-plot svg.marks .mark-line path")).to_have_count(3)
     expect(page.get_by_text("sea.jsonl").first).to_be_visible()
 
     # It answers.
