@@ -275,3 +275,20 @@ def test_the_operation_is_what_it_says_of_itself(trained):
         (hidden, weight, bias, labels[index], index, weights[index], None, torch.float32, torch.float32,
          [True, False, False, True], [1.0, 0.0, 1.0, 0.0, 0.0], [True, trained, trained], 1),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("vocabulary", [258, 259])
+def test_what_was_in_memory_before_counts_nowhere(vocabulary, dtype, monkeypatch):
+    """Fresh memory holds NaN here, also behind the rows of logits, where products on some processors read."""
+    hidden = torch.randn(120, 64).to(dtype).requires_grad_()
+    weight = (torch.randn(vocabulary, 64) / 8).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (120,))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        linear_ce(hidden, weight, labels).loss.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hidden.grad is not None and weight.grad is not None
+    assert bool(hidden.grad.isfinite().all()) and bool(weight.grad.isfinite().all())

@@ -134,15 +134,14 @@ def prepare(folder: Path) -> Path:
 def take(root: str, view: View, browser: Any, file: Path, *, size: str, theme: str, language: str) -> None:
     """A picture of a view: the whole page, as far as it goes."""
     width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height})
-    page = context.new_page()
-    page.set_default_timeout(TIMEOUT_MS)
     prefix = "" if language == "en" else f"{language}/"
-    page.goto(f"{root}{prefix}{view.address}{'&' if '?' in view.address else '?'}__theme={theme}")
-    page.locator(view.waits_for).first.wait_for()
-    view.act(page)
-    page.screenshot(path=file, full_page=not view.is_saved or size == "phone")
-    context.close()
+    with contextlib.closing(browser.new_context(viewport={"width": width, "height": height})) as context:
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(f"{root}{prefix}{view.address}{'&' if '?' in view.address else '?'}__theme={theme}")
+        page.locator(view.waits_for).first.wait_for()
+        view.act(page)
+        page.screenshot(path=file, full_page=not view.is_saved or size == "phone")
     print(file, flush=True)
 
 

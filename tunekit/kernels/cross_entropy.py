@@ -81,8 +81,14 @@ def new_rows(num_rows: int, wanted: Sequence[bool], like: Tensor) -> Rows:
 
 
 def new_logits(num_rows: int, num_columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for logits, `(num_rows, num_columns)`; behind each row there is some more."""
-    return like.new_empty(num_rows, row_columns(num_columns), dtype=dtype)[:, :num_columns]
+    """Room for logits, `(num_rows, num_columns)`; behind each row there is some more, which is zero.
+
+    On processors with AMX, torch's product of bfloat16 takes columns in blocks: those that the last one lacks it reads
+    from behind the row, and counts on weights of zero to undo them, which they do not with NaN.
+    """
+    room = like.new_empty(num_rows, row_columns(num_columns), dtype=dtype)
+    room[:, num_columns:].zero_()
+    return room[:, :num_columns]
 
 
 def cross_entropy(
