@@ -61,7 +61,7 @@ def test_a_finished_run_has_everything_in_its_folder(finished):
     names = {path.name for path in run.path.iterdir()}
     assert names == {
         "recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "log.txt", "data", "checkpoints",
-        "fingerprints.json", "model", "ranks", "stop.json",
+        "fingerprints.json", "model", "ranks",
     }  # fmt: skip
     model = {path.name for path in run.model_path.iterdir()}
     assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= model
@@ -121,9 +121,9 @@ def test_events_tell_the_whole_story_in_order(finished):
     assert [event["step"] for event in written if event["event"] == "log"] == [1, 2, 3]
     evaluated = [event["step"] for event in written if event["event"] == "eval"]
     assert evaluated == [0, 1, 2, 3]
-    # How far the rows are is told to who listens; it is nothing of the run's.
+    # How far the rows are, and that all can see the run, is told to who listens; it is nothing of the run's.
     told = [event["event"] for event in heard]
-    assert [kind for kind in told if kind != "rows"] == ["plan", *(event["event"] for event in written)]
+    assert [kind for kind in told if kind != "rows"] == ["plan", "begun", *(event["event"] for event in written)]
     assert set(told[: told.index("plan")]) == {"rows"}
     assert {event["when"] for event in written if event["event"] == "sample"} == {"before", "after"}
     assert all(event["time"] > 1.6e9 for event in written)
