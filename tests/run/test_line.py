@@ -89,9 +89,12 @@ def test_runs_are_served_in_their_order_and_a_killed_one_gives_back_what_it_had(
     os.kill(first.status()["pid"], signal.SIGKILL)
     until(lambda: trains(second))
     assert first.state == "died"
-    assert (third.state, place(third)) == ("queued", 1)
+    until(lambda: place(third) == 1)
+    assert third.state == "queued"
     told = [(event["place"], event["behind"]) for event in third.events() if event["event"] == "queue"]
-    assert told == [(2, ["first", "second"]), (1, ["second"])]
+    # It may look between the end of the first and the turn of the second.
+    assert told[0] == (2, ["first", "second"]) and told[-1] == (1, ["second"])
+    assert told[1:-1] in ([], [(2, ["second"])])
 
     tunekit.stop(second)
     until(lambda: third.state in FINAL_PHASES)
