@@ -32,7 +32,7 @@ DISTILLATION = {"type": "distillation", "teacher": "pico"}
 def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
     plan = api.plan(recipe(tmp_path, method, rows))
     assert (plan.data.num_train, plan.data.format) == (20, kind)
-    compared = api.compare(recipe(tmp_path, method, rows), on=["h100"])
+    compared = api.compare_plans(recipe(tmp_path, method, rows), on=["h100"])
     assert compared["h100"].data == plan.data
 
 

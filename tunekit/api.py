@@ -65,7 +65,7 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
     return Lookup([on]).plan(recipe, on)
 
 
-def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
+def compare_plans(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
     """How a recipe would run on each of several machines, or why it would not.
 
     Args:
@@ -81,7 +81,7 @@ def compare(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str])
     return {name: lookup.plan_or_error(recipe, name) for name in on}
 
 
-def sweep(
+def sweep_plans(
     source: Source,
     values: Mapping[str, Sequence[Any]],
     overrides: Sequence[str] = (),
@@ -90,7 +90,7 @@ def sweep(
 ) -> Variants:
     """How a recipe would run with every combination of some values, on one machine or on each of several.
 
-        tunekit.sweep("mine.yaml", {"adapter.type": ["lora", "qlora"], "data.max_length": [2048, 8192]}, on="h100")
+        tunekit.sweep_plans("mine.yaml", {"adapter.type": ["lora", "qlora"], "data.max_length": [512, 8192]}, on="h100")
 
     Args:
         source: The recipe.

@@ -116,10 +116,10 @@ def plan(
     shown: dict[str, Any]
     drawn: RenderableType
     if sweep or fit:
-        variants = api.fit(source, fit, on=on) if fit else api.sweep(source, read_values(sweep or ()), on=on)
+        variants = api.fit(source, fit, on=on) if fit else api.sweep_plans(source, read_values(sweep or ()), on=on)
         shown, drawn = variants.to_dict(), display_plan.variants_table(variants)
     elif on and len(on) > 1:
-        plans = api.compare(source, on=on)
+        plans = api.compare_plans(source, on=on)
         shown = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
         drawn = display_plan.comparison_table(plans)
     else:

@@ -139,7 +139,7 @@ def test_what_contradicts_the_adapter_is_refused_with_its_place(here, sft):
     assert second.startswith("next.yaml:7:3: adapter.alpha: 32.0 here, and 12.0 in")
     with pytest.raises(RecipeError, match=r"command line: adapter.use_dora: true here, and false in the adapter"):
         api.plan("next.yaml", ["adapter.rank=4", "adapter.alpha=12", "adapter.use_dora=true"])
-    plans = api.sweep(recipe("dpo", "my-sft"), {"adapter.rank": [4, 16]}).variants
+    plans = api.sweep_plans(recipe("dpo", "my-sft"), {"adapter.rank": [4, 16]}).variants
     assert plans[0].plan.recipe.adapter.rank == 4
     assert isinstance(plans[1].plan, PlanError) and "adapter.rank: 16 here, and 4 in" in str(plans[1].plan)
     assert api.plan("next.yaml", ["adapter=full"]).reference == "second model"

@@ -16,8 +16,8 @@ def _sky(recipe: Any) -> Any:
 
 ENTRIES: dict[str, Callable[[Any], Any]] = {
     "plan": api.plan,
-    "compare": lambda recipe: api.compare(recipe, on=["h100", "h200"]),
-    "sweep": lambda recipe: api.sweep(recipe, {"adapter.type": ["lora", "full"]}),
+    "compare_plans": lambda recipe: api.compare_plans(recipe, on=["h100", "h200"]),
+    "sweep_plans": lambda recipe: api.sweep_plans(recipe, {"adapter.type": ["lora", "full"]}),
     "fit": lambda recipe: api.fit(recipe, "batch"),
     "check": api.check,
     "data": api.data_report,
