@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_eval import evaluate
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
@@ -323,6 +324,7 @@ def kernels(
 
 for after in (chat, export, report):
     app.command(rich_help_panel=AFTER)(after)
+app.command("eval", rich_help_panel=AFTER)(evaluate)
 
 app.command(rich_help_panel=RECIPES)(migrate)
 app.command(rich_help_panel=RUNS)(ui)
