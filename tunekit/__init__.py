@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from tunekit.run.evaluation import Estimate, Evaluation, Score, evaluations_of
     from tunekit.run.events import Event
     from tunekit.run.export import Export, export
+    from tunekit.run.generate import Generated, generate
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
@@ -84,6 +85,7 @@ __all__ = [
     "EventReader",
     "Export",
     "Fault",
+    "Generated",
     "Migration",
     "Plan",
     "PlanError",
@@ -117,6 +119,7 @@ __all__ = [
     "export",
     "find_run",
     "fit",
+    "generate",
     "gib",
     "judged_by",
     "last_events",
@@ -165,6 +168,7 @@ _HOMES = {
     "EventReader": "tunekit.run.reader",
     "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
+    "Generated": "tunekit.run.generate",
     "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
@@ -199,6 +203,7 @@ _HOMES = {
     "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
     "fit": "tunekit.api",
+    "generate": "tunekit.run.generate",
     "gib": "tunekit.planner.plan",
     "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
