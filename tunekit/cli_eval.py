@@ -44,7 +44,7 @@ def evaluate(
     temperature: Annotated[
         float, typer.Option("--temperature", help="How freely it answers; 0: always the likeliest token.", min=0)
     ] = 0.0,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are answered at once.", min=1)] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are answered at once.", min=1)] = 16,
     seed: Annotated[int, typer.Option("--seed", help="For the draws of answers.")] = 0,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
@@ -67,7 +67,8 @@ def evaluate(
     from tunekit.run.events import Event
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=None))
-    with Bar(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
 
         def show(event: Event) -> None:

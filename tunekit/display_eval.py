@@ -1,6 +1,7 @@
 """Evaluations as people see them in a terminal: figures before and after, with their intervals."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -45,7 +46,7 @@ def scores_table(scores: Iterable[Score]) -> Table:
     for score in shown:
         if score.of != last:
             rows = f"{score.num_rows:,} row{'s' * (score.num_rows != 1)}"
-            table.add_row(Text.assemble((score.of, "bold"), (f", {rows}", "dim")))
+            table.add_row(Text.assemble((Path(score.of).name, "bold"), (f", {rows}", "dim")))
         last = score.of
         ours = _cell(score.after, score.digits)
         if not compares:

@@ -16,31 +16,13 @@ from tunekit.errors import DataError
 from tunekit.methods.rewards.load import RewardFunction
 from tunekit.recipe.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
 from tunekit.run.evaluation import Score
-from tunekit.run.held_out import Side, Values
+from tunekit.run.held_out import Values
 from tunekit.run.intervals import Figure, Sample, scored
 from tunekit.run.likelihood import Told
+from tunekit.run.loaded import Answer, Loaded, Sampling, answer
 
 _SHARES = (ExactMatchReward, NumericMatchReward, RegexReward, MathReward)
 """Rewards that are right or wrong."""
-
-
-@dataclass(frozen=True)
-class Answering:
-    """How prompts are answered.
-
-    Attributes:
-        max_new_tokens: Longest answer.
-        temperature: How freely; 0 takes the likeliest token always.
-        seed: For the draws.
-        batch_size: Prompts that are answered at once.
-        chat: Whether a prompt that is a text is a user's turn of a conversation.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    batch_size: int
-    chat: bool
 
 
 @dataclass(frozen=True)
@@ -52,19 +34,27 @@ class Questions:
         rows: A prompt each, and the columns that rewards read.
         rewards: What judges, as a recipe has it.
         functions: The same, loaded.
-        answering: How prompts are answered.
+        ids: Token ids of each prompt.
+        sampling: How answers are drawn.
+        batch_size: Answers that are given at once.
     """
 
     of: str
     rows: Sequence[Row]
     rewards: Sequence[Reward]
     functions: Sequence[RewardFunction]
-    answering: Answering
+    ids: Sequence[Sequence[int]]
+    sampling: Sampling
+    batch_size: int
     needs_before: bool = False
 
-    def measure(self, side: Side, tell: Told) -> Values:
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
         """What each reward gives to each answer, and how long the answers are."""
-        answered = answers_of(side, [row["prompt"] for row in self.rows], self.answering, tell)
+        found: dict[int, Answer] = {}
+        for number, (one,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
+            found[number] = one
+            tell(len(found), len(self.ids))
+        answered = [found[number] for number in range(len(self.ids))]
         prompts = [row["prompt"] for row in self.rows]
         columns = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         # What TRL gives to a reward.
@@ -74,7 +64,7 @@ class Questions:
                 [{"role": "assistant", "content": one.text}] if isinstance(prompt, list) else one.text
                 for prompt, one in zip(prompts, answered, strict=True)
             ],
-            "completion_ids": [one.ids for one in answered],
+            "completion_ids": [list(one.ids) for one in answered],
             **{name: [row.get(name) for row in self.rows] for name in columns},
             "trainer_state": _state(),
             "log_extra": lambda column, values: None,
@@ -83,8 +73,8 @@ class Questions:
         given = {one.__name__: np.array(one(**batch), dtype=np.float64) for one in self.functions}
         return {
             **{f"rewards/{name}/mean": values for name, values in given.items()},
-            "completions/mean_length": np.array([len(one.ids) for one in answered], dtype=np.float64),
-            "completions/clipped_ratio": np.array([one.is_cut_off for one in answered], dtype=np.float64),
+            "completions/mean_length": np.array([one.num_tokens for one in answered], dtype=np.float64),
+            "completions/clipped_ratio": np.array([one.reason == "length" for one in answered], dtype=np.float64),
         }
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
@@ -157,65 +147,3 @@ def _last_turn(row: Row, place: str) -> Row:
 
 def _text(value: Any) -> str:
     return str(value[-1]["content"]) if isinstance(value, list) else str(value)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer: its tokens with its end token, its text without, and whether it reached the longest length."""
-
-    ids: list[int]
-    text: str
-    is_cut_off: bool
-
-
-def answers_of(side: Side, prompts: Sequence[Any], how: Answering, tell: Told) -> list[Answer]:
-    """The answers of a model to prompts, in their order."""
-    import torch
-    from transformers import set_seed
-
-    set_seed(how.seed)
-    tokenizer, model = side.tokenizer, side.model
-    ids = [prompt_ids(side, prompt, chat=how.chat) for prompt in prompts]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ends = _ends(model, tokenizer)
-    draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if how.temperature > 0:
-        draws = {"do_sample": True, "temperature": how.temperature, "top_p": 1.0, "top_k": 0}
-    found: dict[int, Answer] = {}
-    order = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
-    for start in range(0, len(order), how.batch_size):
-        batch = order[start : start + how.batch_size]
-        longest = max(len(ids[number]) for number in batch)
-        given = torch.tensor([[pad] * (longest - len(ids[number])) + ids[number] for number in batch])
-        mask = torch.tensor([[0] * (longest - len(ids[number])) + [1] * len(ids[number]) for number in batch])
-        with torch.inference_mode():
-            made = model.generate(
-                input_ids=given.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=how.max_new_tokens,
-                pad_token_id=pad,
-                eos_token_id=sorted(ends),
-                **draws,
-            )
-        for number, answer in zip(batch, made[:, longest:].tolist(), strict=True):
-            stop = next((place for place, token in enumerate(answer) if token in ends), None)
-            kept = answer if stop is None else answer[: stop + 1]
-            found[number] = Answer(kept, tokenizer.decode(kept, skip_special_tokens=True), stop is None)
-        tell(len(found), len(ids))
-    return [found[number] for number in range(len(ids))]
-
-
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    given = model.generation_config.eos_token_id
-    known = given if isinstance(given, list) else [] if given is None else [given]
-    return {*known, tokenizer.eos_token_id} - {None}
-
-
-def prompt_ids(side: Side, prompt: Any, *, chat: bool) -> list[int]:
-    """The tokens of a prompt."""
-    tokenizer = side.tokenizer
-    if isinstance(prompt, str) and not (chat and tokenizer.chat_template is not None):
-        return list(tokenizer(prompt)["input_ids"])
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    made = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return list(made["input_ids"])

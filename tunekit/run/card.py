@@ -1,10 +1,10 @@
 """The model card of a trained model: base, data, recipe, results."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
@@ -13,6 +13,7 @@ from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.places import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
+from tunekit.run.evaluation import Score, evaluations_of, newest_scores
 from tunekit.run.origin import CODE, models_of
 from tunekit.run.run import Run
 
@@ -59,11 +60,15 @@ def write_card(
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
     base = plan.base.path
+    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
+    evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
     data = ModelCardData(
         library_name="transformers" if full else "peft",
         tags=["tunekit", recipe.method.type, recipe.adapter.type],
-        pipeline_tag="text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation",
+        pipeline_tag=task,
         base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
+        model_name=run.name if evaluated else None,
+        eval_results=[_result(score, task) for score in evaluated] or None,
     )
     came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
     rows = [
@@ -81,8 +86,34 @@ def write_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
     card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
+    card += _scores(evaluated)
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _result(score: Score, task: str) -> EvalResult:
+    """A figure as the hub reads it in a card's metadata."""
+    return EvalResult(
+        task_type=task,
+        dataset_type=Path(score.of).name,
+        dataset_name=Path(score.of).name,
+        dataset_args={"num_rows": score.num_rows},
+        metric_type=score.name,
+        metric_name=score.words,
+        metric_value=round(score.after.value, 6),
+    )
+
+
+def _scores(scores: Sequence[Score]) -> str:
+    """Figures before and after, as a Markdown section."""
+    if not scores:
+        return ""
+    lines = ["", "## Evaluation", "", "| | rows | before | after | difference |", "|---|---|---|---|---|"]
+    for score in scores:
+        cells = [f"{Path(score.of).name}: {score.words}", f"{score.num_rows:,}", *score.cells]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    how = "In brackets are intervals of 95%; differences are between the same rows."
+    return "\n".join([*lines, "", how]) + "\n"
 
 
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:

@@ -13,18 +13,19 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunekit.errors import ModelError, RunError
+from tunekit.errors import ModelError
 from tunekit.planner.origin import continued_adapter
 from tunekit.planner.states import Dtype
 from tunekit.probe.model import model_folder
 from tunekit.run.card import write_card
 from tunekit.run.evaluation import Evaluation, save_evaluation
 from tunekit.run.events import Event
+from tunekit.run.loaded import BATCH_SIZE, Device, Loaded, device_for, dtype_on, refuse_judges
 from tunekit.run.memory import is_out_of_memory
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
-from tunekit.run.trained import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.run.trained import Trained, find_trained, load_trained, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,10 +47,10 @@ def evaluate(
     apply_chat_template: bool = False,
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
-    batch_size: int = 8,
+    batch_size: int = BATCH_SIZE,
     seed: int = 0,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    device: Device = "auto",
+    dtype: Dtype | Literal["auto"] = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> Evaluation:
     """What a model scores, and what it scored before training; written to `evaluations/` in the run's folder.
@@ -85,7 +86,8 @@ def evaluate(
     with library_words_to(StringIO()):
         from tunekit.run.evaluation_parts import Wish, read_metrics
 
-        where, computed_in = _where(found, device, dtype)
+        where = device_for(device)
+        computed_in = dtype_on(found, where) if dtype == "auto" else dtype
         wish = Wish(limit, max_new_tokens, temperature, seed, batch_size, where)
         tokenizer = tokenizer_of(found)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -160,25 +162,9 @@ def _parts(
         part, notes = parts_of_file(found, data, tokenizer, rewards, wish)
         return [part], notes
     if tasks and not rewards:
-        if found.judges:
-            raise RunError(f"{found.name} judges, and answers no tasks", hint="evaluate it on pairs of answers")
+        refuse_judges(found)
         return [], ()
     return [parts_of_run(found, tokenizer, rewards, wish)], ()
-
-
-def _where(found: Trained, device: str, dtype: str) -> tuple[str, Dtype]:
-    """Where to compute, and in which type: as in training where that is the same kind of device."""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RunError("there is no accelerator here", hint="take --device cpu")
-    where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    if dtype in ("float32", "bfloat16", "float16"):
-        return where, dtype  # type: ignore[return-value]  # as just seen
-    if found.run is not None and found.run.plan.device.kind == where:
-        return where, found.run.plan.dtype
-    stored = stored_dtype(found)
-    return where, "float32" if where == "cpu" and stored == "float16" else stored
 
 
 def _before(found: Trained) -> Trained | None:
@@ -208,30 +194,26 @@ def _measured(
 ) -> tuple[list[Any], list[Any]]:
     """What each part measures of a model, and of the one before it, or None."""
 
-    def all_of(model: Any, *, is_before: bool) -> list[Any]:
+    def all_of(of: Trained, model: Any, side: str) -> list[Any]:
+        model.config.pad_token_id = tokenizer.pad_token_id
+        loaded = Loaded(of, model, tokenizer, device, dtype)
         return [
-            _measure(part, model, tokenizer, is_before=is_before, tell=tell)
-            if not is_before or before or part.needs_before
-            else None
+            _measure(part, loaded, side, tell) if side == "after" or before or part.needs_before else None
             for part in parts
         ]
 
-    nothing = [None] * len(parts)
     wants_before = earlier is not None and (before or any(part.needs_before for part in parts))
     try:
         model: Any = load_trained(found, dtype=dtype, device=device)
-        model.config.pad_token_id = tokenizer.pad_token_id
-        ours = all_of(model, is_before=False)
+        ours = all_of(found, model, "after")
         if earlier is None or not wants_before:
-            return ours, nothing
+            return ours, [None] * len(parts)
         if found.adapter is not None and earlier.base == found.base and earlier.adapter is None:
             with model.disable_adapter():
-                return ours, all_of(model, is_before=True)
+                return ours, all_of(found, model, "before")
         del model
         gc.collect()
-        model = load_trained(earlier, dtype=dtype, device=device)
-        model.config.pad_token_id = tokenizer.pad_token_id
-        return ours, all_of(model, is_before=True)
+        return ours, all_of(earlier, load_trained(earlier, dtype=dtype, device=device), "before")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -241,19 +223,9 @@ def _measured(
         ) from error
 
 
-def _measure(
-    part: "Part",
-    model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    is_before: bool,
-    tell: Callable[[Event], None] | None,
-) -> Any:
-    from tunekit.run.held_out import Side
-
+def _measure(part: "Part", loaded: Loaded, side: str, tell: Callable[[Event], None] | None) -> Any:
     def told(done: int, total: int) -> None:
         if tell is not None:
-            side = "before" if is_before else "after"
             tell({"event": "evaluate", "of": part.of, "side": side, "done": done, "total": total})
 
-    return part.measure(Side(model, tokenizer, is_before), told)
+    return part.measure(loaded, told)

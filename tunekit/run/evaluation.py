@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +193,6 @@ def newest_scores(evaluations: Iterable[Evaluation], step: int | None = None) ->
     return list(newest.values())
 
 
-def day_of(made: Evaluation) -> str:
-    """The day on which an evaluation was made."""
-    return datetime.fromtimestamp(made.began, UTC).strftime("%Y-%m-%d")
+def sliced(of: str, limit: int | None) -> str:
+    """What rows are called of which only the first ones are taken: `held-out[:100]`."""
+    return of if limit is None else f"{of}[:{limit}]"

@@ -20,17 +20,20 @@ from tunekit.errors import DataError, RunError, TunekitError
 from tunekit.methods.rewards.load import load_rewards
 from tunekit.methods.rewards.rows import check_rows
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.methods import DistillationMethod, Method, OnPolicyMethod, RewardedMethod, RewardMethod, SFTMethod
+from tunekit.recipe.methods import Method, OnPolicyMethod, RewardedMethod, RewardMethod, SFTMethod
 from tunekit.recipe.phrases import near
 from tunekit.recipe.rewards import FunctionReward, Reward
 from tunekit.recipe.schema import DataSource
-from tunekit.run.asked import Answering, Questions, questions_in
+from tunekit.run.asked import Questions, questions_in
+from tunekit.run.evaluation import sliced
 from tunekit.run.held_out import Answered, JudgedPairs, Pairs, Part, Rated, Texts
+from tunekit.run.loaded import Sampling, longest_of, refuse_judges
 from tunekit.run.prepare import FILES
+from tunekit.run.prompts import prompt_ids
 from tunekit.run.trained import Trained
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 METRICS = (
     "exact_match",
@@ -114,7 +117,7 @@ def _read_yaml(text: str, what: str) -> dict[str, Any]:
     return value
 
 
-def parts_of_run(found: Trained, tokenizer: "PreTrainedTokenizerBase", rewards: Sequence[Reward], wish: Wish) -> Part:
+def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Reward], wish: Wish) -> Part:
     """The rows that a run has set aside, as its method is judged on them.
 
     Raises:
@@ -127,6 +130,7 @@ def parts_of_run(found: Trained, tokenizer: "PreTrainedTokenizerBase", rewards: 
             hint="name some with --data, or tasks with --tasks",
         )
     method, file = run.recipe.method, run.path / "data" / FILES["eval"]
+    of = sliced(HELD_OUT, wish.limit)
     if not file.is_file():
         raise DataError(f"{run.name} has set no rows aside", hint="name some with --data, or train with data.eval_size")
     if isinstance(method, SFTMethod):
@@ -135,7 +139,7 @@ def parts_of_run(found: Trained, tokenizer: "PreTrainedTokenizerBase", rewards: 
                 f"{run.name} keeps the tokens of its rows, and a metric needs prompts with what is expected",
                 hint="name rows with --data",
             )
-        return _texts(HELD_OUT, _sequences(read_dataset(file)), wish.limit)
+        return _texts(of, _sequences(read_dataset(file)), wish.limit)
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
         : wish.limit
     ]
@@ -145,17 +149,19 @@ def parts_of_run(found: Trained, tokenizer: "PreTrainedTokenizerBase", rewards: 
             given = list(method.rewards)
         if not given:
             raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
-        return _questions(HELD_OUT, rows, given, found, wish)
+        numbers = range(1, len(rows) + 1)
+        asked = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
+        return _questions(asked, given, found, tokenizer, wish)
     if rewards:
         raise DataError(f"{run.name} was trained on answers, which no metric judges", hint="name prompts with --data")
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
-    return _answered(HELD_OUT, rows, columns, tokenizer, method, run.recipe.data.max_length)
+    return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
 
 
 def parts_of_file(
     found: Trained,
     data: str | Mapping[str, Any],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     rewards: Sequence[Reward],
     wish: Wish,
 ) -> tuple[Part, tuple[str, ...]]:
@@ -172,17 +178,17 @@ def parts_of_file(
         TunekitError: They cannot be read, or are of no use.
     """
     rows = _load(data, wish.limit)
+    of = sliced(rows.source, wish.limit)
     method = None if found.run is None else found.run.recipe.method
     if not rewards and rows.format == "prompts" and isinstance(method, RewardedMethod):
         rewards = method.rewards
     if rewards:
-        asked = questions_in(rows)
-        checked = replace(rows, rows=RowStore(asked))
+        asked = replace(rows, rows=RowStore(questions_in(rows)))
         try:
-            check_rows(rewards, [checked])
+            check_rows(rewards, [asked])
         except DataError as error:
             raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
-        return _questions(rows.source, asked, rewards, found, wish), rows.notes
+        return _questions(asked, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         raise DataError(
             f"{rows.source} holds prompts, and nothing says what judges the answers",
@@ -190,7 +196,7 @@ def parts_of_file(
         )
     max_length = _max_length(found, tokenizer)
     if rows.format in ANSWERS:
-        part = _answered(rows.source, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
+        part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
         return part, rows.notes
     if found.judges:
         raise DataError(f"{found.name} judges, and writes no texts", hint="name pairs of answers")
@@ -198,7 +204,7 @@ def parts_of_file(
     made = sequences.take(np.arange(len(sequences)))
     ends = np.cumsum(made.lengths)[:-1]
     pairs = zip(np.split(made.ids, ends), np.split(made.counted, ends), strict=True)
-    return _texts(rows.source, pairs, None), rows.notes
+    return _texts(of, pairs, None), rows.notes
 
 
 def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
@@ -221,7 +227,7 @@ def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
-def _max_length(found: Trained, tokenizer: "PreTrainedTokenizerBase") -> int:
+def _max_length(found: Trained, tokenizer: "Tokenizer") -> int:
     if found.run is not None:
         return found.run.recipe.data.max_length
     return min(MAX_LENGTH, int(tokenizer.model_max_length))
@@ -245,7 +251,7 @@ def _answered(
     of: str,
     rows: Sequence[Row],
     columns: Sequence[str],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     method: Method | None,
     max_length: int,
 ) -> Part:
@@ -265,17 +271,29 @@ def _answered(
     return Pairs(of, chosen, rejected, method)
 
 
-def _questions(of: str, rows: Sequence[Row], rewards: Sequence[Reward], found: Trained, wish: Wish) -> Part:
-    if found.judges:
-        raise RunError(f"{found.name} judges, and answers nothing", hint="evaluate it on pairs of answers")
+def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:
+    refuse_judges(found)
     method = None if found.run is None else found.run.recipe.method
+    longest, encoded = longest_of(found), []
+    for index, row in enumerate(rows.rows):
+        prompt = row["prompt"]
+        if isinstance(prompt, str) and isinstance(method, OnPolicyMethod):
+            # In training a prompt that is a text is given to the model as it stands.
+            ids = list(tokenizer(prompt)["input_ids"])
+        else:
+            try:
+                ids = prompt_ids(found, tokenizer, prompt, row.get("tools"))
+            except RunError as error:
+                raise DataError(f"{rows.place(index)}: {error.problem}", hint=error.hint) from error
+        if not ids or (longest is not None and len(ids) >= longest):
+            room = "" if longest is None else f", and {found.name} takes {longest:,} with the answer"
+            raise DataError(
+                f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="leave the row out"
+            )
+        encoded.append(ids)
     of_run = method.max_completion_length if isinstance(method, OnPolicyMethod) else 256
-    how = Answering(
-        max_new_tokens=wish.max_new_tokens or of_run,
-        temperature=wish.temperature,
-        seed=wish.seed,
-        batch_size=wish.batch_size,
-        # TRL gives a prompt that is a text to the model as it stands.
-        chat=found.is_chat and not isinstance(method, OnPolicyMethod | DistillationMethod),
+    sampling = Sampling(temperature=wish.temperature, max_new_tokens=wish.max_new_tokens or of_run, seed=wish.seed)
+    functions = load_rewards(rewards, device=wish.device)
+    return Questions(
+        sliced(rows.source, wish.limit), list(rows.rows), rewards, functions, encoded, sampling, wish.batch_size
     )
-    return Questions(of, rows, rewards, load_rewards(rewards, device=wish.device), how)

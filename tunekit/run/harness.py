@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.phrases import near
-from tunekit.run.evaluation import Estimate, Score
-from tunekit.run.held_out import Side
+from tunekit.run.evaluation import Estimate, Score, sliced
 from tunekit.run.intervals import normal
 from tunekit.run.likelihood import Told
+from tunekit.run.loaded import Loaded
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -70,13 +70,13 @@ class Harness:
         """The tasks."""
         return ", ".join(self.tasks)
 
-    def measure(self, side: Side, tell: Told) -> dict[tuple[str, str], Figured]:
+    def measure(self, loaded: Loaded, tell: Told) -> dict[tuple[str, str], Figured]:
         """What the harness says of a model, by task and metric."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
         found: dict[str, Any] = simple_evaluate(
-            model=HFLM(pretrained=side.model, tokenizer=side.tokenizer, batch_size=self.batch_size),
+            model=HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=self.batch_size),
             tasks=list(self.tasks),
             task_manager=self.manager,
             num_fewshot=self.num_fewshot,
@@ -98,7 +98,7 @@ class Harness:
     ) -> list[Score]:
         """Every figure of every task, with the intervals of the harness's standard errors."""
         return [
-            _score(task, metric, ours, None if before is None else before[task, metric])
+            _score(sliced(task, self.limit), metric, ours, None if before is None else before[task, metric])
             for (task, metric), ours in after.items()
         ]
 
@@ -177,9 +177,12 @@ def find_tasks(
         ) from error
     if include_path is not None and not any(Path(include_path).rglob("*.yaml")):
         raise DataError(f"{include_path} holds no YAML file of a task", hint="name the folder that has them")
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    # Its own thousands of tasks take seconds to be listed, and are only where they are asked for.
+    own = TaskManager(include_path=None if include_path is None else str(include_path), include_defaults=False)
+    known = all(_is_known(task, own) for task in tasks)
+    manager = own if known else TaskManager(include_path=own.include_path)
     for task in tasks:
-        if task not in manager.task_index and not (task.endswith((".yaml", ".yml")) and Path(task).is_file()):
+        if not _is_known(task, manager):
             meant = near(task, manager.all_tasks)
             hint = f"did you mean {meant!r}?" if meant else "`lm-eval ls tasks` lists those that come with it"
             raise DataError(f"there is no task {task!r}", hint=hint)
@@ -192,3 +195,7 @@ def find_tasks(
             hint="their documents come from the hub, or from files that their YAML names",
         ) from error
     return Harness(tuple(tasks), manager, num_fewshot, limit, chat, batch_size)
+
+
+def _is_known(task: str, manager: "TaskManager") -> bool:
+    return task in manager.task_index or (task.endswith((".yaml", ".yml")) and Path(task).is_file())

@@ -17,6 +17,7 @@ from tunekit.recipe.methods import CPOMethod, DPOMethod, KTOMethod, Method, ORPO
 from tunekit.run.evaluation import Score
 from tunekit.run.intervals import Figure, Sample, scored
 from tunekit.run.likelihood import Told, judgements, log_likelihoods
+from tunekit.run.loaded import Loaded
 from tunekit.run.measures import MEASURES
 
 if TYPE_CHECKING:
@@ -27,21 +28,6 @@ Values = dict[str, np.ndarray]
 
 LOSS = Figure("loss", "loss (nats per token)", ".4f", higher_is_better=False)
 PERPLEXITY = Figure("perplexity", "perplexity", ".4g", higher_is_better=False, is_perplexity=True)
-
-
-@dataclass(frozen=True)
-class Side:
-    """A model that is loaded, and what reads and writes for it.
-
-    Attributes:
-        model: In evaluation mode.
-        tokenizer: Its tokenizer.
-        is_before: Whether it is what the model was before its training.
-    """
-
-    model: Any
-    tokenizer: "PreTrainedTokenizerBase"
-    is_before: bool
 
 
 class Part(Protocol):
@@ -55,7 +41,7 @@ class Part(Protocol):
     def needs_before(self) -> bool:
         """Whether its figures say how far a model has gone from what it was before."""
 
-    def measure(self, side: Side, tell: Told) -> Any:
+    def measure(self, loaded: Loaded, tell: Told) -> Any:
         """What it measures of a model."""
 
     def scores(self, after: Any, before: Any | None) -> list[Score]:
@@ -77,9 +63,9 @@ class Texts:
     counted: Sequence[np.ndarray]
     needs_before: bool = False
 
-    def measure(self, side: Side, tell: Told) -> Values:
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each."""
-        return {"logps": log_likelihoods(side.model, self.ids, self.counted, tell)}
+        return {"logps": log_likelihoods(loaded.model, self.ids, self.counted, tell)}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """The mean over all tokens that count, and its exponential."""
@@ -132,10 +118,10 @@ class Pairs:
         """DPO's rewards are how much likelier an answer has become."""
         return isinstance(self.method, DPOMethod)
 
-    def measure(self, side: Side, tell: Told) -> Values:
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer, and how many tokens it has."""
         both = [*self.chosen, *self.rejected]
-        found = log_likelihoods(side.model, [one.ids for one in both], [one.counted for one in both], tell)
+        found = log_likelihoods(loaded.model, [one.ids for one in both], [one.counted for one in both], tell)
         middle = len(self.chosen)
         return {"chosen": found[:middle], "rejected": found[middle:]}
 
@@ -193,9 +179,9 @@ class JudgedPairs:
     rejected: Sequence[Answered]
     needs_before: bool = False
 
-    def measure(self, side: Side, tell: Told) -> Values:
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The score of each answer."""
-        found = judgements(side.model, [one.ids for one in (*self.chosen, *self.rejected)], tell)
+        found = judgements(loaded.model, [one.ids for one in (*self.chosen, *self.rejected)], tell)
         return {"margins": found[: len(self.chosen)] - found[len(self.chosen) :]}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
@@ -230,10 +216,10 @@ class Rated:
         """KTO's rewards are how much likelier an answer has become."""
         return isinstance(self.method, KTOMethod)
 
-    def measure(self, side: Side, tell: Told) -> Values:
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer."""
         ids, counted = [one.ids for one in self.answers], [one.counted for one in self.answers]
-        return {"logps": log_likelihoods(side.model, ids, counted, tell)}
+        return {"logps": log_likelihoods(loaded.model, ids, counted, tell)}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """The rewards of good and of bad answers, and how likely they are."""
