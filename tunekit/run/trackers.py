@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -143,8 +143,12 @@ def _check_wandb() -> None:
     )
     if asked.returncode:
         words = redacted(asked.stderr.strip().rpartition("\n")[2])
-        raise RunError(f"output.report_to: wandb is not set up: {words}", hint="mend the WANDB_ variables")
+        raise RunError(
+            f"output.report_to: wandb does not start: {words}", hint=f"mend it, or install it anew: {INSTALL}"
+        )
     account = json.loads(asked.stdout.strip().rpartition("\n")[2])
+    if "problem" in account:
+        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="mend its WANDB_ variables")
     if account["mode"] != "online":
         return
     if not account["has_login"]:
@@ -191,6 +195,8 @@ def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
         if error.code < 500:
             return
         why = f"it answers {error.code} {error.reason}"
+    except URLError as error:
+        why = str(error.reason)
     except (OSError, HTTPException, ValueError) as error:
         why = str(error)
     raise RunError(f"output.report_to: {tracker} cannot be reached at {plain}: {why}", hint=hint)

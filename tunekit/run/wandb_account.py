@@ -5,6 +5,9 @@ login. `python -m tunekit.run.wandb_account`; nothing is sent, and nobody is ask
 import json
 import os
 
+from pydantic import ValidationError
+
+from tunekit.redact import redacted
 from tunekit.run.silence import send_nothing
 
 
@@ -14,7 +17,12 @@ def main() -> None:
     import wandb
     from wandb.sdk.lib.wbauth import read_netrc_auth
 
-    settings = wandb.setup().settings
+    try:
+        settings = wandb.setup().settings
+    except ValidationError as error:
+        first = error.errors()[0]
+        print(json.dumps({"problem": redacted(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")}))
+        return
     has_login = bool(
         settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or read_netrc_auth(host=settings.base_url)
     )
