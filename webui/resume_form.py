@@ -9,6 +9,7 @@ import gradio as gr
 
 import tunekit
 from webui import situation
+from webui.reach import check_edits
 from webui.site import Site
 from webui.situation import Situation, situation_of
 from webui.words import Words, told
@@ -106,6 +107,7 @@ class ResumeForm:
     def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> Any:
         try:
             run = self._site.run(name)
+            check_edits(self._site, run, lines_of(edits))
             with _lock:
                 if name in _starting:
                     raise tunekit.TunekitError(self._words("controls.already"))
