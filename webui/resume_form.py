@@ -62,9 +62,11 @@ class ResumeForm:
         """What of it follows the run."""
         return [self.checkpoint, self.go_on]
 
-    def updates(self, found: Situation) -> list[Any]:
-        """The same, for what a run is at."""
-        return [gr.Dropdown(choices=choices_of(self._words, found)), gr.Button(interactive=found.can_go_on)]
+    def updates(self, found: Situation, chosen: str) -> list[Any]:
+        """The same, for what a run is at. A chosen checkpoint that is gone is chosen no longer."""
+        choices = choices_of(self._words, found)
+        stays = {} if chosen in dict(choices).values() else {"value": ""}
+        return [gr.Dropdown(choices=choices, **stays), gr.Button(interactive=found.can_go_on)]
 
     def disabled(self) -> list[Any]:
         """The same, where there is no run."""
