@@ -24,7 +24,7 @@ from tunekit.recipe.methods import (
     SFTMethod,
 )
 from tunekit.recipe.model import ModelSection
-from tunekit.recipe.on_policy import conflicts_of_answers
+from tunekit.recipe.on_policy import AS_THE_MODEL, conflicts_of_answers
 from tunekit.recipe.parallel import ParallelSection
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
@@ -314,6 +314,20 @@ class OutputSection(Section):
     nothing names a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one unless `WANDB_MODE=offline`), all
     stays in the folder `trackers` of the run. A tracker that fails while the run trains neither ends it nor delays it:
     the run folder is the record."""
+
+
+def has_choice(key: tuple[str, ...], method: str) -> bool:
+    """Whether a field may be anything but its default with a method; a form leaves out those that may not.
+
+    Args:
+        key: The field's key without positions in lists.
+        method: `method.type`.
+    """
+    if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on"):
+        return method == "sft"
+    if key == ("output", "sample_prompts"):
+        return method != "reward"
+    return key != ("data", "eval", "weight") and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
 
 
 def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
