@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from tunekit.run.effects import EditEffect, effects_of
     from tunekit.run.events import Event
     from tunekit.run.export import Export, export
+    from tunekit.run.generate import Generated, generate
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
@@ -83,6 +84,7 @@ __all__ = [
     "EventReader",
     "Export",
     "Fault",
+    "Generated",
     "Migration",
     "Plan",
     "PlanError",
@@ -115,6 +117,7 @@ __all__ = [
     "find_run",
     "find_sweep",
     "fit",
+    "generate",
     "gib",
     "judged_by",
     "last_events",
@@ -165,6 +168,7 @@ _HOMES = {
     "EventReader": "tunekit.run.reader",
     "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
+    "Generated": "tunekit.run.generate",
     "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
@@ -198,6 +202,7 @@ _HOMES = {
     "find_run": "tunekit.run.run",
     "find_sweep": "tunekit.sweeps.folder",
     "fit": "tunekit.api",
+    "generate": "tunekit.run.generate",
     "gib": "tunekit.planner.plan",
     "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",

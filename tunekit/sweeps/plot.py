@@ -22,6 +22,9 @@ MAX_LINES = 8
 MAX_PANELS = 4
 """Keys that have a picture of their own, the first."""
 
+MAX_TICKS = 6
+"""Values that are written below the axis themselves."""
+
 PNG = "sweep.png"
 
 
@@ -97,8 +100,9 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
         axes.plot([at], [best.value], "o", markersize=14, markerfacecolor="none", color="tab:red", label="best")
     if is_numeric and numbers and min(numbers) > 0 and max(numbers) >= LOG_FACTOR * min(numbers):
         axes.set_xscale("log")
-    elif not is_numeric:
-        axes.set_xticks(range(len(written)), written)
+    if len(written) <= MAX_TICKS:
+        axes.set_xticks([place(value) for value in dict.fromkeys(values)], written)
+        axes.minorticks_off()
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
