@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.serve import serve
     from tunekit.run.stop import stop_wish
     from tunekit.run.trial import RewardTrial
 
@@ -134,6 +135,7 @@ __all__ = [
     "redacted",
     "report",
     "resume",
+    "serve",
     "set_tags",
     "short_recipe",
     "start",
@@ -213,6 +215,7 @@ _HOMES = {
     "redacted": "tunekit.redact",
     "report": "tunekit.run.report",
     "resume": "tunekit.api",
+    "serve": "tunekit.run.serve",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
