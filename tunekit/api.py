@@ -38,6 +38,7 @@ from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
 from tunekit.run.run import Run, check_free, find_run
+from tunekit.run.trackers import check_trackers
 
 if TYPE_CHECKING:
     from tunekit.model.fuse import Report
@@ -151,6 +152,7 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     """
     recipe = continued(read_recipe(source, overrides)[0])
     _refuse_untrainable(recipe)
+    check_trackers(recipe.output.report_to)
     lookup = Lookup([None], probe_model)
     _check_disk(lookup.plan(recipe))
     data = lookup.data(recipe)
@@ -339,6 +341,7 @@ def make_run(
     """
     recipe, of_overrides = read_recipe(source, overrides)
     check_free(recipe)
+    check_trackers(recipe.output.report_to)
     if hardware is None:
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)
