@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.serve import serve
     from tunekit.run.stop import stop_wish
     from tunekit.run.trial import RewardTrial
     from tunekit.sweeps.begin import sweep
@@ -141,6 +142,7 @@ __all__ = [
     "report",
     "resume",
     "resume_sweep",
+    "serve",
     "set_tags",
     "short_recipe",
     "start",
@@ -226,6 +228,7 @@ _HOMES = {
     "report": "tunekit.run.report",
     "resume": "tunekit.api",
     "resume_sweep": "tunekit.sweeps.conduct",
+    "serve": "tunekit.run.serve",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
-from tunekit.cli_generate import generate
+from tunekit.cli_generate import generate, serve
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_sweep import show_sweep, sweep
@@ -323,7 +323,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, export, generate, report):
+for after in (chat, export, generate, report, serve):
     app.command(rich_help_panel=AFTER)(after)
 
 app.command(rich_help_panel=AFTER)(sweep)

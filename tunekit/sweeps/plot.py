@@ -101,7 +101,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
     if is_numeric and numbers and min(numbers) > 0 and max(numbers) >= LOG_FACTOR * min(numbers):
         axes.set_xscale("log")
     if len(written) <= MAX_TICKS:
-        axes.set_xticks([place(value) for value in dict.fromkeys(values)], written)
+        places = {to_inline_yaml(value): place(value) for value in values}
+        axes.set_xticks(list(places.values()), list(places))
         axes.minorticks_off()
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
