@@ -64,8 +64,12 @@ if TYPE_CHECKING:
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.serve import serve
     from tunekit.run.stop import stop_wish
     from tunekit.run.trial import RewardTrial
+    from tunekit.sweeps.begin import sweep
+    from tunekit.sweeps.conduct import resume_sweep, stop_sweep
+    from tunekit.sweeps.folder import Sweep, find_sweep, list_sweeps
 
 __version__ = "0.1.0"
 
@@ -101,6 +105,7 @@ __all__ = [
     "ShownSequence",
     "SourceReport",
     "Stopped",
+    "Sweep",
     "Talk",
     "TunekitError",
     "chat",
@@ -118,6 +123,7 @@ __all__ = [
     "evaluations_of",
     "export",
     "find_run",
+    "find_sweep",
     "fit",
     "generate",
     "gib",
@@ -127,6 +133,7 @@ __all__ = [
     "list_examples",
     "list_recipes",
     "list_runs",
+    "list_sweeps",
     "load_recipe",
     "machines",
     "migrate",
@@ -141,12 +148,16 @@ __all__ = [
     "redacted",
     "report",
     "resume",
+    "resume_sweep",
+    "serve",
     "set_tags",
     "short_recipe",
     "start",
     "start_resume",
     "stop",
+    "stop_sweep",
     "stop_wish",
+    "sweep",
     "sweep_plans",
     "train",
     "try_rewards",
@@ -184,6 +195,7 @@ _HOMES = {
     "ShippedRecipe": "tunekit.recipe.library",
     "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
+    "Sweep": "tunekit.sweeps.folder",
     "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
@@ -202,6 +214,7 @@ _HOMES = {
     "evaluations_of": "tunekit.run.evaluation",
     "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
+    "find_sweep": "tunekit.sweeps.folder",
     "fit": "tunekit.api",
     "generate": "tunekit.run.generate",
     "gib": "tunekit.planner.plan",
@@ -212,6 +225,7 @@ _HOMES = {
     "list_recipes": "tunekit.recipe.library",
     "migrate": "tunekit.recipe.migrate.migration",
     "list_runs": "tunekit.run.run",
+    "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
     "named_paths": "tunekit.recipe.reach",
@@ -225,12 +239,16 @@ _HOMES = {
     "redacted": "tunekit.redact",
     "report": "tunekit.run.report",
     "resume": "tunekit.api",
+    "resume_sweep": "tunekit.sweeps.conduct",
+    "serve": "tunekit.run.serve",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
+    "stop_sweep": "tunekit.sweeps.conduct",
     "stop_wish": "tunekit.run.stop",
+    "sweep": "tunekit.sweeps.begin",
     "sweep_plans": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",

@@ -106,6 +106,8 @@ class Progress:
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "fused":
             self.console.print(Text(f"kernels  {event['message']}", style="dim"))
+        elif kind == "tracker":
+            self.console.print(Text(f"{event['name']}  {event['message']}", style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":

@@ -10,7 +10,7 @@ Values are strict: a number in quotes is not a number, and 2.5 is not a count. U
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tunekit.recipe.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
@@ -52,6 +52,9 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 
 LossOn = Literal["assistant", "last", "all"]
 """Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
 
 
 class DataSource(Section):
@@ -297,6 +300,20 @@ class OutputSection(Section):
     sample_prompts: list[str] | None = None
     """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
     the training rows. An empty list: none."""
+
+    report_to: Annotated[
+        list[Tracker],
+        BeforeValidator(
+            lambda given: [given] if isinstance(given, str) else given,
+            json_schema_input_type=Tracker | list[Tracker],
+        ),
+    ] = []
+    """Trackers that the run's figures are handed to as it goes, with the recipe as their configuration; one name or a
+    list. They come with `pip install 'tunekit[tracking]'`. The run has its own name there. The project is what the
+    tracker's own variable says (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, `TRACKIO_PROJECT`), else `tunekit`. Where
+    nothing names a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one unless `WANDB_MODE=offline`), all
+    stays in the folder `trackers` of the run. A tracker that fails while the run trains neither ends it nor delays it:
+    the run folder is the record."""
 
 
 def has_choice(key: tuple[str, ...], method: str) -> bool:
