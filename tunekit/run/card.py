@@ -7,12 +7,15 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
+from tunekit.data.sources import is_hub_dataset
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.model import ModelSection
 from tunekit.recipe.places import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
+from tunekit.run.licence import Licence, licence_of
 from tunekit.run.origin import CODE, models_of
 from tunekit.run.run import Run
 
@@ -59,16 +62,13 @@ def write_card(
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
     base = plan.base.path
-    data = ModelCardData(
-        library_name="transformers" if full else "peft",
-        tags=["tunekit", recipe.method.type, recipe.adapter.type],
-        pipeline_tag="text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation",
-        base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
-    )
+    licence = licence_of(plan.base, asks_hub=kind != "trained")
+    data = _metadata(recipe, plan.base, licence, library="transformers" if full else "peft")
     came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
     rows = [
         *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        ("Licence of the base model", "not stated on its card" if licence is None else str(licence)),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
@@ -83,6 +83,24 @@ def write_card(
     card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _metadata(recipe: Recipe, base: ModelSection, licence: Licence | None, *, library: str) -> ModelCardData:
+    """What the hub reads of a card: all of it must be known there."""
+    data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))
+    is_on_hub = "/" in base.path and not base.path.startswith(("/", ".", "~")) and not Path(base.path).exists()
+    is_adapter = library == "peft"
+    return ModelCardData(
+        library_name=library,
+        tags=["tunekit", recipe.method.type, recipe.adapter.type],
+        pipeline_tag="text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation",
+        base_model=base.path if is_on_hub else None,
+        base_model_relation=("adapter" if is_adapter else "finetune") if is_on_hub else None,
+        license=None if licence is None else licence.id,
+        license_name=None if licence is None else licence.name,
+        license_link=None if licence is None else licence.link,
+        datasets=data_names or None,
+    )
 
 
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:
