@@ -17,7 +17,7 @@ from typing import Literal
 
 from tunekit.errors import DependencyError, ModelError
 from tunekit.redact import redacted
-from tunekit.run.trained import Trained, read_config, tokenizer_of
+from tunekit.run.trained import Trained, config_of, tokenizer_of
 
 GgufType = Literal["f16", "bf16", "q8_0"]
 
@@ -60,7 +60,7 @@ def check_convertible(converter: list[str], found: Trained) -> None:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        read_config(found).save_pretrained(folder)
+        config_of(found).save_pretrained(folder)
         tokenizer_of(found).save_pretrained(folder)
         _run([*converter, str(folder), "--vocab-only", "--outfile", str(folder / "vocabulary.gguf")], found.name)
 

@@ -241,7 +241,7 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
 
 
-def read_config(found: Trained) -> "PretrainedConfig":
+def config_of(found: Trained) -> "PretrainedConfig":
     """The configuration of a model, or of the one below its adapter.
 
     Raises:
@@ -251,14 +251,11 @@ def read_config(found: Trained) -> "PretrainedConfig":
 
     where = model_folder(found.base)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}", hint="it may be damaged"
-        ) from error
-    return config
+        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
 def stored_dtype(found: Trained) -> Dtype:
@@ -267,9 +264,11 @@ def stored_dtype(found: Trained) -> Dtype:
     Raises:
         TunekitError: They are stored in a type that is none of a model's own.
     """
-    config, where = read_config(found), model_folder(found.base)
+    config = config_of(found)
     text = config.get_text_config()
     name = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise TunekitError(f"{where}: its weights are stored as {name}", hint="name a type with --dtype")
+        raise TunekitError(
+            f"{model_folder(found.base)}: its weights are stored as {name}", hint="name a type with --dtype"
+        )
     return cast(Dtype, name)
