@@ -7,6 +7,7 @@ from typing import Any, Literal
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
+from tunekit.data.sources import is_hub_dataset
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods import RewardMethod
@@ -14,6 +15,7 @@ from tunekit.recipe.places import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
 from tunekit.run.evaluation import Score, evaluations_of, newest_scores
+from tunekit.run.licence import Licence, licence_of
 from tunekit.run.origin import CODE, models_of
 from tunekit.run.run import Run
 
@@ -60,20 +62,14 @@ def write_card(
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
     base = plan.base.path
-    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
     evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
-    data = ModelCardData(
-        library_name="transformers" if full else "peft",
-        tags=["tunekit", recipe.method.type, recipe.adapter.type],
-        pipeline_tag=task,
-        base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
-        model_name=run.name if evaluated else None,
-        eval_results=[_result(score, task) for score in evaluated] or None,
-    )
+    licence = licence_of(plan.base, asks_hub=kind != "trained")
+    data = _metadata(run, licence, evaluated, is_full=full)
     came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
     rows = [
         *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        ("Licence of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
@@ -89,6 +85,28 @@ def write_card(
     card += _scores(evaluated)
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
+    """What the hub reads of a card: the names in it are names there."""
+    recipe, base = run.recipe, run.plan.base.path
+    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
+    is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
+    relation = "finetune" if is_full else "adapter"
+    data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))
+    return ModelCardData(
+        library_name="transformers" if is_full else "peft",
+        tags=["tunekit", recipe.method.type, recipe.adapter.type],
+        pipeline_tag=task,
+        base_model=base if is_on_hub else None,
+        base_model_relation=relation if is_on_hub else None,
+        license=None if licence is None else licence.id,
+        license_name=None if licence is None else licence.name,
+        license_link=None if licence is None else licence.link,
+        datasets=data_names or None,
+        model_name=run.name if evaluated else None,
+        eval_results=[_result(score, task) for score in evaluated] or None,
+    )
 
 
 def _result(score: Score, task: str) -> EvalResult:
