@@ -57,14 +57,15 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         deletion = _Deletion(site, words, run_name)
     shown = _Shown(seen, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
 
-    def refresh(name: str, seen: str) -> list[Any]:
-        return look(site, words, name, seen, shown)
+    def refresh(name: str, seen: str, chosen: str) -> list[Any]:
+        return look(site, words, name, seen, shown, chosen)
 
+    looked = [run_name, seen, form.checkpoint]
     gr.on(
-        [run_name.change, tick.tick], refresh, [run_name, seen], shown.outputs, show_progress="hidden",
+        [run_name.change, tick.tick], refresh, looked, shown.outputs, show_progress="hidden",
         trigger_mode="always_last",
     )  # fmt: skip
-    again = {"inputs": [run_name, seen], "outputs": shown.outputs, "show_progress": "hidden"}
+    again = {"inputs": looked, "outputs": shown.outputs, "show_progress": "hidden"}
     asked = stop.click(lambda name: _stop(site, name, now=False), run_name, problem)
     asked.then(refresh, **again)
     ask.attach(stop_now)
@@ -104,8 +105,17 @@ class _Shown:
         return [*always, *buttons, *self.form.outputs, self.tags, self.path, self.deletion.help]
 
 
-def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[Any]:
-    """What has changed of a run since a browser asked last, for each of the outputs."""
+def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: str = "") -> list[Any]:
+    """What has changed of a run since a browser asked last, for each of the outputs.
+
+    Args:
+        site: The workspace.
+        words: The texts.
+        name: The run's name.
+        seen: What the browser was answered last.
+        shown: The outputs.
+        chosen: The checkpoint that is chosen in the browser.
+    """
     nothing = [gr.skip()] * len(shown.outputs)
     if not name:
         return nothing
@@ -139,7 +149,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
         gr.Button(link=site.link(words.language, "chat", run=name), visible=found.state == "finished"),
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
-        *shown.form.updates(found),
+        *shown.form.updates(found, chosen),
         gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(found.tags)})),
         str(run.path),
         f"<p>{escape(words('controls.delete_help', name=name))}</p>",

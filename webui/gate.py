@@ -124,7 +124,8 @@ class Gate:
         return PlainTextResponse("log in first", 401)
 
     def _is_known(self, scope: Scope) -> bool:
-        cookie = Request({**scope, "type": "http"}).cookies.get(COOKIE, "")
+        request = Request({**scope, "type": "http"})
+        cookie = request.cookies.get(_cookie_of(request.headers.get("host", "")), "")
         return hmac.compare_digest(cookie.encode(), self._token.encode())
 
     async def _login(self, request: Request) -> Response:
@@ -146,7 +147,8 @@ class Gate:
         del self._wrong[address]
         answer = RedirectResponse(onward, 303)
         is_secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure)
+        cookie = _cookie_of(request.headers.get("host", ""))
+        answer.set_cookie(cookie, self._token, httponly=True, samesite="strict", secure=is_secure)
         return answer
 
 
@@ -159,6 +161,12 @@ def _page_of(path: str) -> str:
 def _name_of(host: str) -> str:
     """A host without its port."""
     return urlsplit(f"//{host}").hostname or ""
+
+
+def _cookie_of(host: str) -> str:
+    """The name of the cookie of a server: browsers keep cookies by hosts, on which several ports may have one."""
+    port = host.rpartition(":")[2]
+    return f"{COOKIE}-{port}" if port.isdigit() else COOKIE
 
 
 def _own_path(text: str) -> str:

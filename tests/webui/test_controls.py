@@ -185,6 +185,27 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
     resumed = next(event for event in reversed(run.events()) if event["event"] == "resume")
     assert (resumed["step"], run.status()["step"]) == (earlier.step, earlier.step + 3)
 
+    # Its weights alone, in line, with what only they allow; and at once to an end, though only when that is meant.
+    page.get_by_label("Edits").fill("train.max_steps=90000\ntrain.learning_rate=1e-4")
+    page.locator("#controls-weights-only input").check()
+    page.locator("#controls-queue input").check()
+    expect(page.locator("#controls-effects")).not_to_contain_text("only with the weights alone")
+    page.locator("#controls-go-on").click()
+    expect(head).to_contain_text(re.compile(r"step [1-9]\d* of 90,?000"))
+    page.locator("#controls-stop-now").click()
+    page.locator("#controls-stop-now-not").click()
+    expect(page.locator("#controls-stop-now-sure")).to_be_hidden()
+    page.locator("#controls-stop-now").click()
+    page.locator("#controls-stop-now-sure").click()
+    expect(line).to_contain_text("interrupted")
+    assert run.state == "interrupted" and run.recipe.train.learning_rate == 1e-4
+
+    page.locator("#controls-clone").click()
+    page.wait_for_url("**/new?from=run*")
+    expect(page.locator("#form-yaml .cm-content")).to_contain_text("max_steps: 90000")
+    page.go_back()
+
+    page.locator("#controls-manage > button").click()
     page.locator("#controls-tags input").fill("good")
     page.locator("#controls-tags input").press("Enter")
     other = open_page(page.url)
