@@ -74,8 +74,6 @@ class Reporting:
             env={**inherited, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
         )
-        events = run.path / "events.jsonl"
-        self._say(f"{events.stat().st_size if events.exists() else 0}\n")
         self._reader.start()
 
     def _say(self, words: str) -> None:
