@@ -47,7 +47,7 @@ class Server:
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
                 cwd=self.folder,
             )
             for line in self.process.stderr:
@@ -103,12 +103,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     server = Server(folder)
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", server.uri)
-        patch.setenv("WANDB_MODE", "offline")
-        yield server
-    server.stop()
+    try:
+        server.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", server.uri)
+            patch.setenv("WANDB_MODE", "offline")
+            yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="module")
