@@ -62,20 +62,35 @@ class Server:
         self.process.wait()
 
 
-class Holding:
-    """Holds a training up until its tracker is there, takes the server away, and waits until that was noticed."""
+class AllThere:
+    """Holds a training up at its last step until all trackers know of it, however long their libraries take to load."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.is_there, self.is_noticed = threading.Event(), threading.Event()
+    def __init__(self, trackers, last: int) -> None:
+        self.missing, self.last = set(trackers), last
+        self.are_there = threading.Event()
 
     def __call__(self, event) -> None:
-        if event["event"] == "tracker" and event["name"] == "mlflow":
-            self.is_there.set()
-        elif event["event"] == "warning" and "MLflow" in event["message"]:
+        if event["event"] == "tracker":
+            self.missing.discard(event["name"])
+            if not self.missing:
+                self.are_there.set()
+        elif event["event"] == "log" and event["step"] == self.last:
+            assert self.are_there.wait(300)
+
+
+class Holding(AllThere):
+    """Takes the server away when the trackers are there, and lets the training go on when that was noticed."""
+
+    def __init__(self, trackers, server: Server) -> None:
+        super().__init__(trackers, last=2)
+        self.server = server
+        self.is_noticed = threading.Event()
+
+    def __call__(self, event) -> None:
+        super().__call__(event)
+        if event["event"] == "warning" and "MLflow" in event["message"]:
             self.is_noticed.set()
         elif event["event"] == "log" and event["step"] == 2:
-            assert self.is_there.wait(300)
             self.server.stop()
         elif event["event"] == "log" and event["step"] == 3:
             assert self.is_noticed.wait(300)
@@ -121,10 +136,10 @@ def plain(folder):
 @pytest.fixture(scope="module")
 def shown(folder, server):
     """A run that four trackers are told of; the server of one goes away in its midst, and is back when it goes on."""
-    run = api.train(recipe_for(folder, "shown", ALL), on_event=Holding(server))
+    run = api.train(recipe_for(folder, "shown", ALL), on_event=Holding(ALL, server))
     cut_off = run.events()
     server.start()
-    api.resume(run, [f"train.max_steps={LONG}"])
+    api.resume(run, [f"train.max_steps={LONG}"], on_event=AllThere(ALL, LONG))
     return run, cut_off
 
 
@@ -259,8 +274,7 @@ def work_in_place(path: str) -> None:
     from tunekit.run.place import place_of
     from tunekit.run.worker import work
 
-    run = Run(path)
-    work(run, place=place_of())
+    work(Run(path), AllThere(["tensorboard"], SHORT), place_of())
 
 
 @pytest.mark.slow

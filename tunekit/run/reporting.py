@@ -21,7 +21,7 @@ from tunekit.run.group import LAUNCHERS_OWN
 from tunekit.run.record import Record
 from tunekit.run.trackers import TITLES, folder_of
 
-WAIT_SECONDS = {"finished": 30.0, "failed": 5.0, "interrupted": 5.0}
+WAIT_SECONDS = {"finished": 60.0, "failed": 5.0, "interrupted": 5.0}
 """How long the last figures are waited for, where others may end what is left once this process is gone."""
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
