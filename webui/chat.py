@@ -17,7 +17,7 @@ from webui.listing import listing_of
 from webui.run_parts import empty
 from webui.site import Site
 from webui.talks import Choice, Talks
-from webui.words import Words, told
+from webui.words import Words, next_step, told
 
 RESULT, NOTHING, BEFORE = "", "", "before"
 """Values of the choices that are no run."""
@@ -142,7 +142,7 @@ def _attach_choices(
         names = [line.name for line in listing_of(site.root).lines() if line.state != "unreadable"]
         if not names:
             start = site.link(words.language, "new", from_="recipe:sft/quickstart")
-            link = f"<p><a href='{escape(start)}'>{escape(words('chat.start'))}</a></p>"
+            link = next_step(start, words("chat.start"))
             return [
                 gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
                 *[gr.skip()] * 5,

@@ -19,6 +19,8 @@ import tunekit
 from webui import charts, controls, export_view, log_view, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
+from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
+from webui.plan_view import plan_html
 from webui.site import Site
 from webui.words import Words, told
 
@@ -67,8 +69,21 @@ class Parts:
         ]  # fmt: skip
 
 
-def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
-    """The view. `run_name` says of which run; it is asked again at every tick."""
+ADDRESS = """(runs) => {
+  const query = new URLSearchParams(location.search);
+  query.delete("with");
+  for (const run of runs) query.append("with", run);
+  history.replaceState(null, "", location.pathname + "?" + query);
+}"""
+"""The address says which other runs are in the charts."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> list[Any]:
+    """The view. `run_name` says of which run; it is asked again at every tick.
+
+    Returns:
+        What the browser keeps of how charts are looked at, and the fields that are to show it: `opened_looks` tells.
+    """
     seen = gr.Textbox("", visible=False)
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
@@ -94,8 +109,10 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         with gr.Tab(words("runs.tab_log"), id="log"):
             log_view.build(site, words, run_name, tick)
         with gr.Tab(words("runs.tab_recipe"), id="recipe"):
-            recipe = gr.Code(language="yaml", interactive=False, label=words("runs.recipe"), elem_id="runs-recipe")
             plan = gr.HTML(elem_id="runs-plan")
+            recipe = gr.Code(
+                language="yaml", interactive=False, label=words("runs.recipe"), max_lines=24, elem_id="runs-recipe"
+            )
         with gr.Tab(words("runs.tab_checkpoints"), id="checkpoints"):
             checkpoints = gr.HTML(elem_id="runs-checkpoints")
         with gr.Tab(words("runs.tab_result"), id="result"):
@@ -121,6 +138,18 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         return gr.Dropdown(choices=[line.name for line in listing_of(site.root).lines() if line.name != name])
 
     gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
+    overlaid.input(None, overlaid, None, js=ADDRESS)
+    smoothing, is_log, by, clip, _ = looks
+    kept = kept_looks()
+    keep(kept, smoothing=smoothing, is_log=is_log, by=by, clip=clip)
+    return [kept, *looks]
+
+
+def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[Any]:
+    """How a page that is opened shows its charts: as the browser kept it, with the runs that the address names."""
+    others = [line.name for line in listing_of(site.root).lines() if line.name != name]
+    there = [one for one in dict.fromkeys(overlaid) if one in others][:MAX_OVERLAID]
+    return [*looks_in(kept).values(), gr.Dropdown(choices=others, value=there)]
 
 
 def _looks(words: Words) -> list[Any]:
@@ -128,7 +157,7 @@ def _looks(words: Words) -> list[Any]:
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
             smoothing = gr.Slider(
-                0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
+                0, MAX_SMOOTHING, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
             sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
@@ -217,7 +246,7 @@ def _changed(
         no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not drawn)
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
-        recipe, plan = recipe_of(run), plan_of(run)
+        recipe, plan = recipe_of(run), plan_of(run, words)
     return [
         json.dumps(now), head, warnings, no_curves, *plots, choice, completions,
         samples, checkpoints, result, recipe, plan,
@@ -279,10 +308,10 @@ def recipe_of(run: tunekit.Run) -> str:
         return f"# {error.strerror}"
 
 
-def plan_of(run: tunekit.Run) -> str:
+def plan_of(run: tunekit.Run, words: Words) -> str:
     """The plan of a run with its reasons."""
     try:
-        return f"<pre class='log-text' tabindex='0'>{escape(tunekit.redacted(run.plan.explain()))}</pre>"
+        return tunekit.redacted(plan_html(run.plan, words))
     except tunekit.TunekitError as error:
         return told(error)
     except (OSError, ValueError, KeyError, yaml.YAMLError) as error:

@@ -432,19 +432,17 @@ UNSUPPORTED = {
         "tokens": "tokens are not added to a vocabulary",
         "optimizer": "train.optim must be one of",
         "early_stopping_patience": "a run is not ended early",
-        "wandb_project": "tunekit reports to no tracker",
+        "wandb_project": "no key of a recipe: set WANDB_PROJECT=trials",
     },
     "llamafactory-doubtful.yaml": {
         "lora_ranks": "did you mean 'lora_rank'?",
         "max_samples": "all rows of a file are taken",
         "use_galore": "GaLore is not there",
-        "report_to": "tunekit reports to no tracker",
     },
     "trl-doubtful.yaml": {
         "load_in_4bit": "weights of 4 bits are trained with an adapter only",
         "max_lenght": "did you mean 'max_length'?",
         "group_by_length": "rows are not grouped by length",
-        "report_to": "tunekit reports to no tracker",
         "push_to_hub": "tunekit does not upload while it trains",
     },
     "torchtune-doubtful.yaml": {
@@ -453,7 +451,7 @@ UNSUPPORTED = {
         "quantizer._component_": "training for quantisation is not there",
         "quantizer.groupsize": "training for quantisation is not there",
         "lr_scheduler._component_": "get_exponential_schedule: train.lr_scheduler_type names those that are there",
-        "metric_logger._component_": "tunekit reports to no tracker",
+        "metric_logger.project": "no key of a recipe: set WANDB_PROJECT=trial",
     },
     "swift-doubtful.sh": {
         "train_type": "longlora is not there",
@@ -461,7 +459,7 @@ UNSUPPORTED = {
         "system": "a system message stands in the rows",
         "learning_rat": "did you mean 'learning_rate'?",
         "freeze_vit": "tunekit trains on text",
-        "report_to": "tunekit reports to no tracker",
+        "report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio",
     },
 }
 

@@ -11,18 +11,19 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.planner.states import Dtype
 from tunekit.redact import Redacting
+from tunekit.run.loaded import Device, Sampling, end_tokens, load, longest_of
 from tunekit.run.memory import is_out_of_memory, resident_bytes
+from tunekit.run.prompts import prompt_ids
 from tunekit.run.quiet import library_words_to
 from tunekit.run.silence import send_nothing_at_all
-from tunekit.run.trained import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.run.trained import Trained, find_trained, load_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,28 +108,15 @@ class Worker:
                     raise
                 self.tell({"problem": "memory ran out in the answer", "hint": "begin a shorter conversation"})
 
-    def _load(self, found: Trained, device: str, *, compare: bool) -> None:
+    def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
         self.found = found
-        if device == "cuda" and not torch.cuda.is_available():
-            raise RunError("there is no accelerator here", hint="take --device cpu")
-        self.device = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-        self.tokenizer = tokenizer_of(found)
-        self.dtype = self._dtype(found)
-        self.model: Any = load_trained(found, dtype=self.dtype, device=self.device)
+        loaded = load(found, device=device)
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self.tokenizer, self.model = loaded.tokenizer, cast(Any, loaded.model)
+        self.longest = longest_of(found)
         self.before: Any = None
         if compare and found.adapter is None and found.before is not None:
             self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
-
-    def _dtype(self, found: Trained) -> Dtype:
-        """As it was computed in training; a processor without a type of 16 bits computes in float32."""
-        if found.run is not None:
-            planned = found.run.plan
-            return planned.dtype if planned.device.kind == self.device else self._own_dtype(found)
-        return self._own_dtype(found)
-
-    def _own_dtype(self, found: Trained) -> Dtype:
-        stored = stored_dtype(found)
-        return "float32" if self.device == "cpu" and stored == "float16" else stored
 
     def _facts(self) -> dict[str, Any]:
         on_gpu = self.device == "cuda"
@@ -149,56 +137,43 @@ class Worker:
             raise RunError(f"what {self.found.name} was before is not loaded", hint="begin the talk with compare")
         model = self.before if is_base and self.before is not None else self.model
         aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
-        ids = self._ids(question["say"])
-        limit = self._room(model, ids, question["max_new_tokens"])
+        if not question["say"]:
+            raise RunError("nothing was said", hint="begin with a message")
+        ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
+        limit = self._room(ids, question["max_new_tokens"])
         given = torch.tensor([ids], device=self.device)
-        draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if question["temperature"] > 0:
-            draws = {"do_sample": True, "temperature": question["temperature"], "top_p": question["top_p"], "top_k": 0}
+        sampling = Sampling(question["temperature"], question["top_p"], limit)
         with torch.inference_mode(), aside:
             output = model.generate(
                 input_ids=given,
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=limit,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                eos_token_id=end_tokens(model, self.tokenizer) or None,
                 streamer=_Pieces(self.tokenizer, self),
                 stopping_criteria=StoppingCriteriaList([_Asked(self.asked)]),
-                **draws,
+                **sampling.draws,
             )
         num_tokens = output.shape[1] - len(ids)
         reason = "stopped" if self.asked.is_set() else "length" if num_tokens >= limit else "end"
         return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
 
-    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, by the model's template; of a model without one, of its texts."""
-        from jinja2 import TemplateError
-
-        if not messages:
-            raise RunError("nothing was said", hint="begin with a message")
+    def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """A conversation; to a model that has no template for one, or was trained on texts, its texts."""
         if self.tokenizer.chat_template is None or not self.found.is_chat:
-            found: list[int] = self.tokenizer("\n".join(one["content"] for one in messages))["input_ids"]
-            return found
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise RunError(
-                f"the chat template of {self.found.name} refuses this conversation: {error}",
-                hint="leave the system prompt out, and let user and assistant take turns",
-            ) from error
-        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+            return "\n".join(one["content"] for one in messages)
+        return messages
 
-    def _room(self, model: Any, ids: list[int], asked: int) -> int:
+    def _room(self, ids: list[int], asked: int) -> int:
         """Tokens that an answer may have."""
-        limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        if limit is None:
+        if self.longest is None:
             return asked
-        if len(ids) >= limit:
+        if len(ids) >= self.longest:
             raise RunError(
-                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {limit:,}",
+                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}",
                 hint="clear it, and begin another one",
             )
-        return min(asked, int(limit) - len(ids))
+        return min(asked, self.longest - len(ids))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 IN_PARTS = "pytorch_model_fsdp_0"
 """Folder of a checkpoint whose weights lie in parts."""
@@ -241,23 +241,34 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
 
 
+def config_of(found: Trained) -> "PretrainedConfig":
+    """The configuration of a model, or of the one below its adapter.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    from transformers import AutoConfig
+
+    where = model_folder(found.base)
+    try:
+        return AutoConfig.from_pretrained(
+            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
 def stored_dtype(found: Trained) -> Dtype:
     """The type in which the weights of a model, or of the one below its adapter, are stored.
 
     Raises:
         TunekitError: They are stored in a type that is none of a model's own.
     """
-    from transformers import AutoConfig
-
-    where = model_folder(found.base)
-    try:
-        config = AutoConfig.from_pretrained(
-            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
+    config = config_of(found)
     text = config.get_text_config()
     name = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise TunekitError(f"{where}: its weights are stored as {name}", hint="name a type with --dtype")
+        raise TunekitError(
+            f"{model_folder(found.base)}: its weights are stored as {name}", hint="name a type with --dtype"
+        )
     return cast(Dtype, name)
