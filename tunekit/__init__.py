@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
+    from tunekit.run.evaluate import evaluate
+    from tunekit.run.evaluation import Estimate, Evaluation, Score, evaluations_of
     from tunekit.run.events import Event
     from tunekit.run.export import Export, export
     from tunekit.run.generate import Generated, generate
@@ -81,6 +83,8 @@ __all__ = [
     "Diagnosis",
     "EditEffect",
     "Entry",
+    "Estimate",
+    "Evaluation",
     "Event",
     "EventReader",
     "Export",
@@ -95,6 +99,7 @@ __all__ = [
     "RowPreview",
     "Run",
     "Sample",
+    "Score",
     "Series",
     "ShippedRecipe",
     "ShownSequence",
@@ -114,6 +119,8 @@ __all__ = [
     "diagnose_run",
     "edit_text",
     "effects_of",
+    "evaluate",
+    "evaluations_of",
     "export",
     "find_run",
     "find_sweep",
@@ -166,6 +173,8 @@ _HOMES = {
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
     "Entry": "tunekit.recipe.entries",
+    "Estimate": "tunekit.run.evaluation",
+    "Evaluation": "tunekit.run.evaluation",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Export": "tunekit.run.export",
@@ -181,6 +190,7 @@ _HOMES = {
     "Sample": "tunekit.data.report",
     "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
+    "Score": "tunekit.run.evaluation",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
     "ShownSequence": "tunekit.data.preview",
@@ -200,6 +210,8 @@ _HOMES = {
     "diagnose_run": "tunekit.run.diagnosis",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
+    "evaluate": "tunekit.run.evaluate",
+    "evaluations_of": "tunekit.run.evaluation",
     "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
     "find_sweep": "tunekit.sweeps.folder",

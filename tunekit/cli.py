@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_eval import evaluate
 from tunekit.cli_generate import generate, serve
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
@@ -325,6 +326,7 @@ def kernels(
 
 for after in (chat, export, generate, report, serve):
     app.command(rich_help_panel=AFTER)(after)
+app.command("eval", rich_help_panel=AFTER)(evaluate)
 
 app.command(rich_help_panel=AFTER)(sweep)
 app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
