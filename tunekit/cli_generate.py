@@ -1,11 +1,14 @@
 """The commands in which a model answers others than a person: many prompts of a file, and programs."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from tunekit.errors import TunekitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,3 +128,59 @@ def _show(done: "Generated", console: "Console") -> None:
     ):
         table.add_row(name, Text(value))
     console.print(table)
+
+
+def serve(
+    model: ModelArgument,
+    checkpoint: CheckpointOption = None,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen at. Any but this machine's own needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help="A file that holds the key of clients; TUNEKIT_API_KEY may hold it too."),
+    ] = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Serve what a run made, or any model, to OpenAI's clients. Ctrl-C ends it."""
+    from tunekit.run import serve as serving
+    from tunekit.run.events import Event
+
+    key = os.environ.get(serving.KEY_VARIABLE) or None
+    if api_key_file is not None:
+        key = _key_in(api_key_file)
+
+    def show(event: Event) -> None:
+        if event["phase"] == "loading":
+            print(f"loading {event['name']}", flush=True)
+            return
+        url, name = event["url"], event["name"]
+        said: dict[str, object] = {"prompt": "Once upon a time"}
+        if event["path"].endswith("chat/completions"):
+            said = {"messages": [{"role": "user", "content": "Hello"}]}
+        request = json.dumps({"model": name, **said, "temperature": 0}, ensure_ascii=False)
+        header = "" if key is None else f' -H "Authorization: Bearer ${serving.KEY_VARIABLE}"'
+        print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C ends it\n")
+        print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)
+
+    serving.serve(
+        model, checkpoint=checkpoint, host=host, port=port, api_key=key, device=device, dtype=dtype, on_event=show
+    )
+
+
+def _key_in(file: Path) -> str:
+    """The key that a file holds.
+
+    Raises:
+        TunekitError: It cannot be read, or holds none.
+    """
+    hint = "name a text file that holds nothing but the key"
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TunekitError(f"--api-key-file {file}: it cannot be read: {error}", hint=hint) from error
+    if not key:
+        raise TunekitError(f"--api-key-file {file}: there is nothing in it", hint=hint)
+    return key
