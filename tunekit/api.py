@@ -150,14 +150,27 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         TunekitError: There is a fault.
     """
-    recipe = continued(read_recipe(source, overrides)[0])
+    return check_recipe(read_recipe(source, overrides)[0], Lookup([None], probe_model))[1]
+
+
+def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
+    """The plan of a recipe that can be trained on this machine, and what is worth knowing of its rows.
+
+    Args:
+        recipe: The recipe.
+        lookup: What plans are made from, for however many recipes.
+
+    Raises:
+        TunekitError: There is a fault.
+    """
+    recipe = continued(recipe)
     _refuse_untrainable(recipe)
     check_trackers(recipe.output.report_to)
-    lookup = Lookup([None], probe_model)
-    _check_disk(lookup.plan(recipe))
+    planned = lookup.plan(recipe)
+    _check_disk(planned)
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
-    return data.notes
+    return planned, data.notes
 
 
 def train(

@@ -69,13 +69,18 @@ class Answer:
 
     Attributes:
         text: Without special tokens.
-        num_tokens: With its end token.
+        ids: Token ids, with its end token.
         reason: `end`: the model was done; `length`: it reached the longest answer.
     """
 
     text: str
-    num_tokens: int
+    ids: tuple[int, ...]
     reason: Literal["end", "length"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, with its end token."""
+        return len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -268,4 +273,4 @@ def _ended(row: list[int], ends: Sequence[int], tokenizer: "PreTrainedTokenizerB
     """A row of what was generated as an answer: up to its end token."""
     last = next((at for at, token in enumerate(row) if token in ends), None)
     ids = row if last is None else row[: last + 1]
-    return Answer(tokenizer.decode(ids, skip_special_tokens=True), len(ids), "length" if last is None else "end")
+    return Answer(tokenizer.decode(ids, skip_special_tokens=True), tuple(ids), "length" if last is None else "end")
