@@ -158,7 +158,7 @@ class VllmModel:
         """What vLLM gave as an answer."""
         ids = list(output.token_ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(text, len(ids), "length" if output.finish_reason == "length" else "end")
+        return Answer(text, tuple(ids), "length" if output.finish_reason == "length" else "end")
 
 
 def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dtype | Literal["auto"]) -> list[str]:
