@@ -6,6 +6,7 @@ a device's memory for itself, as its own setting says (`gpu_memory_utilization`,
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -185,7 +186,7 @@ def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dty
 
 
 def run_server(command: list[str], api_key: str | None) -> None:
-    """Run vLLM's server until it ends, which Ctrl-C makes it do.
+    """Run vLLM's server until it ends, as Ctrl-C and SIGTERM make it.
 
     Raises:
         RunError: It failed.
@@ -193,15 +194,15 @@ def run_server(command: list[str], api_key: str | None) -> None:
     # In the environment, where a list of processes does not show it.
     environment = os.environ if api_key is None else os.environ | {"VLLM_API_KEY": api_key}
     process = subprocess.Popen(command, env=environment)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     try:
         code = process.wait()
     except KeyboardInterrupt:
-        process.wait()
-        return
+        # A terminal has told that process, too.
+        code = process.wait()
     finally:
-        process.terminate()
-        process.wait()
-    if code:
+        signal.signal(signal.SIGTERM, before)
+    if code > 0:
         raise RunError(f"vLLM's server ended with code {code}", hint="see above, or take --backend transformers")
 
 
