@@ -103,7 +103,6 @@ def push(target: Target, folder: Path, *, message: str) -> str:
             parent_commit=target.parent,
             delete_patterns="*" if target.has_files else None,
         )
-    assert not isinstance(sent, str)
     return f"{api.endpoint}/{target.repo}"
 
 
