@@ -182,7 +182,7 @@ def test_a_repository_that_holds_something_is_replaced_only_when_that_is_asked_f
         tunekit.export(run, tmp_path / "out", kind="adapter", push="ada/old", on_event=told.append)
     assert told == [] and not (tmp_path / "out").exists(), "nothing is computed for what cannot be sent"
     done = tunekit.export(run, tmp_path / "out", kind="adapter", push="ada/old", replace=True)
-    assert set(hub.repos["ada/old"].files) == {".gitattributes", *done.files}
+    assert set(hub.repos["ada/old"].files) == {".gitattributes", "export.json", *done.files}
     assert hub.repos["ada/old"].files["README.md"].startswith(b"---")
 
 

@@ -77,12 +77,16 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
         ModelError: The folder has no adapter any more, or other tensors than this one.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise ModelError(f"{file} is gone, which this run starts from", hint="put it back, or start from another model")
-    weights = load_file(file)
+    try:
+        weights = load_file(file)
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged: {error}", hint="take another checkpoint, or train again") from error
     needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     different = sorted(needed.symmetric_difference(weights))
     if not different:

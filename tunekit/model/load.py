@@ -92,6 +92,7 @@ def load_model(
         ModelError: The model cannot be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
 
     from tunekit.model.attention import register_packed_attention
@@ -125,6 +126,11 @@ def load_model(
                 distributed_config=distributed,
                 **({} if head_seed is None else {"num_labels": 1}),
             )
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights in {section.path!r} are damaged: {_first_line(error)}",
+            hint="fetch or save them again",
+        ) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
