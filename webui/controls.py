@@ -42,6 +42,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         stop_now = gr.Button(
             words("controls.stop_now"), interactive=False, size="md", variant="stop", elem_id="controls-stop-now"
         )
+        talk = gr.Button(words("export.chat"), size="md", visible=False, elem_id="controls-talk")
         clone = gr.Button(words("controls.clone"), size="md", elem_id="controls-clone")
     ask = _StopNow(words)
     line = gr.HTML(elem_id="controls-line")
@@ -54,7 +55,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         form = ResumeForm(site, words, run_name)
         tags, path = _tags_and_folder(words)
         deletion = _Deletion(site, words, run_name)
-    shown = _Shown(seen, line, card, stop, stop_now, clone, mend, form, tags, path, deletion)
+    shown = _Shown(seen, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
 
     def refresh(name: str, seen: str, chosen: str) -> list[Any]:
         return look(site, words, name, seen, shown, chosen)
@@ -86,6 +87,7 @@ class _Shown:
     card: gr.HTML
     stop: gr.Button | None = None
     stop_now: gr.Button | None = None
+    talk: gr.Button | None = None
     clone: gr.Button | None = None
     mend: gr.Button | None = None
     form: ResumeForm | None = None
@@ -99,7 +101,7 @@ class _Shown:
         always: list[Any] = [self.seen, self.line, self.card]
         if self.form is None or self.deletion is None:
             return always
-        buttons = [self.stop, self.stop_now, self.clone, self.mend]
+        buttons = [self.stop, self.stop_now, self.talk, self.clone, self.mend]
         return [*always, *buttons, *self.form.outputs, self.tags, self.path, self.deletion.help]
 
 
@@ -142,8 +144,9 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
     can_stop = found.state not in OVER
     return [
         *always,
-        gr.Button(interactive=can_stop and found.wish is None),
-        gr.Button(interactive=can_stop and found.wish != "now"),
+        gr.Button(visible=can_stop, interactive=found.wish is None),
+        gr.Button(visible=can_stop, interactive=found.wish != "now"),
+        gr.Button(link=site.link(words.language, "chat", run=name), visible=found.state == "finished"),
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
         *shown.form.updates(found, chosen),
@@ -157,7 +160,7 @@ def _nothing_to_do(shown: _Shown) -> list[Any]:
     """What becomes of the rest of the panel where there is no run."""
     if shown.form is None:
         return []
-    disabled = [gr.Button(interactive=False)] * 3
+    disabled = [gr.Button(interactive=False)] * 4
     return [*disabled, gr.Button(visible=False), *shown.form.disabled(), gr.skip(), "", ""]
 
 
@@ -180,10 +183,8 @@ def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
         told.append(("", words("controls.stuck")))
     elif not found.is_over:
         told.append(("", words("controls.runs")))
-    else:
-        told.append(("", words("controls.over")))
-        if not found.can_go_on:
-            told.append(("", words("controls.no_checkpoint")))
+    elif not found.can_go_on:
+        told.append(("", words("controls.no_checkpoint")))
     lines = "".join(f"<p class='{kind}'>{escape(text)}</p>" for kind, text in told)
     return f"<div role='status'>{lines}</div>"
 

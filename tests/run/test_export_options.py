@@ -116,7 +116,7 @@ BOTH, ALL = ("export", "chat"), ("export", "chat", "report")
 DAMAGES = [
     ("lora", BOTH, interrupted, r"is interrupted, after step 2 of 2: it has no model yet; .*--checkpoint 2"),
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
-    ("full", BOTH, lambda run: cut(run / "model/model.safetensors"), "the weights in .* are damaged"),
+    ("full", BOTH, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
     ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),
     ("full", BOTH, lambda run: (run / "model/config.json").unlink(), "Should have a `model_type` key"),
     ("lora", BOTH, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),

@@ -190,7 +190,7 @@ STARTING = {
     "_Deletion._delete",
     "_attach_loading.<locals>.load_chosen",
     "_build_rewards.<locals>.run",
-    "_build_start.<locals>.begin",
+    "_attach_start.<locals>.begin",
     "build.<locals>.export",
     "build.<locals>.upload",
 }

@@ -74,7 +74,7 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
         name: Name of the adapter.
 
     Raises:
-        ModelError: The folder has no adapter any more, or other tensors than this one.
+        ModelError: The folder has no adapter any more, a damaged one, or other tensors than this one.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -86,7 +86,7 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
     try:
         weights = load_file(file)
     except SafetensorError as error:
-        raise ModelError(f"{file} is damaged: {error}", hint="take another checkpoint, or train again") from error
+        raise ModelError(f"{file} is damaged: {error}", hint="name a checkpoint, or put it back") from error
     needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     different = sorted(needed.symmetric_difference(weights))
     if not different:

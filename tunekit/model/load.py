@@ -126,15 +126,15 @@ def load_model(
                 distributed_config=distributed,
                 **({} if head_seed is None else {"num_labels": 1}),
             )
-    except SafetensorError as error:
-        raise ModelError(
-            f"model.path: the weights in {section.path!r} are damaged: {_first_line(error)}",
-            hint="fetch or save them again",
-        ) from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "see the log for the whole message",
+        ) from error
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
+            hint="fetch or save them again",
         ) from error
     if is_given:
         _give_unwritten_memory(model)
