@@ -82,6 +82,7 @@ def sweep(
             parallel=parallel,
             on_event=told,
         ),
+        "the data and planning every combination",
         as_json=as_json,
     )
 
@@ -113,11 +114,17 @@ def go_on(name: str, *, as_json: bool = False) -> None:
     """Go on with a sweep, and show how it stands in the end."""
     from tunekit.sweeps.conduct import resume_sweep
 
-    _conduct(lambda told: resume_sweep(name, on_event=told), as_json=as_json)
+    _conduct(lambda told: resume_sweep(name, on_event=told), "the sweep", as_json=as_json)
 
 
-def _conduct(start: "Callable[[Listener], Sweep]", *, as_json: bool) -> None:
-    """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON."""
+def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) -> None:
+    """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON.
+
+    Args:
+        start: Conducts it, with what is to be told of its runs.
+        what: What is read first, in words.
+        as_json: Whether the table is JSON.
+    """
     from rich.console import Console
 
     from tunekit.display import make_console
@@ -127,7 +134,7 @@ def _conduct(start: "Callable[[Listener], Sweep]", *, as_json: bool) -> None:
     from tunekit.sweeps.plot import can_plot, save_plot
 
     console = Console(stderr=True) if as_json else make_console()
-    console.print("[dim]checking and planning every combination[/dim]")
+    console.print(f"[dim]reading {what}[/dim]")
     try:
         found = start(SweepProgress(console))
     except Stopped as stopped:

@@ -10,7 +10,7 @@ from rich.text import Text
 from tunekit.run.evaluation import Estimate, Evaluation, Score, newest_scores
 from tunekit.run.intervals import NUM_RESAMPLES, SEED
 
-VERDICTS = {"better": "green", "worse": "red", "no clear difference": "dim"}
+VERDICTS = {"better": "green", "worse": "red", "no clear difference": "dim", "no difference": "dim"}
 
 _METHODS = {
     "bootstrap": f"bootstrap over rows ({NUM_RESAMPLES:,} resamples, seed {SEED})",

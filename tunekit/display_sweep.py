@@ -1,6 +1,7 @@
 """What people see of a sweep in a terminal: its plans before it begins, a line for each run, and one table."""
 
 from collections.abc import Sequence
+from textwrap import shorten
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,9 @@ from tunekit.run.events import Event
 from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words
 from tunekit.sweeps.measure import Measure
 
+WHY_LETTERS = 90
+"""Of why a run failed that are told at once; the table has it all."""
+
 STYLES = {"finished": "green", "failed": "red", "died": "red", "stuck": "red", "interrupted": "yellow", "pruned": "dim"}
 
 
@@ -26,6 +30,9 @@ class SweepProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._seconds: list[float] = []
+        """What each run took that has finished here."""
+        self._parallel = 1
 
     def __call__(self, event: Event) -> None:
         """Show what happened."""
@@ -41,10 +48,23 @@ class SweepProgress:
                 verb = "begins" if one.run is None else "goes on"
                 self._console.print(Text(f"{where}  {verb}"))
             else:
-                self._console.print(Text.assemble(f"{where}  ", (_ended(one), STYLES.get(one.state, ""))))
+                left = self._left(one, event["num_runs"])
+                self._console.print(
+                    Text.assemble(f"{where}  ", (_ended(one), STYLES.get(one.state, "")), (left, "dim"))
+                )
+
+    def _left(self, one: Outcome, num_runs: int) -> str:
+        """How long those take that are left, where those that are done tell."""
+        self._seconds += [] if one.seconds is None else [one.seconds]
+        num_left = num_runs - one.trial.number
+        if not self._seconds or num_left <= 0:
+            return ""
+        mean = sum(self._seconds) / len(self._seconds)
+        return f"  some {duration(mean * num_left / self._parallel)} left"
 
     def _on_sweep(self, sweep: Sweep, event: Event) -> None:
         spec, num_plans = sweep.spec, len(event["plans"])
+        self._parallel = spec.parallel
         self._console.print("", variants_table(event["plans"]))
         at_once = f"{spec.parallel} at once" if spec.parallel > 1 else "one after another"
         if spec.one_device_each:
@@ -68,7 +88,7 @@ def _total(seconds: Range | None, cost: Range | None) -> str:
 def _ended(one: Outcome) -> str:
     """How a run ended."""
     if one.state in (FAILED, "died", "stuck"):
-        return f"{one.state}: {(one.why or '').partition(chr(10))[0]}"
+        return f"{one.state}: {shorten(one.why or '', WHY_LETTERS, placeholder=' ...')}"
     parts = [one.state]
     if one.value is not None:
         parts.append(f"{one.value:.4f}")

@@ -9,10 +9,10 @@ from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts
-from webui.history import history_of
+from webui.history import history_of, share_read
 from webui.listing import listing_of
 from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
-from webui.run_parts import empty, result_rows, table
+from webui.run_parts import empty, reading, result_rows, table
 from webui.site import Site
 from webui.words import Words, next_step, told
 
@@ -104,7 +104,9 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
         runs = [site.run(name) for name in names[:MAX_RUNS]]
         marks, kinds = [], []
         for run in runs:
-            with history_of(run) as reader:
+            with history_of(run, patient=True) as reader:
+                if reader.is_behind:
+                    return [reading(share_read(reader), words), *[gr.skip()] * 6, ""]
                 marks.append((run.name, reader.read_bytes, reader.num_events))
                 kinds += charts.kinds_of(reader.series)
         now = repr((marks, kind, view))

@@ -81,6 +81,15 @@ def empty(text: str) -> str:
     return f"<p class='runs-empty'>{escape(text)}</p>"
 
 
+def reading(share: float, words: Words) -> str:
+    """How far a long history is read."""
+    label = words("runs.reading", percent=int(100 * share))
+    return (
+        "<div class='runs-progress runs-reading' role='status'>"
+        f"<progress max='1' value='{share:.2f}' aria-hidden='true'></progress><span>{escape(label)}</span></div>"
+    )
+
+
 def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
     """The name of a run, what it is at, how far it is, and why it ended."""
     facts = [line.method, line.model, words("runs.began", when=moment(line.started)), *line.tags]

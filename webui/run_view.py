@@ -17,7 +17,7 @@ from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts, controls, export_view, log_view, run_parts
-from webui.history import history_of
+from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
 from webui.looks import MAX_SMOOTHING, keep, looks_in
 from webui.plan_view import plan_html
@@ -27,11 +27,17 @@ from webui.words import Words, told
 NUM_CHARTS = 12
 """Charts that there is room for; no method has more."""
 
+NUM_OTHERS = 11
+"""What else is answered at every look."""
+
 MAX_OVERLAID = 4
 """Other runs in the same charts."""
 
 MAX_DRAWINGS = 24
 """Runs' charts that are kept for the next browser that asks for the same; each takes about a quarter of a megabyte."""
+
+NUM_AT_ONCE = 8
+"""Browsers that are answered at once: some wait for the end of a file."""
 
 _drawings: OrderedDict[tuple[object, ...], list[PlotData]] = OrderedDict()
 _lock = threading.Lock()
@@ -125,7 +131,10 @@ def build(
 
     overlaid = looks[-1]
     for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
-        listen(refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last")
+        listen(
+            refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last",
+            concurrency_limit=NUM_AT_ONCE,
+        )  # fmt: skip
 
     def others(name: str) -> Any:
         return gr.Dropdown(choices=[line.name for line in listing_of(site.root).lines() if line.name != name])
@@ -176,9 +185,8 @@ def look(
     overlaid: list[str] | None,
 ) -> list[Any]:
     """What has changed of a run since a browser asked last, for each of `Parts.outputs`."""
-    num_others = 11
     if not name:
-        return [gr.skip()] * (num_others + NUM_CHARTS)
+        return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
     view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
     try:
         run = site.run(name)
@@ -187,7 +195,7 @@ def look(
         before = json.loads(seen or "{}")
         return _changed(run, others, line, before, view, order, words)
     except tunekit.TunekitError as error:
-        return ["", told(error), *[gr.skip()] * (num_others - 2 + NUM_CHARTS)]
+        return ["", told(error), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS)]
 
 
 def _changed(
@@ -205,8 +213,10 @@ def _changed(
         now[part] = repr((run.name, *made_from))
         return now[part] != before.get(part)
 
-    with history_of(run) as reader:
-        told_so_far = (reader.read_bytes, reader.num_events)
+    with history_of(run, patient=True) as reader:
+        if reader.is_behind:
+            return _reading(share_read(reader), run_parts.head(run, line, reader, words), words)
+        marks = [(reader.read_bytes, reader.num_events)]
         head: Any = run_parts.head(run, line, reader, words)
         head = head if is_new("head", hash(head)) else gr.skip()
         warnings: Any = run_parts.warnings(reader, words)
@@ -225,9 +235,10 @@ def _changed(
         result: Any = run_parts.result(reader, words) if is_new("result", found and found["time"]) else gr.skip()
     plots: list[Any] = [gr.skip()] * NUM_CHARTS
     no_curves: Any = gr.skip()
-    marks = [told_so_far]
     for other in others:
-        with history_of(other) as reader:
+        with history_of(other, patient=True) as reader:
+            if reader.is_behind:
+                return _reading(share_read(reader), head, words)
             marks.append((reader.read_bytes, reader.num_events))
     if is_new("charts", [other.name for other in others], marks, view):
         drawn = drawings(run, others, view, words)
@@ -241,6 +252,12 @@ def _changed(
         json.dumps(now), head, warnings, no_curves, *plots, choice, completions,
         samples, checkpoints, result, recipe, plan,
     ]  # fmt: skip
+
+
+def _reading(share: float, head: Any, words: Words) -> list[Any]:
+    """What is shown until all that happened is read: curves with an end missing would be taken for whole."""
+    told = gr.HTML(run_parts.reading(share, words), visible=True)
+    return ["", head, gr.skip(), told, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
 
 def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words) -> list[PlotData]:

@@ -124,11 +124,12 @@ def _estimate(sample: Sample, means: "np.ndarray | None", shape: "np.ufunc", *, 
     return Estimate(value) if means is None else Estimate(value, *_ends(shape(means)))
 
 
-def _ends(values: "np.ndarray") -> tuple[float, float]:
+def _ends(values: "np.ndarray") -> tuple[float, float] | tuple[None, None]:
+    """The ends of an interval; none where every resample gives the same, which tells nothing of other rows."""
     import numpy as np
 
     low, high = np.nanpercentile(values, [2.5, 97.5])
-    return float(low), float(high)
+    return (float(low), float(high)) if low < high else (None, None)
 
 
 def _resampled(sample: Sample) -> "np.ndarray | None":

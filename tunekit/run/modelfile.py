@@ -5,6 +5,7 @@ the Jinja template is taken apart by rendering marked conversations with it: wha
 messages is what the Go template has to write. Then the parts are put together again for other conversations, and only
 where that gives the very text of the Jinja template is a Go template written. A template that does more than to put
 words around messages (that counts them, tells the date, keeps the system prompt for the last question) fails that.
+White space around a message is the exception: some templates drop it, and Ollama keeps it.
 
 The fields of Ollama's template: https://github.com/ollama/ollama/blob/main/docs/template.mdx. It joins the system
 messages to `.System`, and messages of one role that follow each other to one, before the template sees them.
@@ -185,7 +186,9 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
     )
     system = _between(tokenizer, [("system", MARKS[3]), *zip(roles, MARKS, strict=False)])
     if system is None:
-        return parts
+        # Refused, or left out; where it stands elsewhere, Ollama could not put it there.
+        asked_so = _rendered(tokenizer, [("system", MARKS[3]), ("user", MARKS[0])])
+        return parts if asked_so is None or MARKS[3] not in asked_so else None
     before, after = system[0], system[1]
     if after.endswith(before_user) and before_user:
         around = (before, after[: len(after) - len(before_user)])

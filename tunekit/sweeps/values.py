@@ -85,7 +85,9 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Axis], list[str]]:
     axes: dict[str, Axis] = {}
     overrides = []
     for word in words:
-        key, _, written = word.partition("=")
+        key, equals, written = word.partition("=")
+        if equals and not written.strip():
+            raise RecipeError(f"{word}: no value after the '='", hint="write key=value,value such as adapter.rank=8,16")
         axis = _axis(word, written.strip())
         if axis is None:
             overrides.append(word)
@@ -160,7 +162,7 @@ def grid(axes: Mapping[str, Axis]) -> list[Changes]:
     spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
     if spans:
         raise RecipeError(
-            f"{', '.join(spans)}: a range has no end of values", hint="draw from it with --random N or --optuna N"
+            f"{', '.join(spans)}: a range is not a list of values", hint="draw from it with --random N or --optuna N"
         )
     lists = {key: axis for key, axis in axes.items() if not isinstance(axis, Span)}
     numbers = [len(values) for values in lists.values()]
@@ -206,7 +208,8 @@ def check_number(axes: Mapping[str, Axis], num: int) -> None:
     ]
     if num > prod(sizes):
         raise RecipeError(
-            f"{num} runs are more than the {prod(sizes)} combinations", hint="draw fewer, or try all: leave it out"
+            f"{num} runs are more than the {prod(sizes)} combinations",
+            hint="draw fewer; all are tried where no number is given",
         )
 
 
