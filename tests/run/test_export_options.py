@@ -105,6 +105,7 @@ def test_a_file_without_tensors_is_no_export(runs, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_model_that_judges_is_exported_as_one_and_scores_alike(tmp_path):
     save_tiny_model(tmp_path / "model")
     pairs = [(f"{n} and {n}?", f"{2 * n}", "no") for n in range(8)]
