@@ -84,8 +84,8 @@ def reading(share: float, words: Words) -> str:
     """How far a long history is read."""
     label = words("runs.reading", percent=int(100 * share))
     return (
-        f"<div class='runs-progress' role='status'><progress max='1' value='{share:.2f}' aria-hidden='true'></progress>"
-        f"<span>{escape(label)}</span></div>"
+        "<div class='runs-progress runs-reading' role='status'>"
+        f"<progress max='1' value='{share:.2f}' aria-hidden='true'></progress><span>{escape(label)}</span></div>"
     )
 
 

@@ -223,6 +223,8 @@ def test_a_run_that_learned_from_rewards_is_judged_by_them(workspace):
     assert made["completions/mean_length"].before.value == np.mean(lengths)
     punished = np.mean([min(0, (3 - length) / 6) for length in lengths])
     assert made["rewards/length/mean"].before.value == pytest.approx(punished)
+    with pytest.raises(tunekit.TunekitError, match="held-out row 1: numeric_match reads the column 'sum'"):
+        tunekit.evaluate(run, metrics=[{"type": "numeric_match", "column": "sum"}])
     sums = made["rewards/exact_match/mean"].before.value + 0.5 * punished
     assert made["reward"].before.value == pytest.approx(sums)
 
@@ -394,7 +396,7 @@ def run_command(arguments, capsys, monkeypatch, code=None) -> str:
 def test_the_command_prints_a_table_or_json(sft, workspace, capsys, monkeypatch):
     arguments = ["eval", sft.path, "--data", workspace / "eval.jsonl", "--limit", "4"]
     out = run_command(arguments, capsys, monkeypatch)
-    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "kept in"):
+    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "paired", "kept in"):
         assert words in out, words
     made = json.loads(run_command([*arguments, "--no-before", "--json"], capsys, monkeypatch))
     assert made["scores"][0]["name"] == "loss" and made["scores"][0]["before"] is None
@@ -410,8 +412,14 @@ def test_what_cannot_be_evaluated_is_said_in_a_line_before_a_model_is_loaded(
     unfinished = shutil.copytree(run, tmp_path / "unfinished")
     status = {**sft.status(), "phase": "interrupted"}
     (unfinished / "status.json").write_text(json.dumps(status))
+    cut_off = shutil.copytree(run, tmp_path / "cut-off")
+    for folder in (shutil.copytree(workspace / "llama", tmp_path / "cut"), cut_off / "model"):
+        (weights,) = folder.glob("*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:1000])
     for words, arguments in (
         ("no run 'nothing'", ["nothing"]),
+        ("the weights of 'cut' are damaged", ["cut", "--data", chats]),
+        ("adapter_model.safetensors is damaged", ["cut-off"]),
         ("it has no model yet", [unfinished]),
         ("holds no config.json", ["damaged", "--data", chats]),
         ("there is no metric 'exact_mach'; did you mean 'exact_match'?", [run, "--metric", "exact_mach"]),

@@ -167,7 +167,8 @@ def _encoded(found: Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
     """
     longest, tokenizer = longest_of(found), tokenizer_of(found)
-    encoded, faults = [], []
+    encoded: list[Sequence[int]] = []
+    faults: list[str] = []
     for prompt in prompts:
         try:
             ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
