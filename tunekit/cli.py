@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_compare import compare
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
@@ -321,7 +322,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, export, report):
+for after in (chat, export, report, compare):
     app.command(rich_help_panel=AFTER)(after)
 
 app.command(rich_help_panel=RECIPES)(migrate)
