@@ -167,7 +167,8 @@ def test_gpu_that_is_hidden_from_us_is_noticed() -> None:
 
 def test_features_without_torch_leave_the_devices_out() -> None:
     names = [row.name for row in features(stack(), None, driver=None)]
-    assert names == ["4-bit base model (adapter: qlora)", "plots as figures and PNG"]
+    assert names[:2] == ["4-bit base model (adapter: qlora)", "plots as figures and PNG"]
+    assert all(name.startswith("output.report_to: ") for name in names[2:])
 
 
 def test_missing_core_package_makes_the_installation_unhealthy() -> None:
@@ -203,3 +204,11 @@ def test_our_own_metadata_has_the_extra_that_brings_plots() -> None:
 def test_diagnosis_imports_no_torch() -> None:
     code = "import sys; from tunekit.doctor import diagnose; diagnose(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_each_tracker_is_a_feature_that_its_package_brings() -> None:
+    assert feature("report_to: mlflow", stack(mlflow="3.17.2"), LAPTOP).available
+    missing = compare(['wandb>=0.22,<1; extra == "tracking"'], ["tracking"], dict.fromkeys(STACK))
+    found = feature("report_to: wandb", stack(), LAPTOP)
+    assert not found.available
+    assert next(one.hint for one in missing if one.name == "wandb") == "pip install 'tunekit[tracking]'"

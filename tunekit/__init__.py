@@ -54,16 +54,23 @@ if TYPE_CHECKING:
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
+    from tunekit.run.evaluate import evaluate
+    from tunekit.run.evaluation import Estimate, Evaluation, Score, evaluations_of
     from tunekit.run.events import Event
     from tunekit.run.export import Export, export
+    from tunekit.run.generate import Generated, generate
     from tunekit.run.kept import Checkpoint, checkpoints
     from tunekit.run.measures import judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.report import report
     from tunekit.run.run import Run, find_run, list_runs, set_tags
+    from tunekit.run.serve import serve
     from tunekit.run.stop import stop_wish
     from tunekit.run.trial import RewardTrial
+    from tunekit.sweeps.begin import sweep
+    from tunekit.sweeps.conduct import resume_sweep, stop_sweep
+    from tunekit.sweeps.folder import Sweep, find_sweep, list_sweeps
 
 __version__ = "0.1.0"
 
@@ -78,10 +85,13 @@ __all__ = [
     "Diagnosis",
     "EditEffect",
     "Entry",
+    "Estimate",
+    "Evaluation",
     "Event",
     "EventReader",
     "Export",
     "Fault",
+    "Generated",
     "Migration",
     "Plan",
     "PlanError",
@@ -91,11 +101,13 @@ __all__ = [
     "RowPreview",
     "Run",
     "Sample",
+    "Score",
     "Series",
     "ShippedRecipe",
     "ShownSequence",
     "SourceReport",
     "Stopped",
+    "Sweep",
     "Talk",
     "TunekitError",
     "chat",
@@ -110,9 +122,13 @@ __all__ = [
     "diagnose_run",
     "edit_text",
     "effects_of",
+    "evaluate",
+    "evaluations_of",
     "export",
     "find_run",
+    "find_sweep",
     "fit",
+    "generate",
     "gib",
     "judged_by",
     "last_events",
@@ -120,6 +136,7 @@ __all__ = [
     "list_examples",
     "list_recipes",
     "list_runs",
+    "list_sweeps",
     "load_recipe",
     "machines",
     "migrate",
@@ -134,12 +151,16 @@ __all__ = [
     "redacted",
     "report",
     "resume",
+    "resume_sweep",
+    "serve",
     "set_tags",
     "short_recipe",
     "start",
     "start_resume",
     "stop",
+    "stop_sweep",
     "stop_wish",
+    "sweep",
     "sweep_plans",
     "train",
     "try_rewards",
@@ -156,10 +177,13 @@ _HOMES = {
     "Diagnosis": "tunekit.run.diagnosis",
     "EditEffect": "tunekit.run.effects",
     "Entry": "tunekit.recipe.entries",
+    "Estimate": "tunekit.run.evaluation",
+    "Evaluation": "tunekit.run.evaluation",
     "Event": "tunekit.run.events",
     "EventReader": "tunekit.run.reader",
     "Export": "tunekit.run.export",
     "Fault": "tunekit.recipe.places",
+    "Generated": "tunekit.run.generate",
     "Migration": "tunekit.recipe.migrate.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
@@ -170,10 +194,12 @@ _HOMES = {
     "Sample": "tunekit.data.report",
     "SourceReport": "tunekit.data.report",
     "Run": "tunekit.run.run",
+    "Score": "tunekit.run.evaluation",
     "Series": "tunekit.run.reader",
     "ShippedRecipe": "tunekit.recipe.library",
     "ShownSequence": "tunekit.data.preview",
     "Stopped": "tunekit.errors",
+    "Sweep": "tunekit.sweeps.folder",
     "Talk": "tunekit.run.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
@@ -189,9 +215,13 @@ _HOMES = {
     "diagnose_run": "tunekit.run.diagnosis",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
+    "evaluate": "tunekit.run.evaluate",
+    "evaluations_of": "tunekit.run.evaluation",
     "export": "tunekit.run.export",
     "find_run": "tunekit.run.run",
+    "find_sweep": "tunekit.sweeps.folder",
     "fit": "tunekit.api",
+    "generate": "tunekit.run.generate",
     "gib": "tunekit.planner.plan",
     "judged_by": "tunekit.run.measures",
     "last_events": "tunekit.run.reader",
@@ -200,6 +230,7 @@ _HOMES = {
     "list_recipes": "tunekit.recipe.library",
     "migrate": "tunekit.recipe.migrate.migration",
     "list_runs": "tunekit.run.run",
+    "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
     "machines": "tunekit.planner.machines",
     "named_paths": "tunekit.recipe.reach",
@@ -213,12 +244,16 @@ _HOMES = {
     "redacted": "tunekit.redact",
     "report": "tunekit.run.report",
     "resume": "tunekit.api",
+    "resume_sweep": "tunekit.sweeps.conduct",
+    "serve": "tunekit.run.serve",
     "set_tags": "tunekit.run.run",
     "short_recipe": "tunekit.recipe.rewrite",
     "start": "tunekit.detached",
     "start_resume": "tunekit.detached",
     "stop": "tunekit.api",
+    "stop_sweep": "tunekit.sweeps.conduct",
     "stop_wish": "tunekit.run.stop",
+    "sweep": "tunekit.sweeps.begin",
     "sweep_plans": "tunekit.api",
     "train": "tunekit.api",
     "try_rewards": "tunekit.api",

@@ -39,6 +39,7 @@ from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
 from tunekit.run.run import Run, check_free, find_run
+from tunekit.run.trackers import check_trackers
 
 if TYPE_CHECKING:
     from tunekit.model.fuse import Report
@@ -150,13 +151,27 @@ def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
     Raises:
         TunekitError: There is a fault.
     """
-    recipe = continued(read_recipe(source, overrides)[0])
+    return check_recipe(read_recipe(source, overrides)[0], Lookup([None], probe_model))[1]
+
+
+def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
+    """The plan of a recipe that can be trained on this machine, and what is worth knowing of its rows.
+
+    Args:
+        recipe: The recipe.
+        lookup: What plans are made from, for however many recipes.
+
+    Raises:
+        TunekitError: There is a fault.
+    """
+    recipe = continued(recipe)
     _refuse_untrainable(recipe)
-    lookup = Lookup([None], probe_model)
-    _check_disk(lookup.plan(recipe))
+    check_trackers(recipe.output.report_to)
+    planned = lookup.plan(recipe)
+    _check_disk(planned)
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
-    return data.notes
+    return planned, data.notes
 
 
 def train(
@@ -340,6 +355,7 @@ def make_run(
     """
     recipe, of_overrides = read_recipe(source, overrides)
     check_free(recipe)
+    check_trackers(recipe.output.report_to)
     if hardware is None:
         recipe = with_started(recipe, os.environ)
     recipe = continued(recipe)

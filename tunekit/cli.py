@@ -1,7 +1,7 @@
 """The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
 
-What starts runs is in `tunekit.cli_train`, what is done with them later in `tunekit.cli_runs`, and with their models in
-`tunekit.cli_after`.
+What starts runs is in `tunekit.cli_train` and `tunekit.cli_sweep`, what is done with them later in `tunekit.cli_runs`,
+and with their models in `tunekit.cli_after`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
 stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
@@ -17,8 +17,11 @@ from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
 from tunekit.cli_compare import compare
+from tunekit.cli_eval import evaluate
+from tunekit.cli_generate import generate, serve
 from tunekit.cli_migrate import migrate
 from tunekit.cli_runs import runs_app
+from tunekit.cli_sweep import show_sweep, sweep
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli_ui import ui
 from tunekit.errors import PlanError, TunekitError
@@ -322,9 +325,12 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, export, report, compare):
+for after in (chat, compare, export, generate, report, serve):
     app.command(rich_help_panel=AFTER)(after)
+app.command("eval", rich_help_panel=AFTER)(evaluate)
 
+app.command(rich_help_panel=AFTER)(sweep)
+app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
 app.command(rich_help_panel=RECIPES)(migrate)
 app.command(rich_help_panel=RUNS)(ui)
 app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)

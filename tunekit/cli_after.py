@@ -1,5 +1,6 @@
 """The commands for what comes after a run: taking its model elsewhere, talking with it, and telling of it."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,6 +33,19 @@ def export(
         typer.Option("--dtype", help="Type of whole weights; auto: that of the base model."),
     ] = "auto",
     checkpoint: CheckpointOption = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", help="Largest file of whole weights.", metavar="SIZE")
+    ] = "5GB",
+    gguf: Annotated[
+        Literal["f16", "bf16", "q8_0"] | None,
+        typer.Option("--gguf", help="A GGUF file too; needs llama.cpp's converter (LLAMA_CPP or PATH)."),
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option("--push", help="Send it to this repository of the hub.", metavar="OWNER/NAME")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Only its owners see the new repository.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace what the repository holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was exported as JSON.")] = False,
 ) -> None:
     """Write a run's model as a folder that others load, and check by loading it that it answers alike."""
     from tunekit.display import make_console
@@ -40,7 +54,13 @@ def export(
     if merged and adapter:
         raise TunekitError("--merged and --adapter are both given", hint="give one of them")
     console = make_console()
-    words = {"loading": "loading the model", "writing": "writing it", "checking": "checking it in a process of its own"}
+    words = {
+        "loading": "loading the model",
+        "writing": "writing it",
+        "checking": "checking it in a process of its own",
+        "converting": "converting it to GGUF",
+        "pushing": f"sending it to {push}",
+    }
     kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
     done = exporting.export(
         run,
@@ -48,10 +68,18 @@ def export(
         kind=kind,
         dtype=dtype,
         checkpoint=checkpoint,
+        max_shard_size=max_shard_size,
+        gguf=gguf,
+        push=push,
+        private=private,
+        replace=replace,
         on_event=lambda event: (
-            console.print(f"[dim]{words[event['phase']]}[/dim]") if event["phase"] in words else None
+            None if as_json or event["phase"] not in words else console.print(words[event["phase"]], style="dim")
         ),
     )
+    if as_json:
+        print(json.dumps(done.to_dict(), indent=2, ensure_ascii=False))
+        return
     _show(done, console)
 
 
@@ -64,6 +92,7 @@ def _show(done: "Export", console: "Console") -> None:
     rows = [
         ("exported", f"{done.kind}, {done.dtype}, {done.total_bytes:,} bytes"),
         ("to", done.folder),
+        *([] if done.pushed is None else [("on the hub", done.pushed)]),
         ("logits", f"differ by {check.logit_error:.2g} of their spread; {check.tolerance:.2g} is allowed"),
     ]
     if check.adapter_change is not None:
@@ -117,6 +146,10 @@ def chat(
         Literal["auto", "cpu", "cuda"],
         typer.Option("--device", help="Where the model is; auto: a GPU if there is one."),
     ] = "auto",
+    backend: Annotated[
+        Literal["auto", "transformers", "vllm"],
+        typer.Option("--backend", help="What generates; auto: vLLM where it is installed and takes the model."),
+    ] = "transformers",
 ) -> None:
     """Talk with what a run made, or with any model. A line is a message; /clear forgets, /exit or Ctrl-D ends."""
     from tunekit.run import chat as talking
@@ -124,7 +157,7 @@ def chat(
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"loading {model}", file=sys.stderr)
-    with talking.chat(model, checkpoint, compare=compare, device=device) as talk:
+    with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
             print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)

@@ -157,7 +157,7 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
@@ -175,9 +175,17 @@ def resume(
     detach: DetachOption = False,
     announce_to: AnnounceOption = None,
 ) -> None:
-    """Go on with a run that was interrupted, failed or died, or train a finished one further."""
+    """Go on with a run that was interrupted, failed or died, or train a finished one further; or with a sweep."""
     from tunekit import api
+    from tunekit.sweeps.folder import known_sweep
 
+    if known_sweep(run) is not None:
+        if overrides or from_ or weights_only or nodes or devices or queue or detach:
+            raise TunekitError(f"{run} is a sweep, which goes on as it was begun", hint=f"tunekit resume {run}")
+        from tunekit.cli_sweep import go_on
+
+        go_on(run)
+        return
     hosts = nodes.split(",") if nodes else None
     if detach:
         if hosts:
@@ -263,14 +271,17 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.")],
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
     now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
 ) -> None:
-    """End a run: after the step that it is at, with a checkpoint, or at once. It is over when this comes back."""
+    """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
     from tunekit import api
+    from tunekit.sweeps.conduct import stop_sweep
+    from tunekit.sweeps.folder import known_sweep
 
+    end = api.stop if known_sweep(run) is None else stop_sweep
     try:
-        print(api.stop(run, now=now, on_wait=lambda words: print(words, flush=True)))
+        print(end(run, now=now, on_wait=lambda words: print(words, flush=True)))
     except KeyboardInterrupt:
         print("not waited for; the run was asked to end and will", file=sys.stderr)
         raise typer.Exit(130) from None

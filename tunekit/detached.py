@@ -39,6 +39,7 @@ def start(
     source: Source,
     overrides: Sequence[str] = (),
     *,
+    resume: bool = False,
     devices: Sequence[str] | None = None,
     queue: bool = False,
 ) -> Run:
@@ -47,6 +48,7 @@ def start(
     Args:
         source: The recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one.
         overrides: Changes to it, such as `train.max_steps=10`.
+        resume: Go on with the run of this recipe that has ended early, where there is one.
         devices: The accelerators to use, by index or UUID; those that the plan chooses where left out.
         queue: Wait in line until no other run of this machine has the devices.
 
@@ -57,7 +59,8 @@ def start(
         if isinstance(source, Recipe | Mapping):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunekit-")))
             source = _written(source, folder)
-        return _start(["train", str(source), *overrides], devices, queue=queue)
+        options = ["--resume"] if resume else []
+        return _start(["train", str(source), *overrides, *options], devices, queue=queue)
 
 
 def start_resume(

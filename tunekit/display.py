@@ -25,6 +25,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from tunekit.display_eval import evaluations_table
 from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
 from tunekit.planner.facts import Hardware
@@ -33,6 +34,7 @@ from tunekit.planner.speed import Speed, duration
 from tunekit.recipe.methods import RewardedMethod
 from tunekit.run.bandwidth import Exchange
 from tunekit.run.diagnosis import diagnose_run
+from tunekit.run.evaluation import evaluations_of
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
 from tunekit.run.prospects import prospects
@@ -104,6 +106,8 @@ class Progress:
             self.console.print(Text(hosts_words(event["hosts"]), style="dim"))
         elif kind == "fused":
             self.console.print(Text(f"kernels  {event['message']}", style="dim"))
+        elif kind == "tracker":
+            self.console.print(Text(f"{event['name']}  {event['message']}", style="dim"))
         elif kind == "phase":
             self._on_phase(event["phase"])
         elif kind == "log":
@@ -399,7 +403,7 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
         parts.append(Text(curve))
     result = run.result()
     parts.append(summary(result, run) if result else "")
-    return parts
+    return [*parts, *evaluations_table(evaluations_of(run))]
 
 
 def _why_not_finished(run: Run, reason: str | None) -> Text:

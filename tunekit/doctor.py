@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Literal
+from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -19,6 +19,7 @@ from tunekit.planner.facts import Device, Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
+from tunekit.recipe.schema import Tracker
 
 STACK = (
     "torch",
@@ -41,6 +42,10 @@ STACK = (
     "ray",
     "vllm",
     "gradio",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
 )
 """The packages that decide how training goes, whether tunekit asks for them or only works beside them."""
 
@@ -208,7 +213,8 @@ def features(packages: Iterable[Package], hardware: Hardware | None, *, driver: 
         driver: Whose driver there is for an accelerator.
     """
     by_name = {package.name: package for package in packages}
-    found = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"])]
+    trackers = [_tracker(by_name[name]) for name in get_args(Tracker)]
+    found = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"]), *trackers]
     if hardware is None:
         return tuple(found)
     found = [_gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *found]
@@ -245,6 +251,13 @@ def _plots(matplotlib: Package) -> Feature:
     if matplotlib.version is not None:
         return Feature("plots as figures and PNG", True, f"matplotlib {matplotlib.version}")
     return Feature("plots as figures and PNG", False, "needs matplotlib", matplotlib.hint)
+
+
+def _tracker(package: Package) -> Feature:
+    name = f"output.report_to: {package.name}"
+    if package.version is not None:
+        return Feature(name, True, f"{package.name} {package.version}")
+    return Feature(name, False, f"needs {package.name}", package.hint)
 
 
 def _four_bit(bitsandbytes: Package, hardware: Hardware | None) -> Feature:

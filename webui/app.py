@@ -16,8 +16,19 @@ from webui.words import Words
 
 STYLES = Path(__file__).parent / "styles"
 
+FONTS = {
+    ("tunekit sans", 400): "SourceSansPro/SourceSansPro-Regular",
+    ("tunekit sans", 700): "SourceSansPro/SourceSansPro-Bold",
+    ("tunekit mono", 400): "IBMPlexMono/IBMPlexMono-Regular",
+    ("tunekit mono", 700): "IBMPlexMono/IBMPlexMono-Bold",
+}
+"""Gradio's own files of fonts, by family and weight. Those it takes for bold have no Latin letters but A and B."""
+
 HEAD = """
 <link rel="icon" href="data:,">
+<style>
+FACES
+</style>
 <script>
 // The other language shows the same: its link takes the query along.
 for (const kind of ["click", "auxclick"])
@@ -26,7 +37,14 @@ for (const kind of ["click", "auxclick"])
     if (link) link.search = location.search;
   }, true);
 </script>
-"""
+""".replace(
+    "FACES",
+    "\n".join(
+        f'@font-face {{ font-family: "{family}"; font-weight: {weight}; '
+        f'src: url("static/fonts/{file}.woff2") format("woff2"); }}'
+        for (family, weight), file in FONTS.items()
+    ),
+)
 
 
 def make_app(site: Site) -> FastAPI:

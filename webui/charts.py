@@ -60,6 +60,9 @@ KINDS = (
 )
 """All kinds, in the order in which they are shown; a run has those of which it logs something."""
 
+MOST_STEPS_NAMED = 8
+"""So many steps at most are each named on the axis."""
+
 GIB = 2**30
 
 CURVES = {
@@ -203,7 +206,7 @@ def spec_of(
         "autosize": {"type": "fit", "contains": "padding"},
         "background": "transparent",
         "data": {"values": rows},
-        "encoding": _encoding(kind, labels, x_title, y_scale, words),
+        "encoding": _encoding(kind, labels, x_title, y_scale, words, x_axis=_few_steps(rows, view)),
         "layer": layers,
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
@@ -279,13 +282,21 @@ def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) 
     return " · ".join([*([curve.run] if several else []), *([label] if label else []), *part])
 
 
-def _encoding(kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words) -> dict[str, Any]:
+def _encoding(
+    kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words, *, x_axis: dict[str, Any]
+) -> dict[str, Any]:
     """What places, colours and tooltips stand for."""
     title = words(f"charts.{kind.key}")
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
     legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None
     return {
-        "x": {"field": "x", "type": "quantitative", "title": x_title, "scale": {"zero": False, "nice": False}},
+        "x": {
+            "field": "x",
+            "type": "quantitative",
+            "title": x_title,
+            "scale": {"zero": False, "nice": False},
+            "axis": x_axis,
+        },
         "y": {
             "field": "y",
             "type": "quantitative",
@@ -305,6 +316,14 @@ def _encoding(kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str
             {"field": "y", "type": "quantitative", "title": title, "format": ".5~g"},
         ],
     }
+
+
+def _few_steps(rows: Sequence[dict[str, Any]], view: View) -> dict[str, Any]:
+    """The axis of a few steps: there is none between two."""
+    steps = [int(row["x"]) for row in rows]
+    if view.by != "step" or not steps or max(steps) - min(steps) > MOST_STEPS_NAMED:
+        return {}
+    return {"values": list(range(min(steps), max(steps) + 1)), "format": "d"}
 
 
 def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:

@@ -12,11 +12,12 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from webui.history import history_of, steps_of
 from webui.listing import listing_of
 from webui.run_parts import empty
 from webui.site import Site
 from webui.talks import Choice, Talks
-from webui.words import Words, told
+from webui.words import Words, next_step, told
 
 RESULT, NOTHING, BEFORE = "", "", "before"
 """Values of the choices that are no run."""
@@ -141,7 +142,7 @@ def _attach_choices(
         names = [line.name for line in listing_of(site.root).lines() if line.state != "unreadable"]
         if not names:
             start = site.link(words.language, "new", from_="recipe:sft/quickstart")
-            link = f"<p><a href='{escape(start)}'>{escape(words('chat.start'))}</a></p>"
+            link = next_step(start, words("chat.start"))
             return [
                 gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
                 *[gr.skip()] * 5,
@@ -163,12 +164,13 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
     """The checkpoints of a run, what it may answer beside, and prompts that it was tried with."""
     try:
         run = site.run(name)
-        steps = sorted({one.step for one in tunekit.checkpoints(run) if one.fault is None})
-        prompts = [sample["prompt"] for sample in run.samples()]
+        steps = steps_of(run)
+        with history_of(run, patient=True) as reader:
+            prompts = list(reader.answers)
         is_done = run.state == "finished"
     except tunekit.TunekitError:
         return [gr.Dropdown(choices=[], value=None), gr.Dropdown(choices=[], value=None), gr.Dataset(samples=[])]
-    own = [(words("chat.step", step=one), str(one)) for one in reversed(steps)]
+    own = [(words("chat.step", step=one), str(one)) for one in steps]
     of_run = [(words("chat.result"), RESULT), *own] if is_done else own
     values = [value for _, value in of_run]
     first = step if step in values else values[0] if values else None
@@ -176,10 +178,10 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
     besides = [
         (words("chat.beside_before"), BEFORE),
         (words("chat.beside_nothing"), NOTHING),
-        *((words("chat.beside_step", step=one), f"{name}/{one}") for one in reversed(steps)),
+        *((words("chat.beside_step", step=one), f"{name}/{one}") for one in steps),
         *((other, f"{other}/") for other in others),
     ]
-    shown = list(dict.fromkeys(prompts))[:MAX_PROMPTS]
+    shown = prompts[:MAX_PROMPTS]
     return [
         gr.Dropdown(choices=of_run, value=first),
         gr.Dropdown(choices=besides, value=BEFORE),

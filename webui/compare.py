@@ -9,11 +9,12 @@ from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts
-from webui.history import history_of
+from webui.history import history_of, share_read
 from webui.listing import listing_of
-from webui.run_parts import empty, result_rows, table
+from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
+from webui.run_parts import empty, reading, result_rows, table
 from webui.site import Site
-from webui.words import Words, told
+from webui.words import Words, next_step, told
 
 MAX_RUNS = 8
 """Runs that are compared at once; there are as many colours."""
@@ -40,7 +41,13 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
             by = gr.Radio(sides, value="step", label=words("runs.by"), elem_id="compare-by", min_width=160)
             smoothing = gr.Slider(
-                0, 0.99, 0, step=0.01, label=words("runs.smoothing"), elem_id="compare-smoothing", min_width=160
+                0,
+                MAX_SMOOTHING,
+                0,
+                step=0.01,
+                label=words("runs.smoothing"),
+                elem_id="compare-smoothing",
+                min_width=160,
             )
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="compare-log-scale", min_width=120)
         plot = gr.Plot(show_label=False, container=False, elem_id="compare-plot", elem_classes="runs-chart")
@@ -48,9 +55,16 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     seen = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds)
 
-    def opened(request: gr.Request) -> Any:
+    kept = kept_looks()
+    keep(kept, smoothing=smoothing, is_log=is_log, by=by)
+
+    def opened(kept: Any, request: gr.Request) -> list[Any]:
         names = [line.name for line in listing_of(site.root).lines()]
-        return gr.Dropdown(choices=names, value=asked_for(request, names))
+        looks = looks_in(kept)
+        return [
+            gr.Dropdown(choices=names, value=asked_for(request, names)),
+            *(looks[key] for key in ("by", "smoothing", "is_log")),
+        ]
 
     def refresh(names: list[str], kind: str | None, by: str, smoothing: float, is_log: bool, seen: str) -> list[Any]:
         view = charts.View(smoothing, is_log, "time" if by == "time" else "step")
@@ -63,7 +77,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }
-    page.load(opened, None, runs, show_progress="hidden").then(**update)
+    page.load(opened, kept, [runs, by, smoothing, is_log], show_progress="hidden").then(**update)
     for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input):
         listen(**update)
     runs.input(None, runs, None, js=ADDRESS)
@@ -84,13 +98,15 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
     """What has changed of the comparison, since a browser asked last."""
     unchanged: list[Any] = [gr.skip()] * 8
     if len(names) < 2:
-        few = empty(words("compare.too_few" if len(listing_of(site.root).lines()) > 1 else "compare.no_runs"))
+        few = _too_few(site, words)
         return [few, gr.Column(visible=False), *[gr.skip()] * 5, ""]
     try:
         runs = [site.run(name) for name in names[:MAX_RUNS]]
         marks, kinds = [], []
         for run in runs:
-            with history_of(run) as reader:
+            with history_of(run, patient=True) as reader:
+                if reader.is_behind:
+                    return [reading(share_read(reader), words), *[gr.skip()] * 6, ""]
                 marks.append((run.name, reader.read_bytes, reader.num_events))
                 kinds += charts.kinds_of(reader.series)
         now = repr((marks, kind, view))
@@ -105,6 +121,15 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
         return ["", gr.Column(visible=True), choice, drawing, *parts, repr((marks, chosen and chosen.key, view))]
     except tunekit.TunekitError as error:
         return [told(error), gr.Column(visible=False), *[gr.skip()] * 5, ""]
+
+
+def _too_few(site: Site, words: Words) -> str:
+    """What to do where there is nothing to compare."""
+    if len(listing_of(site.root).lines()) > 1:
+        return empty(words("compare.too_few"))
+    if site.read_only:
+        return empty(words("compare.no_runs"))
+    return empty(words("compare.no_runs")) + next_step(site.link(words.language, "new"), words("shell.page_new"))
 
 
 def drawn(runs: Sequence[tunekit.Run], kind: charts.Kind, view: charts.View, words: Words) -> PlotData:

@@ -42,6 +42,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         stop_now = gr.Button(
             words("controls.stop_now"), interactive=False, size="md", variant="stop", elem_id="controls-stop-now"
         )
+        talk = gr.Button(words("export.chat"), size="md", visible=False, elem_id="controls-talk")
         clone = gr.Button(words("controls.clone"), size="md", elem_id="controls-clone")
     ask = _StopNow(words)
     line = gr.HTML(elem_id="controls-line")
@@ -54,16 +55,17 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         form = ResumeForm(site, words, run_name)
         tags, path = _tags_and_folder(words)
         deletion = _Deletion(site, words, run_name)
-    shown = _Shown(seen, line, card, stop, stop_now, clone, mend, form, tags, path, deletion)
+    shown = _Shown(seen, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
 
-    def refresh(name: str, seen: str) -> list[Any]:
-        return look(site, words, name, seen, shown)
+    def refresh(name: str, seen: str, chosen: str) -> list[Any]:
+        return look(site, words, name, seen, shown, chosen)
 
+    looked = [run_name, seen, form.checkpoint]
     gr.on(
-        [run_name.change, tick.tick], refresh, [run_name, seen], shown.outputs, show_progress="hidden",
+        [run_name.change, tick.tick], refresh, looked, shown.outputs, show_progress="hidden",
         trigger_mode="always_last",
     )  # fmt: skip
-    again = {"inputs": [run_name, seen], "outputs": shown.outputs, "show_progress": "hidden"}
+    again = {"inputs": looked, "outputs": shown.outputs, "show_progress": "hidden"}
     asked = stop.click(lambda name: _stop(site, name, now=False), run_name, problem)
     asked.then(refresh, **again)
     ask.attach(stop_now)
@@ -85,6 +87,7 @@ class _Shown:
     card: gr.HTML
     stop: gr.Button | None = None
     stop_now: gr.Button | None = None
+    talk: gr.Button | None = None
     clone: gr.Button | None = None
     mend: gr.Button | None = None
     form: ResumeForm | None = None
@@ -98,12 +101,21 @@ class _Shown:
         always: list[Any] = [self.seen, self.line, self.card]
         if self.form is None or self.deletion is None:
             return always
-        buttons = [self.stop, self.stop_now, self.clone, self.mend]
+        buttons = [self.stop, self.stop_now, self.talk, self.clone, self.mend]
         return [*always, *buttons, *self.form.outputs, self.tags, self.path, self.deletion.help]
 
 
-def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[Any]:
-    """What has changed of a run since a browser asked last, for each of the outputs."""
+def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: str = "") -> list[Any]:
+    """What has changed of a run since a browser asked last, for each of the outputs.
+
+    Args:
+        site: The workspace.
+        words: The texts.
+        name: The run's name.
+        seen: What the browser was answered last.
+        shown: The outputs.
+        chosen: The checkpoint that is chosen in the browser.
+    """
     nothing = [gr.skip()] * len(shown.outputs)
     if not name:
         return nothing
@@ -132,11 +144,12 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown) -> list[
     can_stop = found.state not in OVER
     return [
         *always,
-        gr.Button(interactive=can_stop and found.wish is None),
-        gr.Button(interactive=can_stop and found.wish != "now"),
+        gr.Button(visible=can_stop, interactive=found.wish is None),
+        gr.Button(visible=can_stop, interactive=found.wish != "now"),
+        gr.Button(link=site.link(words.language, "chat", run=name), visible=found.state == "finished"),
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
         gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
-        *shown.form.updates(found),
+        *shown.form.updates(found, chosen),
         gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(found.tags)})),
         str(run.path),
         f"<p>{escape(words('controls.delete_help', name=name))}</p>",
@@ -147,7 +160,7 @@ def _nothing_to_do(shown: _Shown) -> list[Any]:
     """What becomes of the rest of the panel where there is no run."""
     if shown.form is None:
         return []
-    disabled = [gr.Button(interactive=False)] * 3
+    disabled = [gr.Button(interactive=False)] * 4
     return [*disabled, gr.Button(visible=False), *shown.form.disabled(), gr.skip(), "", ""]
 
 
@@ -170,10 +183,8 @@ def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
         told.append(("", words("controls.stuck")))
     elif not found.is_over:
         told.append(("", words("controls.runs")))
-    else:
-        told.append(("", words("controls.over")))
-        if not found.can_go_on:
-            told.append(("", words("controls.no_checkpoint")))
+    elif not found.can_go_on:
+        told.append(("", words("controls.no_checkpoint")))
     lines = "".join(f"<p class='{kind}'>{escape(text)}</p>" for kind, text in told)
     return f"<div role='status'>{lines}</div>"
 

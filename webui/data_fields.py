@@ -30,25 +30,14 @@ class Fields:
         self.changes = gr.JSON([], visible=False)
         self.of_recipe = gr.HTML(visible=False, elem_id="data-origin", padding=False)
         with gr.Group(elem_id="data-fields") as self.group:
-            with gr.Row():
-                self.path = gr.Dropdown(
-                    choices(site),
-                    value="",
-                    allow_custom_value=True,
-                    label=words("data.path"),
-                    info=words("data.path_help"),
-                    elem_id="data-path",
-                    scale=4,
-                    min_width=260,
-                )
-                self.upload = gr.UploadButton(
-                    words("data.upload" if not site.read_only else "data.upload_read_only"),
-                    file_types=list(tunekit.DATA_SUFFIXES),
-                    interactive=not site.read_only,
-                    elem_id="data-upload",
-                    scale=1,
-                    min_width=160,
-                )
+            self.path = gr.Dropdown(
+                choices(site),
+                value="",
+                allow_custom_value=True,
+                label=words("data.path"),
+                info=words("data.path_help"),
+                elem_id="data-path",
+            )
             with gr.Row():
                 self.method = gr.Dropdown(
                     [(words(f"data.method_{name}"), name) for name in METHODS],
@@ -82,7 +71,15 @@ class Fields:
                 elem_id="data-rewards",
             )
         self.key = gr.Dropdown([], label=words("data.source"), visible=False, elem_id="data-source")
-        self.look = gr.Button(words("data.look"), variant="primary", elem_id="data-look")
+        with gr.Row(elem_id="data-looking"):
+            self.look = gr.Button(words("data.look"), variant="primary", elem_id="data-look", min_width=140)
+            self.upload = gr.UploadButton(
+                words("data.upload"),
+                file_types=list(tunekit.DATA_SUFFIXES),
+                visible=not site.read_only,
+                elem_id="data-upload",
+                min_width=140,
+            )
 
     def make_mapping(self) -> None:
         """The fields that say what columns mean; called where they are to stand."""

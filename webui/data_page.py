@@ -159,7 +159,7 @@ def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **gi
         "address": "",
         "measuring": gr.Column(visible=False),
         "said": f"<p class='data-soft'>{escape(words('data.measure_help'))}</p>",
-        "chart": gr.Plot(visible=False),
+        "chart": gr.update(visible=False),
         "numbers": "",
         "trial": gr.Column(visible=False),
         "tried": "",
@@ -171,8 +171,14 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
     """All rows measured, on demand; what looking at other rows takes away."""
     with gr.Column(visible=False, elem_id="data-all") as measuring:
         gr.Markdown(f"## {words('data.measure_title')}")
+        if site.read_only:
+            # It reads every row, which many visitors of a wall screen could ask for at once.
+            gr.HTML(
+                f"<p class='data-soft'>{escape(words('data.measure_read_only'))}</p>", elem_id="data-measure-read-only"
+            )
+            return [measuring, *(gr.HTML(visible=False) for _ in range(3))]
         with gr.Row(elem_id="data-measuring"):
-            measure = gr.Button(words("data.measure"), elem_id="data-measure", variant="primary", min_width=160)
+            measure = gr.Button(words("data.measure"), elem_id="data-measure", min_width=160)
             cancel = gr.Button(words("data.cancel"), elem_id="data-cancel", interactive=False, min_width=100)
         said = gr.HTML(elem_id="data-progress", padding=False)
         chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from html import escape
 
 import tunekit
-from webui.words import Words, told
+from webui.words import Words, next_step, told
 
 MOST_BAD = 100
 """Bad rows that are listed."""
@@ -153,7 +153,7 @@ def _listed(lines: Iterable[str], name: str) -> str:
 
 def use_link(words: Words, address: str) -> str:
     """The way from here to a draft that trains on this."""
-    return f"<p><a class='data-use' href='{escape(address)}'>{escape(words('data.use'))}</a></p>"
+    return next_step(address, words("data.use"), kind="data-use")
 
 
 def progress(said: str, done: int, total: int) -> str:

@@ -4,7 +4,7 @@ from html import escape
 
 import tunekit
 from webui.site import Site
-from webui.words import Words
+from webui.words import Words, next_step
 
 ADVISED = ("killed", "disk", "package", "hung")
 """Causes for which there is a word of advice that the run itself does not give."""
@@ -32,7 +32,7 @@ def card(site: Site, words: Words, name: str, found: tunekit.Diagnosis) -> str:
     if not site.read_only:
         key = "again" if found.changes else "again_plain"
         link = site.link(words.language, "new", from_=f"run:{name}", set=list(found.changes) or None)
-        parts.append(f"<p><a class='controls-again' href='{escape(link)}'>{escape(words(f'controls.{key}'))}</a></p>")
+        parts.append(next_step(link, words(f"controls.{key}"), kind="controls-again"))
     parts += [_details(words("controls.where"), found.trace), _details(words("controls.log"), found.log)]
     return f"<section class='controls-card' role='alert'>{''.join(parts)}</section>"
 

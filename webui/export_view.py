@@ -9,6 +9,7 @@ import gradio as gr
 
 import tunekit
 from webui import exports
+from webui.history import steps_of
 from webui.run_parts import empty, table
 from webui.site import Site
 from webui.words import Words, told
@@ -99,8 +100,7 @@ def _choices(
     run: tunekit.Run, words: Words, state: str, progress: exports.Progress | None, *, is_new: bool
 ) -> list[Any]:
     """Checkpoint, kind, button and status."""
-    steps = sorted({one.step for one in tunekit.checkpoints(run) if one.fault is None}, reverse=True)
-    of_steps = [(words("export.step", step=step), str(step)) for step in steps]
+    of_steps = [(words("export.step", step=step), str(step)) for step in steps_of(run)]
     choices = [(words("export.result"), RESULT), *of_steps] if state == "finished" else of_steps
     is_full = run.recipe.adapter.type == "full"
     is_busy = progress is not None and not progress.is_over

@@ -183,7 +183,7 @@ def _fill_list(
                 if not (entry.is_required and (entry.num_items or 0) == 1):
                     label = words("form.remove", what=words(f"form.item_{kind}", number=position + 1))
                     remove = gr.Button(
-                        label, size="sm", elem_id=f"{id_of(key)}-remove", min_width=80, scale=0, key=f"remove-{key}"
+                        label, size="sm", elem_id=f"{id_of(key)}-remove", min_width=140, scale=0, key=f"remove-{key}"
                     )
                     form.removes.append((remove, key))
             _fill(form, [one for one in below if _is_below(one.key, key)], words, faults, key)
@@ -215,6 +215,7 @@ def make_field(entry: tunekit.Entry, words: Words, fault: str | None) -> gr.comp
         "elem_classes": classes_of(fault),
         "key": f"field-{entry.key}-{entry.kind}",
         "preserved_by_key": [],
+        "min_width": 240,
     }
     there, default = shown(entry), default_text(entry)
     if entry.kind == "bool":

@@ -124,7 +124,8 @@ class Gate:
         return PlainTextResponse("log in first", 401)
 
     def _is_known(self, scope: Scope) -> bool:
-        cookie = Request({**scope, "type": "http"}).cookies.get(COOKIE, "")
+        request = Request({**scope, "type": "http"})
+        cookie = request.cookies.get(_cookie_of(request.headers.get("host", "")), "")
         return hmac.compare_digest(cookie.encode(), self._token.encode())
 
     async def _login(self, request: Request) -> Response:
@@ -146,7 +147,8 @@ class Gate:
         del self._wrong[address]
         answer = RedirectResponse(onward, 303)
         is_secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", secure=is_secure)
+        cookie = _cookie_of(request.headers.get("host", ""))
+        answer.set_cookie(cookie, self._token, httponly=True, samesite="strict", secure=is_secure)
         return answer
 
 
@@ -159,6 +161,12 @@ def _page_of(path: str) -> str:
 def _name_of(host: str) -> str:
     """A host without its port."""
     return urlsplit(f"//{host}").hostname or ""
+
+
+def _cookie_of(host: str) -> str:
+    """The name of the cookie of a server: browsers keep cookies by hosts, on which several ports may have one."""
+    port = host.rpartition(":")[2]
+    return f"{COOKIE}-{port}" if port.isdigit() else COOKIE
 
 
 def _own_path(text: str) -> str:
@@ -174,7 +182,10 @@ def _login_page(words: Words, onward: str, problem: str, status: int = 200) -> H
         f"<meta name='viewport' content='width=device-width'><meta name='color-scheme' content='light dark'>"
         f"<title>{escape(words('shell.name'))}</title><link rel='icon' href='data:,'>"
         "<style>body{font-family:system-ui,sans-serif;display:grid;place-items:center;min-height:90vh}"
-        "form{display:grid;gap:.75rem;width:min(20rem,90vw)}input,button{font:inherit;padding:.5rem}</style>"
+        "form{display:grid;gap:.75rem;width:min(20rem,90vw)}"
+        "input,button{font:inherit;padding:.5rem;border-radius:6px;border:1px solid #888}"
+        "button{background:#c2410c;color:#fff;border-color:#c2410c;font-weight:600;cursor:pointer}"
+        "[role=alert]{margin:0;padding:.4rem .7rem;border-left:4px solid #dc2626}h1{margin:0}</style>"
         f"<form method='post' action='?{urlencode({'next': onward})}'><h1>{escape(words('shell.name'))}</h1>{alert}"
         f"<label for='password'>{escape(words('shell.password'))}</label>"
         "<input id='password' name='password' type='password' autocomplete='current-password' required autofocus>"

@@ -40,8 +40,8 @@ class NewRun:
             label=words("form.yaml"),
             language="yaml",
             interactive=True,
-            lines=12,
-            max_lines=28,
+            lines=8,
+            max_lines=20,
             elem_id="form-yaml",
             wrap_lines=True,
             render=False,
@@ -75,9 +75,10 @@ class NewRun:
     def _side(self) -> None:
         """Lay out what stands beside the form."""
         words = self.words
+        self.problems = gr.HTML(elem_id="form-problems")
+        self.launch = plan_panel.make_launch(words)
         for component in (self.text, self.shown, self.faults, self.tick):
             component.render()
-        self.problems = gr.HTML(elem_id="form-problems")
         with gr.Accordion(words("form.differences"), open=False):
             self.differences = gr.HTML(elem_id="form-differences")
         with gr.Accordion(words("form.same_elsewhere"), open=False):
@@ -341,4 +342,4 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     parts = NewRun(site, words)
     parts.attach(page)
-    plan_panel.build(page, site, words, parts.text, [parts.shown, parts.tick])
+    plan_panel.build(page, site, words, parts.text, parts.launch, [parts.shown, parts.tick])

@@ -1,6 +1,7 @@
 """What a draft would need and how fast it would be, on this machine or any other, and the button that starts it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -8,7 +9,7 @@ import gradio as gr
 
 import tunekit
 from webui import launching
-from webui.plan_view import plan_html, refused_html, side_by_side
+from webui.plan_view import brief_html, plan_html, refused_html, side_by_side
 from webui.planning import HERE, Planned, planned, with_changes
 from webui.site import Site
 from webui.words import Words, told
@@ -23,7 +24,57 @@ GO = "(url) => { if (url) window.location = url }"
 """Leads a browser to an address that is not empty."""
 
 
-def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: Sequence[gr.Component] = ()) -> None:
+@dataclass(frozen=True)
+class Launch:
+    """What starts a run, beside the form: the plan in brief, what would make it fit, and the buttons."""
+
+    brief: gr.HTML
+    mend: gr.Button
+    check: gr.Button
+    start: gr.Button
+    reason: gr.Markdown
+    said: gr.HTML
+    devices: gr.CheckboxGroup
+    name: gr.Textbox
+    waits: gr.Checkbox
+
+
+def make_launch(words: Words) -> Launch:
+    """Make the components of the launch, inside a context of Gradio's."""
+    with gr.Column(elem_id="plan-launch"):
+        brief = gr.HTML(elem_id="plan-brief")
+        mend = gr.Button(visible=False, size="md", elem_id="plan-mend")
+        with gr.Row(elem_id="plan-buttons"):
+            check = gr.Button(words("plan.check"), size="md", min_width=120, elem_id="plan-check")
+            start = gr.Button(
+                words("plan.start"),
+                variant="primary",
+                size="md",
+                min_width=120,
+                interactive=False,
+                elem_id="plan-start",
+            )
+        reason = gr.Markdown(elem_id="plan-reason")
+        said = gr.HTML(elem_id="plan-said")
+        with gr.Accordion(words("plan.start_title"), open=False, elem_id="plan-options"):
+            name = gr.Textbox(
+                label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
+            )
+            devices = gr.CheckboxGroup(
+                [], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices"
+            )
+            waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), elem_id="plan-wait")
+    return Launch(brief, mend, check, start, reason, said, devices, name, waits)
+
+
+def build(
+    page: gr.Blocks,
+    site: Site,
+    words: Words,
+    draft: gr.Component,
+    launch: Launch,
+    form: Sequence[gr.Component] = (),
+) -> None:
     """The panel, below a draft.
 
     Args:
@@ -31,6 +82,7 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: 
         site: The workspace.
         words: The page's texts.
         draft: What holds the draft's YAML text.
+        launch: What starts a run of it.
         form: What else is to hold the text when this panel changes it.
     """
     gr.Markdown(f"## {words('plan.title')}", elem_id="plan-title")
@@ -56,15 +108,14 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: 
         )
     view = gr.HTML(elem_id="plan-plan")
     changes = gr.Textbox(visible=False)
-    mend = gr.Button(visible=False, elem_id="plan-mend")
-    start, reason = _build_start(page, site, words, draft)
+    _attach_start(page, site, words, draft, launch)
 
     def show(text: str, machine: str, other: str) -> tuple[Any, ...]:
         """The plan of a draft, what would make it fit, and whether it can be started."""
         return shown(site, words, text, machine, other)
 
     asked = [draft, machine, other]
-    told_of = [view, changes, mend, start, reason]
+    told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason]
     for event in (page.load, draft.change, machine.change, other.change):
         event(show, asked, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
     holders = [draft, *form]
@@ -76,11 +127,11 @@ def build(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, form: 
         except tunekit.TunekitError:
             return [gr.skip()] * len(holders)
 
-    mend.click(mended, [draft, changes], holders, show_progress="hidden")
+    launch.mend.click(mended, [draft, changes], holders, show_progress="hidden")
 
 
 def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
-    """What the panel shows of a draft: the plan, the changes that make it fit and their button, the start and why not.
+    """What the panel shows of a draft: its plan in brief and whole, what makes it fit, the start, and why not.
 
     Args:
         site: The workspace.
@@ -102,7 +153,9 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
     ]
     wanted = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
     fits_not_here = where[0] == HERE and isinstance(plans[0], tunekit.TunekitError)
+    where_to = views[0][0]
     return (
+        brief_html(plans[0], where_to, words),
         views[0][1] if len(views) == 1 else side_by_side(views),
         "\n".join(wanted),
         gr.Button(words("plan.mend", changes=", ".join(wanted)), visible=bool(wanted)),
@@ -113,6 +166,7 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
 
 def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
     return (
+        "",
         f"<p role='status'>{escape(said)}</p>",
         "",
         gr.Button(visible=False),
@@ -125,19 +179,9 @@ def _view(plan: Planned, words: Words) -> str:
     return refused_html(plan, words) if isinstance(plan, tunekit.TunekitError) else plan_html(plan, words)
 
 
-def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component) -> tuple[gr.Button, gr.Markdown]:
-    """The devices, the name and the buttons; the one that starts is returned, and what says why it cannot."""
-    gr.Markdown(f"## {words('plan.start_title')}")
-    devices = gr.CheckboxGroup([], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices")
-    name = gr.Textbox(
-        label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
-    )
-    waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), elem_id="plan-wait")
-    with gr.Row():
-        check = gr.Button(words("plan.check"), elem_id="plan-check")
-        start = gr.Button(words("plan.start"), variant="primary", interactive=False, elem_id="plan-start")
-    reason = gr.Markdown(elem_id="plan-reason")
-    said = gr.HTML(elem_id="plan-said")
+def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, launch: Launch) -> None:
+    """Attach what the launch's own components do."""
+    devices, said, name = launch.devices, launch.said, launch.name
     url = gr.Textbox(visible=False)
 
     def look(chosen: list[str]) -> Any:
@@ -166,9 +210,9 @@ def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component)
 
     for event in (page.load, gr.Timer(LOOK_TICKS * site.tick_seconds).tick):
         event(look, devices, devices, show_progress="hidden")
-    check.click(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2)
+    launch.check.click(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2)
     if site.read_only:
-        return start, reason
+        return
 
     def begin(text: str, name: str, devices: list[str], waits: bool) -> Iterator[tuple[str, str, Any]]:
         yield f"<p role='status'>{escape(words('plan.starting'))}</p>", "", gr.Button(interactive=False)
@@ -181,8 +225,8 @@ def _build_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component)
         started = words("plan.started", run=run.name)
         yield f"<p role='status'><a href='{escape(link)}'>{escape(started)}</a></p>", link, gr.Button(interactive=True)
 
-    begun = start.click(
-        begin, [draft, name, devices, waits], [said, url, start], show_progress="hidden", concurrency_limit=4
-    )
+    begun = launch.start.click(
+        begin, [draft, name, devices, launch.waits], [said, url, launch.start], show_progress="hidden",
+        concurrency_limit=4,
+    )  # fmt: skip
     begun.then(look, devices, devices, show_progress="hidden").then(None, url, None, js=GO)
-    return start, reason

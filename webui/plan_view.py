@@ -12,6 +12,9 @@ from webui.words import Words
 FIGURES = {"GiB": "memory", "tokens/s": "speed", "time": "time", "USD": "cost", "batch": "batch", "host GiB": "host"}
 """The figures that are shown, by the name that `plan_figures` has for them."""
 
+BRIEF = ("GiB", "time", "tokens/s", "USD")
+"""Of them, those by which one decides whether to start."""
+
 
 def plan_html(plan: tunekit.Plan, words: Words) -> str:
     """A plan."""
@@ -30,6 +33,18 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
         parts.append(f"<p class='plan-first'>{escape(words('plan.change_first'))} {change}</p>")
     parts.append(_table(words("plan.given"), ((one.topic, one.choice, one.why) for one in plan.given), is_open=False))
     return f"<article class='plan-view'>{''.join(parts)}</article>"
+
+
+def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words) -> str:
+    """Whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
+    if isinstance(plan, tunekit.TunekitError):
+        told = (
+            f"<p class='plan-verdict'>✗ {escape(words('plan.fits_not', where=where))}</p>"
+            f"<p lang='en'>{escape(plan.problem)}</p>"
+        )
+    else:
+        told = f"<p class='plan-verdict'>✓ {escape(words('plan.fits', where=where))}</p>{_cells(plan, words, BRIEF)}"
+    return f"<div class='plan-view' role='status'>{told}<a href='#plan-title'>{escape(words('plan.whole'))}</a></div>"
 
 
 def refused_html(error: tunekit.TunekitError, words: Words) -> str:
@@ -58,15 +73,21 @@ def side_by_side(views: Iterable[tuple[str, str]]) -> str:
 
 def _figures(plan: tunekit.Plan, words: Words) -> str:
     """What it needs, how fast it is, how long it takes and what that costs; and what these figures come from."""
+    basis = f"<p class='plan-basis' lang='en'>{escape(plan.speed_basis)}</p>" if plan.speed_basis else ""
+    return _cells(plan, words, FIGURES) + basis
+
+
+def _cells(plan: tunekit.Plan, words: Words, names: Iterable[str]) -> str:
+    """Figures of a plan by their names, each in a box."""
     known = tunekit.plan_figures(plan)
     units = {"GiB": " GiB", "host GiB": " GiB", "USD": " USD", "tokens/s": ""}
     cells = "".join(
-        f"<div><dt>{escape(words(f'plan.{label}'))}</dt><dd>{escape(known[name] + units.get(name, ''))}</dd></div>"
-        for name, label in FIGURES.items()
+        f"<div><dt>{escape(words(f'plan.{FIGURES[name]}'))}</dt>"
+        f"<dd>{escape(known[name] + units.get(name, ''))}</dd></div>"
+        for name in names
         if name in known
     )
-    basis = f"<p class='plan-basis' lang='en'>{escape(plan.speed_basis)}</p>" if plan.speed_basis else ""
-    return f"<dl class='plan-figures'>{cells}</dl>{basis}"
+    return f"<dl class='plan-figures'>{cells}</dl>"
 
 
 def _bar(plan: tunekit.Plan, words: Words) -> str:

@@ -5,6 +5,7 @@ name is one of the workspace, of the hub, a shipped one, or a URL of another mac
 """
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 
 import tunekit
@@ -32,6 +33,19 @@ def check_reach(site: Site, recipe: tunekit.Recipe) -> None:
         raise tunekit.TunekitError(
             f"output.dir: {folder!r} is none of the workspace's runs", hint="leave it out, or name one: runs/NAME"
         )
+
+
+def check_edits(site: Site, run: tunekit.Run, edits: Sequence[str]) -> None:
+    """Refuse edits of a run that lead out of the workspace; what the run names already, it may go on with.
+
+    Raises:
+        TunekitError: They do. What else is wrong with them, the run itself says.
+    """
+    edited, _ = tunekit.check_text((run.path / "recipe.yaml").read_text(encoding="utf-8"), edits, find_functions=False)
+    there = set(tunekit.named_paths(run.recipe))
+    for key, text in [] if edited is None else tunekit.named_paths(edited):
+        if (key, text) not in there:
+            _check(site, key, text)
 
 
 def check_machine(site: Site, name: str) -> None:

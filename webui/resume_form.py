@@ -9,6 +9,7 @@ import gradio as gr
 
 import tunekit
 from webui import situation
+from webui.reach import check_edits
 from webui.site import Site
 from webui.situation import Situation, situation_of
 from webui.words import Words, told
@@ -61,9 +62,11 @@ class ResumeForm:
         """What of it follows the run."""
         return [self.checkpoint, self.go_on]
 
-    def updates(self, found: Situation) -> list[Any]:
-        """The same, for what a run is at."""
-        return [gr.Dropdown(choices=choices_of(self._words, found)), gr.Button(interactive=found.can_go_on)]
+    def updates(self, found: Situation, chosen: str) -> list[Any]:
+        """The same, for what a run is at. A chosen checkpoint that is gone is chosen no longer."""
+        choices = choices_of(self._words, found)
+        stays = {} if chosen in dict(choices).values() else {"value": ""}
+        return [gr.Dropdown(choices=choices, **stays), gr.Button(interactive=found.can_go_on)]
 
     def disabled(self) -> list[Any]:
         """The same, where there is no run."""
@@ -106,6 +109,7 @@ class ResumeForm:
     def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> Any:
         try:
             run = self._site.run(name)
+            check_edits(self._site, run, lines_of(edits))
             with _lock:
                 if name in _starting:
                     raise tunekit.TunekitError(self._words("controls.already"))

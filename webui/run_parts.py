@@ -80,13 +80,22 @@ def empty(text: str) -> str:
     return f"<p class='runs-empty'>{escape(text)}</p>"
 
 
+def reading(share: float, words: Words) -> str:
+    """How far a long history is read."""
+    label = words("runs.reading", percent=int(100 * share))
+    return (
+        f"<div class='runs-progress' role='status'><progress max='1' value='{share:.2f}' aria-hidden='true'></progress>"
+        f"<span>{escape(label)}</span></div>"
+    )
+
+
 def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
     """The name of a run, what it is at, how far it is, and why it ended."""
     facts = [line.method, line.model, words("runs.began", when=moment(line.started)), *line.tags]
     told = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
     reason = run.status()["exit_reason"]
-    # A run that trained to its end needs no reason for it.
-    ended = reason if line.is_over and line.state != "finished" and reason else None
+    # A run that trained to its end needs no reason for it, and of one that failed a card tells more.
+    ended = reason if line.is_over and line.state not in ("finished", "failed") and reason else None
     return (
         f"<div class='runs-head'><h1>{escape(line.name)}</h1>{state_words(line.state, words)}"
         f"<ul class='runs-facts'>{told}</ul>{_progress(line, words)}{_way(line, words)}"
@@ -163,7 +172,8 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
         f"{escape(tunekit.redacted(str(event.get('message', ''))))}</li>"
         for event in newest
     )
-    opened = " open" if len(newest) <= 3 else ""
+    # Of an error, a card tells already.
+    opened = " open" if len(newest) <= 3 and not any(event["event"] == "error" for event in newest) else ""
     told = escape(words("runs.warnings", num=len(newest)))
     return f"<details class='runs-warnings'{opened}><summary>{told}</summary><ul>{rows}</ul></details>"
 
@@ -176,7 +186,8 @@ def samples(reader: tunekit.EventReader, words: Words) -> str:
     whens = list(dict.fromkeys(when for answers in reader.answers.values() for when in answers))
     whens.sort(key=lambda when: (when == "after", when != "before"))
     rows = [
-        [escape(prompt), *(_answer(answers.get(when)) for when in whens)] for prompt, answers in reader.answers.items()
+        [escape(prompt), *(_answer(answers.get(when), words) for when in whens)]
+        for prompt, answers in reader.answers.items()
     ]
     return table([words("runs.prompt"), *(known.get(when, when) for when in whens)], rows, kind="runs-texts")
 
@@ -195,7 +206,7 @@ def completions(reader: tunekit.EventReader, words: Words, order: Literal["newes
     else:
         found.sort(key=lambda one: _total(one[3]), reverse=order == "best")
     rows = [
-        [f"{step:,}", escape(prompt), _answer(answer), escape(_rewards(rewards)), f"{advantage:+.2f}"]
+        [f"{step:,}", escape(prompt), _answer(answer, words), escape(_rewards(rewards)), f"{advantage:+.2f}"]
         for step, prompt, answer, rewards, advantage in found[:MAX_ANSWERS]
     ]
     head = [words(f"runs.{key}") for key in ("step", "prompt", "answer", "rewards", "advantage")]
@@ -260,8 +271,10 @@ def result(reader: tunekit.EventReader, words: Words) -> str:
     return f"<table class='runs-table runs-result'><tbody>{rows}</tbody></table>"
 
 
-def _answer(text: str | None) -> str:
-    return f"<div class='runs-answer'>{escape(text)}</div>" if text else "–"
+def _answer(text: str | None, words: Words) -> str:
+    if text is None:
+        return "–"
+    return f"<div class='runs-answer'>{escape(text)}</div>" if text else f"<em>{escape(words('runs.no_answer'))}</em>"
 
 
 def _total(rewards: dict[str, float | None]) -> float:

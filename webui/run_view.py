@@ -17,19 +17,27 @@ from gradio.components.plot import PlotData
 
 import tunekit
 from webui import charts, controls, export_view, log_view, run_parts
-from webui.history import history_of
+from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
+from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
+from webui.plan_view import plan_html
 from webui.site import Site
 from webui.words import Words, told
 
 NUM_CHARTS = 12
 """Charts that there is room for; no method has more."""
 
+NUM_OTHERS = 11
+"""What else is answered at every look."""
+
 MAX_OVERLAID = 4
 """Other runs in the same charts."""
 
 MAX_DRAWINGS = 24
 """Runs' charts that are kept for the next browser that asks for the same; each takes about a quarter of a megabyte."""
+
+NUM_AT_ONCE = 8
+"""Browsers that are answered at once: some wait for the end of a file."""
 
 _drawings: OrderedDict[tuple[object, ...], list[PlotData]] = OrderedDict()
 _lock = threading.Lock()
@@ -61,8 +69,21 @@ class Parts:
         ]  # fmt: skip
 
 
-def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
-    """The view. `run_name` says of which run; it is asked again at every tick."""
+ADDRESS = """(runs) => {
+  const query = new URLSearchParams(location.search);
+  query.delete("with");
+  for (const run of runs) query.append("with", run);
+  history.replaceState(null, "", location.pathname + "?" + query);
+}"""
+"""The address says which other runs are in the charts."""
+
+
+def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> list[Any]:
+    """The view. `run_name` says of which run; it is asked again at every tick.
+
+    Returns:
+        What the browser keeps of how charts are looked at, and the fields that are to show it: `opened_looks` tells.
+    """
     seen = gr.Textbox("", visible=False)
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
@@ -88,8 +109,10 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         with gr.Tab(words("runs.tab_log"), id="log"):
             log_view.build(site, words, run_name, tick)
         with gr.Tab(words("runs.tab_recipe"), id="recipe"):
-            recipe = gr.Code(language="yaml", interactive=False, label=words("runs.recipe"), elem_id="runs-recipe")
             plan = gr.HTML(elem_id="runs-plan")
+            recipe = gr.Code(
+                language="yaml", interactive=False, label=words("runs.recipe"), max_lines=24, elem_id="runs-recipe"
+            )
         with gr.Tab(words("runs.tab_checkpoints"), id="checkpoints"):
             checkpoints = gr.HTML(elem_id="runs-checkpoints")
         with gr.Tab(words("runs.tab_result"), id="result"):
@@ -106,12 +129,27 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
 
     overlaid = looks[-1]
     for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
-        listen(refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last")
+        listen(
+            refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last",
+            concurrency_limit=NUM_AT_ONCE,
+        )  # fmt: skip
 
     def others(name: str) -> Any:
         return gr.Dropdown(choices=[line.name for line in listing_of(site.root).lines() if line.name != name])
 
     gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
+    overlaid.input(None, overlaid, None, js=ADDRESS)
+    smoothing, is_log, by, clip, _ = looks
+    kept = kept_looks()
+    keep(kept, smoothing=smoothing, is_log=is_log, by=by, clip=clip)
+    return [kept, *looks]
+
+
+def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[Any]:
+    """How a page that is opened shows its charts: as the browser kept it, with the runs that the address names."""
+    others = [line.name for line in listing_of(site.root).lines() if line.name != name]
+    there = [one for one in dict.fromkeys(overlaid) if one in others][:MAX_OVERLAID]
+    return [*looks_in(kept).values(), gr.Dropdown(choices=others, value=there)]
 
 
 def _looks(words: Words) -> list[Any]:
@@ -119,7 +157,7 @@ def _looks(words: Words) -> list[Any]:
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
             smoothing = gr.Slider(
-                0, 0.99, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
+                0, MAX_SMOOTHING, 0, step=0.01, label=words("runs.smoothing"), info=words("runs.smoothing_help"),
                 elem_id="runs-smoothing", min_width=240,
             )  # fmt: skip
             sides = [(words("charts.step"), "step"), (words("charts.time"), "time")]
@@ -146,9 +184,8 @@ def look(
     overlaid: list[str] | None,
 ) -> list[Any]:
     """What has changed of a run since a browser asked last, for each of `Parts.outputs`."""
-    num_others = 11
     if not name:
-        return [gr.skip()] * (num_others + NUM_CHARTS)
+        return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
     view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
     try:
         run = site.run(name)
@@ -157,7 +194,7 @@ def look(
         before = json.loads(seen or "{}")
         return _changed(run, others, line, before, view, order, words)
     except tunekit.TunekitError as error:
-        return ["", told(error), *[gr.skip()] * (num_others - 2 + NUM_CHARTS)]
+        return ["", told(error), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS)]
 
 
 def _changed(
@@ -175,8 +212,10 @@ def _changed(
         now[part] = repr((run.name, *made_from))
         return now[part] != before.get(part)
 
-    with history_of(run) as reader:
-        told_so_far = (reader.read_bytes, reader.num_events)
+    with history_of(run, patient=True) as reader:
+        if reader.is_behind:
+            return _reading(share_read(reader), run_parts.head(run, line, reader, words), words)
+        marks = [(reader.read_bytes, reader.num_events)]
         head: Any = run_parts.head(run, line, reader, words)
         head = head if is_new("head", hash(head)) else gr.skip()
         warnings: Any = run_parts.warnings(reader, words)
@@ -195,9 +234,10 @@ def _changed(
         result: Any = run_parts.result(reader, words) if is_new("result", found and found["time"]) else gr.skip()
     plots: list[Any] = [gr.skip()] * NUM_CHARTS
     no_curves: Any = gr.skip()
-    marks = [told_so_far]
     for other in others:
-        with history_of(other) as reader:
+        with history_of(other, patient=True) as reader:
+            if reader.is_behind:
+                return _reading(share_read(reader), head, words)
             marks.append((reader.read_bytes, reader.num_events))
     if is_new("charts", [other.name for other in others], marks, view):
         drawn = drawings(run, others, view, words)
@@ -206,11 +246,17 @@ def _changed(
         no_curves = gr.HTML(run_parts.empty(words("runs.no_curves")), visible=not drawn)
     recipe, plan = gr.skip(), gr.skip()
     if is_new("recipe", _mark(run.path / "recipe.yaml"), _mark(run.path / "plan.yaml")):
-        recipe, plan = recipe_of(run), plan_of(run)
+        recipe, plan = recipe_of(run), plan_of(run, words)
     return [
         json.dumps(now), head, warnings, no_curves, *plots, choice, completions,
         samples, checkpoints, result, recipe, plan,
     ]  # fmt: skip
+
+
+def _reading(share: float, head: Any, words: Words) -> list[Any]:
+    """What is shown until all that happened is read: curves with an end missing would be taken for whole."""
+    told = gr.HTML(run_parts.reading(share, words), visible=True)
+    return ["", head, gr.skip(), told, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
 
 def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words) -> list[PlotData]:
@@ -262,10 +308,10 @@ def recipe_of(run: tunekit.Run) -> str:
         return f"# {error.strerror}"
 
 
-def plan_of(run: tunekit.Run) -> str:
+def plan_of(run: tunekit.Run, words: Words) -> str:
     """The plan of a run with its reasons."""
     try:
-        return f"<pre class='log-text' tabindex='0'>{escape(tunekit.redacted(run.plan.explain()))}</pre>"
+        return tunekit.redacted(plan_html(run.plan, words))
     except tunekit.TunekitError as error:
         return told(error)
     except (OSError, ValueError, KeyError, yaml.YAMLError) as error:

@@ -10,7 +10,7 @@ from webui import run_view
 from webui.listing import Line, listing_of
 from webui.run_parts import SYMBOLS, duration, empty, moment, state_words
 from webui.site import Site
-from webui.words import Words
+from webui.words import Words, next_step
 
 CHOOSING = """
 // Which runs are chosen stays with the browser while the table is written anew below it.
@@ -46,18 +46,20 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     with gr.Column() as all_runs:
         listen = _build_table(site, words)
     with gr.Column(visible=False) as one_run:
-        run_view.build(page, site, words, run_name, tick)
+        kept, *looks = run_view.build(page, site, words, run_name, tick)
     table_tick, update = listen
 
-    def opened(request: gr.Request) -> list[Any]:
+    def opened(kept: Any, request: gr.Request) -> list[Any]:
         name = request.query_params.get("run", "")
         is_one = bool(name)
         return [
             gr.Column(visible=not is_one), gr.Column(visible=is_one), gr.Timer(active=is_one),
             gr.Timer(active=not is_one), name,
+            *run_view.opened_looks(site, name, request.query_params.getlist("with"), kept),
         ]  # fmt: skip
 
-    page.load(opened, None, [all_runs, one_run, tick, table_tick, run_name], show_progress="hidden").then(**update)
+    shown = [all_runs, one_run, tick, table_tick, run_name, *looks]
+    page.load(opened, kept, shown, show_progress="hidden").then(**update)
 
 
 def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
@@ -65,7 +67,7 @@ def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
     gr.Markdown(f"# {words('runs.title')}")
     with gr.Row(elem_id="runs-find"):
         search = gr.Textbox(
-            "", label=words("runs.search"), info=words("runs.search_help"), elem_id="runs-search", min_width=200
+            "", label=words("runs.search"), placeholder=words("runs.search_help"), elem_id="runs-search", min_width=200
         )
         states = gr.Dropdown(
             [(words(f"runs.state_{state}"), state) for state in SYMBOLS],
@@ -127,7 +129,7 @@ def table_of(
     return (
         f"<form action='{escape(site.link(words.language, 'compare'))}' method='get'>"
         f"<table class='runs-table runs-all'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        f"<p class='runs-compare-line'><button class='runs-button' disabled>{escape(words('runs.compare_chosen'))}"
+        f"<p class='runs-compare-line'><button class='shell-button' disabled>{escape(words('runs.compare_chosen'))}"
         f"</button> <span id='runs-why'>{escape(words('runs.choose_two'))}</span></p></form>"
     )
 
@@ -155,7 +157,9 @@ def _row(line: Line, site: Site, words: Words) -> str:
         "started": moment(line.started) if line.started else "–",
     }
     return "<tr>" + "".join(
-        f"<td class='runs-{key}' data-label='{escape(words(f'runs.{key}'))}'>{cell}</td>" for key, cell in cells.items()
+        f"<td class='runs-{key}{' runs-unknown' if cell == '–' else ''}' data-label='{escape(words(f'runs.{key}'))}'>"
+        f"{cell}</td>"
+        for key, cell in cells.items()
     ) + "</tr>"  # fmt: skip
 
 
@@ -168,8 +172,8 @@ def _measure(line: Line, words: Words) -> str:
 
 
 def _no_runs(site: Site, words: Words) -> str:
-    new = escape(site.link(words.language, "new", from_="recipe:sft/quickstart"))
-    link = "" if site.read_only else f"<p><a class='runs-button' href='{new}'>{escape(words('runs.start'))}</a></p>"
+    new = site.link(words.language, "new", from_="recipe:sft/quickstart")
+    link = "" if site.read_only else next_step(new, words("runs.start"))
     return (
         f"<div class='runs-empty'><p>{escape(words('runs.none'))}</p>{link}"
         f"<p>{escape(words('runs.in_terminal'))} <code>tunekit train sft/quickstart</code></p></div>"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tunekit
+from webui.history import history_of
 
 OVER = ("finished", "failed", "interrupted", "died")
 """States of a run of which nothing is left to stop."""
@@ -37,6 +38,7 @@ class Situation:
         tags: Its tags.
         checkpoints: Its checkpoints, once it is over.
         diagnosis: Why it ended before it was done, where that is so.
+        is_read: Whether all that happened was read; the losses of the checkpoints are told then.
     """
 
     state: str
@@ -51,6 +53,7 @@ class Situation:
     tags: tuple[str, ...] = ()
     checkpoints: tuple[tunekit.Checkpoint, ...] = ()
     diagnosis: tunekit.Diagnosis | None = None
+    is_read: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -150,10 +153,13 @@ def _look(run: tunekit.Run, before: Situation | None) -> Situation:
         tags=tuple(run.tags),
     )
     if state in OVER or state == "stuck":
-        if before is not None and (before.state, before.updated) == (state, found.updated):
-            # What is over does not change by itself, and its events may be many.
+        if before is not None and before.is_read and (before.state, before.updated) == (state, found.updated):
+            # What is over does not change by itself.
             return replace(found, checkpoints=before.checkpoints, diagnosis=before.diagnosis)
-        return replace(found, checkpoints=tuple(tunekit.checkpoints(run)), diagnosis=tunekit.diagnose_run(run))
+        with history_of(run) as reader:
+            checkpoints = tuple(tunekit.checkpoints(run, reader))
+            is_read = not reader.is_behind
+        return replace(found, checkpoints=checkpoints, diagnosis=tunekit.diagnose_run(run), is_read=is_read)
     return found
 
 

@@ -46,3 +46,8 @@ def told(error: tunekit.TunekitError) -> str:
     """An error as a card of HTML: what is wrong, and what to do about it."""
     hint = f"<p class='told-hint'>{escape(error.hint)}</p>" if error.hint else ""
     return f"<div class='told' role='alert'><p class='told-problem'>{escape(error.problem)}</p>{hint}</div>"
+
+
+def next_step(address: str, text: str, *, kind: str = "") -> str:
+    """A link to what comes next, which looks like a button."""
+    return f"<p><a class='shell-button shell-next {kind}' href='{escape(address)}'>{escape(text)}</a></p>"

@@ -432,19 +432,17 @@ UNSUPPORTED = {
         "tokens": "tokens are not added to a vocabulary",
         "optimizer": "train.optim must be one of",
         "early_stopping_patience": "a run is not ended early",
-        "wandb_project": "tunekit reports to no tracker",
+        "wandb_project": "no key of a recipe: set WANDB_PROJECT=trials",
     },
     "llamafactory-doubtful.yaml": {
         "lora_ranks": "did you mean 'lora_rank'?",
         "max_samples": "all rows of a file are taken",
         "use_galore": "GaLore is not there",
-        "report_to": "tunekit reports to no tracker",
     },
     "trl-doubtful.yaml": {
         "load_in_4bit": "weights of 4 bits are trained with an adapter only",
         "max_lenght": "did you mean 'max_length'?",
         "group_by_length": "rows are not grouped by length",
-        "report_to": "tunekit reports to no tracker",
         "push_to_hub": "tunekit does not upload while it trains",
     },
     "torchtune-doubtful.yaml": {
@@ -453,7 +451,7 @@ UNSUPPORTED = {
         "quantizer._component_": "training for quantisation is not there",
         "quantizer.groupsize": "training for quantisation is not there",
         "lr_scheduler._component_": "get_exponential_schedule: train.lr_scheduler_type names those that are there",
-        "metric_logger._component_": "tunekit reports to no tracker",
+        "metric_logger.project": "no key of a recipe: set WANDB_PROJECT=trial",
     },
     "swift-doubtful.sh": {
         "train_type": "longlora is not there",
@@ -461,7 +459,7 @@ UNSUPPORTED = {
         "system": "a system message stands in the rows",
         "learning_rat": "did you mean 'learning_rate'?",
         "freeze_vit": "tunekit trains on text",
-        "report_to": "tunekit reports to no tracker",
+        "report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio",
     },
 }
 
@@ -711,3 +709,29 @@ def test_migrating_imports_no_torch() -> None:
     code += "assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+TRACKED = [
+    ("axolotl-alpaca-lora.yaml", "wandb_project:", "use_mlflow: true\nwandb_project: trials\nwandb_watch: gradients",
+     ["mlflow", "wandb"], {"wandb_project": "set WANDB_PROJECT=trials", "wandb_watch": "weights and gradients do not"}),
+    ("llamafactory-lora-sft.yaml", "report_to: none", "report_to: [tensorboard, swanlab]",
+     ["tensorboard"], {"report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio"}),
+    ("trl-sft-full.yaml", "report_to: none", "report_to: trackio\nproject: trials", ["trackio"],
+     {"project": "set TRACKIO_PROJECT=trials"}),
+    ("torchtune-lora-single.yaml", "DiskLogger", "TensorBoardLogger", ["tensorboard"], {}),
+    ("swift-doubtful.sh", "report_to swanlab", "report_to wandb tensorboard", ["tensorboard", "wandb"], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "now", "expected", "named"), TRACKED)
+def test_trackers_are_carried_over_and_what_a_recipe_has_no_key_for_is_named(
+    tmp_path, name, before, now, expected, named
+) -> None:
+    text = (CONFIGS / name).read_text()
+    assert before in text
+    (tmp_path / name).write_text(text.replace(before, now))
+    made = migrate(tmp_path / name)
+    assert sorted(made.recipe.output.report_to) == expected
+    for key, words in named.items():
+        (line,) = [line for line in made.of_kind("unsupported") if line.key.partition("[")[0] == key]
+        assert words in line.words

@@ -96,7 +96,7 @@ def test_the_command_shows_compares_and_writes(runs, tmp_path):
         (["one", "one"], "is named twice"),
         (["one", "nothing"], "no run 'nothing'"),
         (["one", "no-plan"], "plan.yaml cannot be read"),
-        (["one", "torn"], "torn is damaged"),
+        (["one", "torn"], "torn/plan.yaml is damaged"),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_a_line(named, words, runs, tmp_path, monkeypatch):

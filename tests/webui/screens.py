@@ -44,12 +44,13 @@ method:
 train: {max_steps: 6}
 output: {name: grpo}
 """
+BAD = [{"messages": 3}, {"messages": []}, {"messages": [{"role": "nobody", "content": "?"}]}]
 TOO_LARGE = "set=model.path=Qwen/Qwen3-32B&set=adapter.type=full&set=data.max_length=4096"
 
 
 @dataclass(frozen=True)
 class View:
-    """A view: where it is, what has to be there, and what is done before the picture."""
+    """A view: where it is, what has to be there, what is done before the picture, and whose server shows it."""
 
     name: str
     address: str
@@ -57,19 +58,52 @@ class View:
     act: Callable[[Any], None] = lambda page: None
     is_saved: bool = False
     is_chinese: bool = False
+    server: str = "usual"
 
 
 def _tab(number: int, waits_for: str) -> Callable[[Any], None]:
     def open_tab(page: Any) -> None:
-        page.locator("#runs-tabs button[role=tab]").nth(number).click()
+        tab = page.locator("#runs-tabs .tab-container:not(.visually-hidden) button[role=tab]").nth(number)
+        if not tab.is_visible():
+            page.locator("#runs-tabs .overflow-menu > button").click()
+            tab = page.locator("#runs-tabs .overflow-dropdown button").nth(number - 7)
+        tab.click()
         page.locator(waits_for).first.wait_for()
 
     return open_tab
 
 
+def _headed(page: Any) -> None:
+    page.locator("#runs-head h1").wait_for()
+
+
+def _overlay(page: Any) -> None:
+    page.locator("#runs-look > button").click()
+    page.locator("#runs-overlay input").click()
+    page.get_by_role("option", name="sft").click()
+    page.keyboard.press("Escape")
+    page.locator("#runs-charts .marks").get_by_text("sft").first.wait_for()
+
+
+def _manage(page: Any) -> None:
+    page.locator("#controls-manage > button").click()
+    page.locator("#controls-delete-name").wait_for()
+
+
+def _choose(page: Any) -> None:
+    for name in ("sft", "longer"):
+        page.locator(f"#pick-{name}").check()
+
+
 def _measure(page: Any) -> None:
     page.locator("#data-measure").click()
     page.locator("#data-chart .marks").first.wait_for()
+
+
+def _wrong_password(page: Any) -> None:
+    page.locator("#password").fill("no")
+    page.locator("button").click()
+    page.get_by_role("alert").wait_for()
 
 
 def _chat(page: Any) -> None:
@@ -97,12 +131,13 @@ VIEWS = [
     View("data-pairs", "data?path=pairs.jsonl&method=dpo", "#data-rows :visible"),
     View("data-columns", "data?path=table.csv", "#data-columns td"),
     View("data-bad", "data?path=bad.jsonl", "#data-bad li"),
+    View("data-broken", "data?path=broken.jsonl", "#data-status .told"),
     View("data-grpo", "data?from=run:grpo", "#data-rows :visible"),
     View("runs", "runs", "#runs-list a", is_chinese=True),
     View("run", "runs?run=longer", CHART, is_saved=True, is_chinese=True),
     View("run-dpo", "runs?run=dpo", CHART),
     View("run-grpo", "runs?run=grpo", CHART),
-    View("run-broken", "runs?run=broken", "#controls-diagnosis :visible", is_chinese=True),
+    View("run-broken", "runs?run=broken", "#controls-diagnosis .controls-card", _headed, is_chinese=True),
     View("run-samples", "runs?run=grpo", CHART, _tab(1, "#runs-completions :visible")),
     View("run-log", "runs?run=sft", CHART, _tab(2, "[role=tabpanel]:visible")),
     View("run-recipe", "runs?run=sft", CHART, _tab(3, "#runs-plan :visible")),
@@ -111,6 +146,24 @@ VIEWS = [
     View("run-export", "runs?run=sft", CHART, _tab(6, "#export-start")),
     View("compare", "compare?run=sft&run=longer", "#compare-plot .marks", is_saved=True),
     View("chat", "chat?run=sft", "#chat-load:not([disabled])", _chat, is_chinese=True),
+    View("runs-chosen", "runs", "#runs-list a", _choose),
+    View("run-overlay", "runs?run=longer", CHART, _overlay),
+    View("run-manage", "runs?run=sft", CHART, _manage, is_chinese=True),
+    View("run-none", "runs?run=no-such", "#runs-head .told"),
+    View("compare-few", "compare?run=sft", "#compare-message p"),
+    View("report", "report?run=sft", "h1"),
+    View("empty-runs", "runs", ".runs-empty", is_chinese=True, server="empty"),
+    View("empty-new", "new", ".plan-bar", server="empty"),
+    View("empty-data", "data", "#data-status p", server="empty"),
+    View("empty-compare", "compare", "#compare-message p", server="empty"),
+    View("empty-chat", "chat", "#chat-nothing p", server="empty"),
+    View("login", "runs", "#password", is_chinese=True, server="password"),
+    View("login-wrong", "runs", "#password", _wrong_password, server="password"),
+    View("shown-runs", "runs", "#runs-list a", server="read-only"),
+    View("shown-run", "runs?run=sft", CHART, server="read-only"),
+    View("shown-new", "new?from=file:trained.yaml", ".plan-bar", server="read-only"),
+    View("shown-data", "data?path=chats.jsonl", "#data-rows :visible", server="read-only"),
+    View("shown-chat", "chat", "#chat-read-only", server="read-only"),
 ]
 
 
@@ -121,7 +174,8 @@ def prepare(folder: Path) -> Path:
         fill(workspace)
         (workspace / "table.csv").write_text("ask,reply\nWhere?,There.\nWhen?,Now.\n", encoding="utf-8")
         good = (workspace / "chats.jsonl").read_text(encoding="utf-8").splitlines()[:3]
-        (workspace / "bad.jsonl").write_text("\n".join([*good, "{", json.dumps({"messages": 3})]), encoding="utf-8")
+        (workspace / "bad.jsonl").write_text("\n".join([*good, *map(json.dumps, BAD)]), encoding="utf-8")
+        (workspace / "broken.jsonl").write_text("\n".join([*good, "{"]), encoding="utf-8")
         (workspace / "grpo.yaml").write_text(GRPO, encoding="utf-8")
     runs = {name: ["trained.yaml", *changes] for name, changes in RECIPES.items()} | {"grpo": ["grpo.yaml"]}
     for name, words in runs.items():
@@ -131,16 +185,29 @@ def prepare(folder: Path) -> Path:
     return workspace
 
 
+def server_of(kind: str, folder: Path, stack: contextlib.ExitStack) -> str:
+    """The address of a server over the runs or over nothing, which may only show or ask for a password."""
+    if kind == "empty":
+        (folder / "empty").mkdir(exist_ok=True)
+        return stack.enter_context(serving(folder / "empty")).url
+    options = ["--read-only"] if kind == "read-only" else []
+    secrets = {"TUNEKIT_UI_PASSWORD": "secret"} if kind == "password" else {}
+    return stack.enter_context(serving(folder / "workspace", *options, **secrets)).url
+
+
 def take(root: str, view: View, browser: Any, file: Path, *, size: str, theme: str, language: str) -> None:
     """A picture of a view: the whole page, as far as it goes."""
     width, height = SIZES[size]
     prefix = "" if language == "en" else f"{language}/"
-    with contextlib.closing(browser.new_context(viewport={"width": width, "height": height})) as context:
+    with contextlib.closing(
+        browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+    ) as context:
         page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
         page.goto(f"{root}{prefix}{view.address}{'&' if '?' in view.address else '?'}__theme={theme}")
         page.locator(view.waits_for).first.wait_for()
         view.act(page)
+        page.evaluate("scrollTo(0, 0)")
         page.screenshot(path=file, full_page=not view.is_saved or size == "phone")
     print(file, flush=True)
 
@@ -154,24 +221,27 @@ def main() -> None:
     asked = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workspace = prepare(folder)
-        server = stack.enter_context(serving(workspace))
+        prepare(folder)
+        servers: dict[str, str] = {}
         browser = stack.enter_context(sync_playwright()).chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]
         )
         for view in VIEWS:
+            is_asked = view.is_saved if asked.save else not asked.names or view.name.startswith(tuple(asked.names))
+            if is_asked and view.server not in servers:
+                servers[view.server] = server_of(view.server, folder, stack)
             if asked.save and view.is_saved:
                 SAVED.mkdir(exist_ok=True)
                 file = SAVED / f"{view.name}.png"
-                take(server.url, view, browser, file, size="wide", theme="light", language="en")
-            elif not asked.save and (not asked.names or view.name.startswith(tuple(asked.names))):
+                take(servers[view.server], view, browser, file, size="wide", theme="light", language="en")
+            elif is_asked and not asked.save:
                 languages = ("en", "zh") if view.is_chinese else ("en",)
                 for size, theme, language in ((s, t, one) for s in SIZES for t in THEMES for one in languages):
                     if language == "zh" and (size, theme) != ("wide", "light"):
                         continue
                     file = folder / f"{view.name}-{size}-{theme}-{language}.png"
                     try:
-                        take(server.url, view, browser, file, size=size, theme=theme, language=language)
+                        take(servers[view.server], view, browser, file, size=size, theme=theme, language=language)
                     except Exception as error:  # noqa: BLE001 - a view that does not come is told of; the others are taken
                         print(f"{file}: {str(error).splitlines()[0]}", flush=True)
         browser.close()

@@ -104,8 +104,10 @@ def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
         cookie = right.headers["set-cookie"].lower()
         assert "httponly" in cookie and "samesite=strict" in cookie and PASSWORD not in cookie
         assert client.get("/config").status_code == 200
-        client.cookies.set("tunekit", "forged")
-    assert httpx.get(f"{locked_server}/config", cookies={"tunekit": "forged"}).status_code == 401
+        ((name, token),) = client.cookies.items()
+    assert name == f"tunekit-{httpx.URL(locked_server).port}", "a server on another port has another one"
+    assert httpx.get(f"{locked_server}/config", cookies={name: token}).status_code == 200
+    assert httpx.get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
 
 
 @pytest.mark.parametrize("onward", ["//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example", "/\tx"])
@@ -188,7 +190,7 @@ STARTING = {
     "_Deletion._delete",
     "_attach_loading.<locals>.load_chosen",
     "_build_rewards.<locals>.run",
-    "_build_start.<locals>.begin",
+    "_attach_start.<locals>.begin",
     "build.<locals>.export",
     "build.<locals>.upload",
 }

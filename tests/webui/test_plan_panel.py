@@ -68,7 +68,7 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
     text = LARGE + "train:\n  micro_batch_size: 8\n  gradient_checkpointing: false\nparallel:\n  num_processes: 1\n"
     error = plan_of(site, text, "h100")
     assert isinstance(error, tunekit.PlanError) and error.changes
-    view, changes, mend, start, _ = plan_panel.shown(site, Words("en"), text, "h100", "")
+    _, view, changes, mend, start, _ = plan_panel.shown(site, Words("en"), text, "h100", "")
     assert tunekit.gib(error.needed_bytes) in view and tunekit.gib(error.limit_bytes) in view
     assert changes.splitlines() == list(error.changes) and mend.visible and start.interactive
     mended = with_changes(text, changes)
@@ -77,12 +77,13 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
 
 
 def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_started(site):
-    view, _, _, start, reason = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090")
+    brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090")
     assert view.count("<article") == 2 and view.index("<h3>h200") < view.index("<h3>rtx4090")
-    assert start.interactive and not reason
+    assert start.interactive and not reason and "Fits: h200" in brief
     text = DRAFT.replace("max_length: 128", "max_length: 4096")
-    view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
     assert "1024 positions" in view and not start.interactive and reason
+    assert "Does not run: This machine" in brief and "1024 positions" in brief
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_s
     ],
 )
 def test_a_draft_with_mistakes_has_no_plan_and_cannot_be_started(site, text, words):
-    view, changes, mend, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
+    _, view, changes, mend, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
     assert not changes and not mend.visible and not start.interactive and reason
     assert words in view or words in reason
     with pytest.raises(tunekit.TunekitError):

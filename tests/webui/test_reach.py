@@ -3,7 +3,7 @@
 import pytest
 
 import tunekit
-from webui.reach import check_machine, check_reach
+from webui.reach import check_edits, check_machine, check_reach
 from webui.site import Site
 
 
@@ -64,3 +64,11 @@ def test_a_machine_is_described_in_the_workspace_alone(site):
     check_machine(site, "mine.yaml")
     with pytest.raises(tunekit.TunekitError, match="leads out"):
         check_machine(site, "/etc/mine.yaml")
+
+
+def test_a_run_is_not_continued_with_edits_that_lead_out(site, trained_run):
+    site = Site(root=trained_run.path.parent.parent)
+    check_edits(site, trained_run, ["train.max_steps=99", "parallel.nvme_path=swap"])
+    for folder in ("/var/tmp", "../swap", "~/swap"):
+        with pytest.raises(tunekit.TunekitError, match=r"parallel\.nvme_path"):
+            check_edits(site, trained_run, [f"parallel.nvme_path={folder}"])

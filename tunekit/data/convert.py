@@ -8,7 +8,7 @@ is refused.
 
 from dataclasses import dataclass, field
 
-from tunekit.data.formats import BadRow, Format, Row, check_columns, described, listed
+from tunekit.data.formats import BadRow, Format, Row, check_columns, described, listed, misspelt
 from tunekit.data.messages import (
     ROLES,
     conversation,
@@ -18,6 +18,7 @@ from tunekit.data.messages import (
     text,
     tools_of,
     turns,
+    unweighted,
     with_system,
 )
 from tunekit.data.preferences import best_and_worst, pair, rated
@@ -35,6 +36,9 @@ SPEAKERS = {
     "observation": "tool",
 }
 """The role that a speaker of a ShareGPT conversation has, where its name is another one."""
+
+ASKING = ("messages", "conversations", "prompt", "instruction", "text")
+"""Columns of which one holds what is asked."""
 
 
 @dataclass
@@ -108,6 +112,50 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
             return _prompt_with_references(row)
 
 
+def asked_in(value: object) -> Row:
+    """What a row asks, whatever else it holds: `prompt`, a text or a conversation, and its `tools`, if it has some.
+
+    An answer at the end of a conversation is left out. So rows to train on are rows to ask, too.
+
+    Raises:
+        BadRow: The row asks nothing.
+    """
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object, got {described(value)}")
+    found = Findings()
+    asked: str | list[Row]
+    if "messages" in value:
+        asked = _unanswered(turns(value["messages"], "messages"), "messages")
+    elif "conversations" in value:
+        entries = _turns(value["conversations"], "conversations", found)
+        messages = _unanswered(turns(entries, "conversations"), "conversations")
+        asked = with_system(messages, _optional_text(value, "system", found))
+    elif "prompt" in value:
+        asked = prompt(value["prompt"], move="leave that turn out, or call the column messages")
+    elif "instruction" in value:
+        asked = _instruction(value, found)
+    elif "chosen" in value and "rejected" in value:
+        asked = _preference(value, found)["prompt"]
+    elif "text" in value:
+        asked = text(value["text"], "text")
+    else:
+        near = misspelt(list(value), ASKING)
+        raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
+    tools = tools_of(value.get("tools"))
+    if tools and isinstance(asked, str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    return {"prompt": asked, **({"tools": tools} if tools else {})}
+
+
+def _unanswered(messages: list[Row], where: str) -> list[Row]:
+    """A conversation up to the last turn that is not the assistant's."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise BadRow(f"{where} has no turn that could be answered")
+    return unweighted(messages)
+
+
 def conversion(format: SourceFormat, findings: Findings) -> str:
     """What becomes of the columns, in a few words; nothing for a format that stays as it is."""
     if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
@@ -165,6 +213,12 @@ def _turn(entry: object, where: str, findings: Findings) -> object:
 
 
 def _alpaca(row: Row, findings: Findings) -> Row:
+    asked = _instruction(row, findings)
+    return {"messages": [*asked, {"role": "assistant", "content": text(row["output"], "output")}]}
+
+
+def _instruction(row: Row, findings: Findings) -> list[Row]:
+    """The conversation of an Alpaca row up to its answer."""
     question = text(row["instruction"], "instruction")
     given = _optional_text(row, "input", findings)
     if given:
@@ -175,8 +229,7 @@ def _alpaca(row: Row, findings: Findings) -> Row:
         messages.append({"role": "system", "content": system})
     for earlier, said in _history(row, findings):
         messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": said}]
-    output = text(row["output"], "output")
-    return {"messages": [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": output}]}
+    return [*messages, {"role": "user", "content": question}]
 
 
 def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:

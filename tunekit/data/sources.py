@@ -63,6 +63,11 @@ def find_files(source: DataSource, *, key: str, streaming: bool = False) -> File
     return files
 
 
+def is_hub_dataset(name: str) -> bool:
+    """Whether a source is a dataset of the hub by its name."""
+    return not (is_url(name) or name.startswith(EXAMPLE_PREFIX) or _looks_like_file(name) or Path(name).exists())
+
+
 def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
     for part, given in (("name", source.name), ("split", source.split), ("revision", source.revision)):
         if given is not None:

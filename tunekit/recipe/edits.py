@@ -145,6 +145,7 @@ RULINGS: Mapping[str, Ruling] = {
     "output.dir": Ruling("refused", "a run stays in its folder"),
     "output.name": Ruling("refused", "the folder of the run was named by it"),
     "output.sample_prompts": _TAKES_EFFECT,
+    "output.report_to": _TAKES_EFFECT,
 }
 """What becomes of edits, by dotted key; a section's holds for what is below it and not named itself."""
 

@@ -26,8 +26,8 @@ from tunekit.recipe.fields import (
     variant,
 )
 from tunekit.recipe.overrides import spell_out
-from tunekit.recipe.places import Key, dotted
-from tunekit.recipe.schema import Recipe
+from tunekit.recipe.places import Key, dotted, undotted
+from tunekit.recipe.schema import Recipe, has_choice
 from tunekit.recipe.section import TAG, FunctionPath, Section
 
 Kind = Literal["bool", "int", "float", "text", "choice", "list", "mapping", "section", "sections"]
@@ -107,10 +107,19 @@ class Entry:
 def recipe_entries(values: Mapping[str, Any]) -> list[Entry]:
     """The fields that apply to what a recipe says, in the order of the schema, those of a section behind its own.
 
+    What may only have its default with the recipe's method is left out, unless the recipe gives it.
+
     Args:
         values: A recipe's values, right or wrong, with or without shorthand; {} for the defaults.
     """
-    return list(_below((), Recipe, spell_out(dict(values))))
+    found = list(_below((), Recipe, spell_out(dict(values))))
+    method = next(str(one.default if one.value is UNSET else one.value) for one in found if one.key == "method.type")
+    return [one for one in found if one.value is not UNSET or has_choice(_names(one.key), method)]
+
+
+def _names(key: str) -> tuple[str, ...]:
+    """A dotted key without positions, in parts."""
+    return tuple(part for part in undotted(key) or () if isinstance(part, str))
 
 
 def _below(key: Key, section: type[Section], values: Any) -> Iterator[Entry]:

@@ -54,11 +54,13 @@ def conflicts_of_answers(
         yield Conflict(("method", "epsilon_high"), what, "steps upwards go as far as those downwards at least")
 
 
+AS_THE_MODEL = ("dtype", "attn_implementation", "kernels")
+"""What is computed of a teacher as of the model that learns from it."""
+
+
 def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
-    """What is computed of a teacher as of the model that learns from it."""
-    given = {"dtype": teacher.dtype, "attn_implementation": teacher.attn_implementation, "kernels": teacher.kernels}
-    for name, value in given.items():
-        if value != "auto":
+    for name in AS_THE_MODEL:
+        if dict(teacher)[name] != "auto":
             what = "cannot be given: the teacher is computed like the model"
             yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 

@@ -10,7 +10,7 @@ Values are strict: a number in quotes is not a number, and 2.5 is not a count. U
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tunekit.recipe.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
@@ -24,7 +24,7 @@ from tunekit.recipe.methods import (
     SFTMethod,
 )
 from tunekit.recipe.model import ModelSection
-from tunekit.recipe.on_policy import conflicts_of_answers
+from tunekit.recipe.on_policy import AS_THE_MODEL, conflicts_of_answers
 from tunekit.recipe.parallel import ParallelSection
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
@@ -52,6 +52,9 @@ DataFormat = Literal["auto"] | SourceFormat | Annotated[FunctionPath, Field(patt
 
 LossOn = Literal["assistant", "last", "all"]
 """Which tokens count in the loss: those of the assistant's turns and completions, of the last turn only, or all."""
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""What shows figures of many runs: TensorBoard, Weights & Biases, MLflow or trackio."""
 
 
 class DataSource(Section):
@@ -297,6 +300,34 @@ class OutputSection(Section):
     sample_prompts: list[str] | None = None
     """Prompts answered before and after training. Left out: the first three prompts of the evaluation rows, or of
     the training rows. An empty list: none."""
+
+    report_to: Annotated[
+        list[Tracker],
+        BeforeValidator(
+            lambda given: [given] if isinstance(given, str) else given,
+            json_schema_input_type=Tracker | list[Tracker],
+        ),
+    ] = []
+    """Trackers that the run's figures are handed to as it goes, with the recipe as their configuration; one name or a
+    list. They come with `pip install 'tunekit[tracking]'`. The run has its own name there. The project is what the
+    tracker's own variable says (`WANDB_PROJECT`, `MLFLOW_EXPERIMENT_NAME`, `TRACKIO_PROJECT`), else `tunekit`. Where
+    nothing names a server (`MLFLOW_TRACKING_URI`, `TRACKIO_SPACE_ID`; wandb has one unless `WANDB_MODE=offline`), all
+    stays in the folder `trackers` of the run. A tracker that fails while the run trains neither ends it nor delays it:
+    the run folder is the record."""
+
+
+def has_choice(key: tuple[str, ...], method: str) -> bool:
+    """Whether a field may be anything but its default with a method; a form leaves out those that may not.
+
+    Args:
+        key: The field's key without positions in lists.
+        method: `method.type`.
+    """
+    if key[0] == "data" and key[-1] in ("packing", "padding_free", "loss_on"):
+        return method == "sft"
+    if key == ("output", "sample_prompts"):
+        return method != "reward"
+    return key != ("data", "eval", "weight") and not (key[:2] == ("method", "teacher") and key[-1] in AS_THE_MODEL)
 
 
 def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:

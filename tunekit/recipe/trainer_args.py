@@ -40,7 +40,7 @@ _ROWS = "tunekit prepares the rows: use the data section"
 _EVAL = "use train.eval_steps, and data.eval"
 _SAVE = "use train.save_steps"
 _LOG = "use train.logging_steps"
-_RUN = "the run folder records this: use the output section"
+_TRACKED = "use output.report_to"
 _RESUME = "every run begins afresh"
 _EXACT = "a run goes on as if it had not been cut off"
 _HUB = "tunekit does not upload while it trains"
@@ -104,7 +104,8 @@ OWNED = {
     "per_device_train_batch_size": _BATCHES,
     "push_to_hub": _HUB,
     "remove_unused_columns": _ROWS,
-    "report_to": _RUN,
+    "project": _TRACKED,
+    "report_to": _TRACKED,
     "resume_from_checkpoint": _RESUME,
     "run_name": "use output.name",
     "save_only_model": _EXACT,
@@ -194,7 +195,7 @@ OWNED_BY_METHOD: dict[str, dict[str, str]] = {
 }
 """The same for single methods."""
 
-OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES, "vllm_": _ENGINE}
+OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES, "trackio_": _TRACKED, "vllm_": _ENGINE}
 """The same for families of arguments."""
 
 

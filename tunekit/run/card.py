@@ -1,18 +1,21 @@
 """The model card of a trained model: base, data, recipe, results."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from tunekit.data.remote import shown
+from tunekit.data.sources import is_hub_dataset
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.load import dump_recipe
 from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.places import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import redacted
+from tunekit.run.evaluation import Score, evaluations_of, newest_scores
+from tunekit.run.licence import Licence, licence_of
 from tunekit.run.origin import CODE, models_of
 from tunekit.run.run import Run
 
@@ -59,16 +62,14 @@ def write_card(
     recipe, plan = run.recipe, run.plan
     full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
     base = plan.base.path
-    data = ModelCardData(
-        library_name="transformers" if full else "peft",
-        tags=["tunekit", recipe.method.type, recipe.adapter.type],
-        pipeline_tag="text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation",
-        base_model=base if "/" in base and not base.startswith(("/", ".")) else None,
-    )
+    evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
+    licence = licence_of(plan.base, asks_hub=kind != "trained")
+    data = _metadata(run, licence, evaluated, is_full=full)
     came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
     rows = [
         *came_from,
         ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        ("Licence of the base model", str(licence or "not stated on its card")),
         *_code(recipe),
         ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
         ("Method", recipe.method.type),
@@ -81,8 +82,56 @@ def write_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
     card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
+    card += _scores(evaluated)
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
+    """What the hub reads of a card: the names in it are names there."""
+    recipe, base = run.recipe, run.plan.base.path
+    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
+    is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
+    relation = "finetune" if is_full else "adapter"
+    data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))
+    return ModelCardData(
+        library_name="transformers" if is_full else "peft",
+        tags=["tunekit", recipe.method.type, recipe.adapter.type],
+        pipeline_tag=task,
+        base_model=base if is_on_hub else None,
+        base_model_relation=relation if is_on_hub else None,
+        license=None if licence is None else licence.id,
+        license_name=None if licence is None else licence.name,
+        license_link=None if licence is None else licence.link,
+        datasets=data_names or None,
+        model_name=run.name if evaluated else None,
+        eval_results=[_result(score, task) for score in evaluated] or None,
+    )
+
+
+def _result(score: Score, task: str) -> EvalResult:
+    """A figure as the hub reads it in a card's metadata."""
+    return EvalResult(
+        task_type=task,
+        dataset_type=Path(score.of).name,
+        dataset_name=Path(score.of).name,
+        dataset_args={"num_rows": score.num_rows},
+        metric_type=score.name,
+        metric_name=score.words,
+        metric_value=round(score.after.value, 6),
+    )
+
+
+def _scores(scores: Sequence[Score]) -> str:
+    """Figures before and after, as a Markdown section."""
+    if not scores:
+        return ""
+    lines = ["", "## Evaluation", "", "| | rows | before | after | difference |", "|---|---|---|---|---|"]
+    for score in scores:
+        cells = [f"{Path(score.of).name}: {score.words}", f"{score.num_rows:,}", *score.cells]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    how = "In brackets are intervals of 95%; differences are between the same rows."
+    return "\n".join([*lines, "", how]) + "\n"
 
 
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:

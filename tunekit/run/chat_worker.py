@@ -11,18 +11,20 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.planner.states import Dtype
 from tunekit.redact import Redacting
+from tunekit.run.loaded import Device, Sampling, dtype_on, end_tokens, load, longest_of
 from tunekit.run.memory import is_out_of_memory, resident_bytes
+from tunekit.run.prompts import prompt_ids
 from tunekit.run.quiet import library_words_to
 from tunekit.run.silence import send_nothing_at_all
-from tunekit.run.trained import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.run.trained import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.run.vllm import VllmModel, takes_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +87,12 @@ class Worker:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
         try:
-            self._load(find_trained(first["name"], first["checkpoint"]), first["device"], compare=first["compare"])
+            found = find_trained(first["name"], first["checkpoint"])
+            self.vllm: VllmModel | None = None
+            if takes_vllm(first["backend"], found, first["device"]):
+                self._load_vllm(found, compare=first["compare"])
+            else:
+                self._load(found, first["device"], compare=first["compare"])
         except TunekitError as error:
             self.tell({"problem": error.problem, "hint": error.hint})
             return
@@ -107,28 +114,23 @@ class Worker:
                     raise
                 self.tell({"problem": "memory ran out in the answer", "hint": "begin a shorter conversation"})
 
-    def _load(self, found: Trained, device: str, *, compare: bool) -> None:
+    def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
         self.found = found
-        if device == "cuda" and not torch.cuda.is_available():
-            raise RunError("there is no accelerator here", hint="take --device cpu")
-        self.device = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-        self.tokenizer = tokenizer_of(found)
-        self.dtype = self._dtype(found)
-        self.model: Any = load_trained(found, dtype=self.dtype, device=self.device)
+        loaded = load(found, device=device)
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self.tokenizer, self.model = loaded.tokenizer, cast(Any, loaded.model)
+        self.longest = longest_of(found)
         self.before: Any = None
         if compare and found.adapter is None and found.before is not None:
             self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
 
-    def _dtype(self, found: Trained) -> Dtype:
-        """As it was computed in training; a processor without a type of 16 bits computes in float32."""
-        if found.run is not None:
-            planned = found.run.plan
-            return planned.dtype if planned.device.kind == self.device else self._own_dtype(found)
-        return self._own_dtype(found)
-
-    def _own_dtype(self, found: Trained) -> Dtype:
-        stored = stored_dtype(found)
-        return "float32" if self.device == "cpu" and stored == "float16" else stored
+    def _load_vllm(self, found: Trained, *, compare: bool) -> None:
+        if compare and found.adapter is None:
+            raise RunError("vLLM holds one model, and before this run was another", hint="take --backend transformers")
+        self.found, self.device, self.dtype = found, "cuda", dtype_on(found, "cuda")
+        self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
+        self.model = self.before = None
+        self.vllm = VllmModel(found, self.dtype)
 
     def _facts(self) -> dict[str, Any]:
         on_gpu = self.device == "cuda"
@@ -147,58 +149,56 @@ class Worker:
         is_base = question["base"]
         if is_base and self.before is None and self.found.adapter is None:
             raise RunError(f"what {self.found.name} was before is not loaded", hint="begin the talk with compare")
+        if not question["say"]:
+            raise RunError("nothing was said", hint="begin with a message")
+        ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
+        limit = self._room(ids, question["max_new_tokens"])
+        sampling = Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
+        if self.vllm is not None:
+            num_tokens, is_cut = 0, False
+            for piece, more, ended in self.vllm.stream(ids, sampling, base=is_base, is_stopped=self.asked.is_set):
+                num_tokens, is_cut = num_tokens + more, ended == "length"
+                if piece:
+                    self.tell({"piece": piece})
+            return self._said_so(num_tokens, began, is_cut=is_cut)
         model = self.before if is_base and self.before is not None else self.model
         aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
-        ids = self._ids(question["say"])
-        limit = self._room(model, ids, question["max_new_tokens"])
         given = torch.tensor([ids], device=self.device)
-        draws: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if question["temperature"] > 0:
-            draws = {"do_sample": True, "temperature": question["temperature"], "top_p": question["top_p"], "top_k": 0}
         with torch.inference_mode(), aside:
             output = model.generate(
                 input_ids=given,
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=limit,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                eos_token_id=end_tokens(model, self.tokenizer) or None,
                 streamer=_Pieces(self.tokenizer, self),
                 stopping_criteria=StoppingCriteriaList([_Asked(self.asked)]),
-                **draws,
+                **sampling.draws,
             )
         num_tokens = output.shape[1] - len(ids)
-        reason = "stopped" if self.asked.is_set() else "length" if num_tokens >= limit else "end"
+        return self._said_so(num_tokens, began, is_cut=num_tokens >= limit)
+
+    def _said_so(self, num_tokens: int, began: float, *, is_cut: bool) -> dict[str, Any]:
+        """How an answer ended."""
+        reason = "stopped" if self.asked.is_set() else "length" if is_cut else "end"
         return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
 
-    def _ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, by the model's template; of a model without one, of its texts."""
-        from jinja2 import TemplateError
-
-        if not messages:
-            raise RunError("nothing was said", hint="begin with a message")
+    def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """A conversation; to a model that has no template for one, or was trained on texts, its texts."""
         if self.tokenizer.chat_template is None or not self.found.is_chat:
-            found: list[int] = self.tokenizer("\n".join(one["content"] for one in messages))["input_ids"]
-            return found
-        try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise RunError(
-                f"the chat template of {self.found.name} refuses this conversation: {error}",
-                hint="leave the system prompt out, and let user and assistant take turns",
-            ) from error
-        found = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+            return "\n".join(one["content"] for one in messages)
+        return messages
 
-    def _room(self, model: Any, ids: list[int], asked: int) -> int:
+    def _room(self, ids: list[int], asked: int) -> int:
         """Tokens that an answer may have."""
-        limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        if limit is None:
+        if self.longest is None:
             return asked
-        if len(ids) >= limit:
+        if len(ids) >= self.longest:
             raise RunError(
-                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {limit:,}",
+                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}",
                 hint="clear it, and begin another one",
             )
-        return min(asked, int(limit) - len(ids))
+        return min(asked, self.longest - len(ids))
 
 
 def main() -> None:

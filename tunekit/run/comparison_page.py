@@ -29,6 +29,6 @@ def comparison_page(comparison: Comparison) -> str:
         ],
         answers=comparison.answers,
         notes=comparison.notes,
-        none=NONE,
+        missing=NONE,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

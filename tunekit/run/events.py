@@ -9,6 +9,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `engine`: what trains, as it was found when training began (see `tunekit.run.verify`)
 - `fused`: `lines`, what became of each kind of module of the model (see `tunekit.model.fuse`), and that as `message`
 - `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see `tunekit.run.isolation`)
+- `tracker`: `name` of a tracker that the run is reported to, and where it is shown there as `message`
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
   `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main

@@ -5,8 +5,10 @@ then. So what is there under that name was seen to answer as the run's model doe
 """
 
 import contextlib
+import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +26,11 @@ from tunekit.run.card import write_card
 from tunekit.run.checkpoint import to_disk
 from tunekit.run.events import Event
 from tunekit.run.export_check import Check, Subject
+from tunekit.run.gguf import BYTES_PER_PARAM, GgufType, check_convertible, find_converter, write_gguf
 from tunekit.run.inside import has_controls
+from tunekit.run.modelfile import MODELFILE, modelfile
+from tunekit.run.push import check_target
+from tunekit.run.push import push as send
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, tokenizers_errors, words_of
 from tunekit.run.run import Run
@@ -40,6 +46,8 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 SHARD = "5GB"
 """Size of the largest file of weights, as transformers has it."""
+
+_SIZE = re.compile(r"[1-9]\d*(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 
 OWN_BYTES = 64 * 2**20
 """Room for tokenizer, card and configuration, generously."""
@@ -59,6 +67,7 @@ class Export:
         files: Their names.
         notes: What the user should know, a sentence each.
         check: What the process that loaded it anew has seen.
+        pushed: Where it is on the hub; None where it was not sent there.
     """
 
     run: str
@@ -70,6 +79,7 @@ class Export:
     files: tuple[str, ...]
     notes: tuple[str, ...]
     check: Check
+    pushed: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -83,6 +93,11 @@ def export(
     kind: Literal["auto", "adapter", "merged"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     checkpoint: str | None = None,
+    max_shard_size: str = SHARD,
+    gguf: GgufType | None = None,
+    push: str | None = None,
+    private: bool = False,
+    replace: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Export:
     """Write what a run made as a folder that others load, and see by loading it that it answers alike.
@@ -93,43 +108,97 @@ def export(
         kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
         dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
         checkpoint: The step of the checkpoint to export, rather than the result.
-        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `done`.
+        max_shard_size: Largest file of whole weights, such as `5GB`.
+        gguf: Whole weights as a GGUF file of this type too, by the converter of llama.cpp.
+        push: A repository of the hub, `owner/name`, to which the export is sent once it was checked.
+        private: Only its owners see the repository.
+        replace: What the repository holds may be replaced; its history keeps it.
+        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
+            `pushing`, `done`.
 
     Raises:
         TunekitError: There is nothing to export, no room for it, or what was written does not answer alike. Nothing is
-            left then.
+            left then, unless only the hub did not take it.
     """
     tell = on_event or (lambda event: None)
     found = find_trained(run, checkpoint)
     kind = _kind(found, kind, dtype)
+    if found.run is not None and found.step is None and not found.run.result():
+        raise RunError(f"{found.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
+    _check_options(found, kind, max_shard_size, gguf, push, hub_only=private or replace)
     to = _destination(found, kind, dest)
     send_nothing_at_all()
+    converter = None if gguf is None else find_converter()
     log = StringIO()
+    with library_words_to(log):
+        target = None if push is None else check_target(push, private=private, replace=replace)
+        if converter is not None:
+            check_convertible(converter, found)
     with _draft_of(to) as draft:
         with library_words_to(log):
             tell({"event": "export", "phase": "loading", "run": found.name})
             written = _dtype_of(found, kind, dtype)
-            _check_room(found, kind, written, draft)
-            _write(found, kind, written, draft, tell)
+            _check_room(found, kind, BYTES[written] + (BYTES_PER_PARAM[gguf] if gguf is not None else 0), draft)
+            _write(found, kind, written, draft, max_shard_size, tell)
         tell({"event": "export", "phase": "checking"})
         check = _checked(Subject.of(found, kind, written, draft))
         assert found.run is not None
-        write_card(found.run, found.run.result(), draft, kind=kind, step=found.step)
-        done = Export(
-            run=found.run.name,
-            step=found.step,
-            kind=kind,
-            dtype=written,
-            folder=str(to),
-            total_bytes=sum(file.stat().st_size for file in draft.rglob("*") if file.is_file()),
-            files=tuple(sorted(file.relative_to(draft).as_posix() for file in draft.rglob("*") if file.is_file())),
-            notes=tuple(_notes(found, kind)),
-            check=check,
-        )
+        weights, notes = ".", list(_notes(found, kind))
+        if gguf is not None and converter is not None:
+            tell({"event": "export", "phase": "converting"})
+            weights = f"./{write_gguf(converter, draft, gguf, found.name)}"
+        with library_words_to(log):
+            if kind == "merged" and not found.judges:
+                text, more = modelfile(draft, tokenizer_of(found), weights)
+                (draft / MODELFILE).write_text(text, encoding="utf-8")
+                notes += more
+            write_card(found.run, found.run.result(), draft, kind=kind, step=found.step)
+        done = _described(found, kind, written, draft, to, notes, check)
         (draft / EXPORT).write_text(json.dumps({**done.to_dict(), "folder": to.name}, indent=2), encoding="utf-8")
         _publish(draft, to)
+    if target is not None:
+        tell({"event": "export", "phase": "pushing", "repo": target.repo})
+        with library_words_to(log):
+            done = dataclasses.replace(done, pushed=send(target, to, message=f"{kind} weights of {found.name}"))
     tell({"event": "export", "phase": "done", "folder": str(to)})
     return done
+
+
+def _described(found: Trained, kind: Kind, dtype: str, draft: Path, to: Path, notes: list[str], check: Check) -> Export:
+    """What is in a draft that will be at its destination."""
+    assert found.run is not None
+    files = [file for file in draft.rglob("*") if file.is_file()]
+    return Export(
+        run=found.run.name,
+        step=found.step,
+        kind=kind,
+        dtype=dtype,
+        folder=str(to),
+        total_bytes=sum(file.stat().st_size for file in files),
+        files=tuple(sorted(file.relative_to(draft).as_posix() for file in files)),
+        notes=tuple(notes),
+        check=check,
+    )
+
+
+def _check_options(
+    found: Trained, kind: Kind, max_shard_size: str, gguf: str | None, push: str | None, *, hub_only: bool
+) -> None:
+    """See that the options go with each other and with the model.
+
+    Raises:
+        RunError: They do not.
+    """
+    if not _SIZE.fullmatch(max_shard_size):
+        raise RunError(f"--max-shard-size {max_shard_size}: no size of a file", hint="write it as 5GB or 500MB")
+    if kind == "adapter" and gguf is not None:
+        raise RunError("--gguf: an adapter alone is not converted", hint="leave --adapter out")
+    if kind == "adapter" and max_shard_size != SHARD:
+        raise RunError("--max-shard-size: an adapter is one file", hint="leave it out")
+    if found.judges and gguf is not None:
+        raise RunError(f"--gguf: {found.name} scores texts, and llama.cpp has no such models", hint="leave it out")
+    if push is None and hub_only:
+        raise RunError("--private and --replace go with --push", hint="add --push OWNER/NAME")
 
 
 def _kind(found: Trained, kind: str, dtype: str) -> Kind:
@@ -181,13 +250,13 @@ def _draft_of(to: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _check_room(found: Trained, kind: Kind, dtype: Dtype, draft: Path) -> None:
+def _check_room(found: Trained, kind: Kind, bytes_per_param: float, draft: Path) -> None:
     """See that there is room for what is to be written."""
     if kind == "adapter":
         needed = sum(file.stat().st_size for file in Path(found.folder).glob("*.safetensors"))
     else:
         assert found.run is not None
-        needed = found.run.plan.num_params * BYTES[dtype]
+        needed = int(found.run.plan.num_params * bytes_per_param)
     needed, free = needed + OWN_BYTES, free_bytes(draft)
     if needed > free:
         raise RunError(
@@ -196,7 +265,7 @@ def _check_room(found: Trained, kind: Kind, dtype: Dtype, draft: Path) -> None:
         )
 
 
-def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, tell: Callable[[Event], None]) -> None:
+def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, tell: Callable[[Event], None]) -> None:
     """Write weights, configuration and tokenizer.
 
     Raises:
@@ -211,7 +280,7 @@ def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, tell: Callable
     try:
         with tokenizers_errors():
             if model is not None:
-                model.save_pretrained(draft, max_shard_size=SHARD)
+                model.save_pretrained(draft, max_shard_size=shard)
             else:
                 for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
                     if file.name.startswith("adapter_"):

@@ -54,7 +54,8 @@ class Guard:
     def __init__(self, trainer: "Trainer", plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
-        self._lower = (self.train.learning_rate or DEFAULT_LEARNING_RATE[plan.recipe.adapter.type]) / 10
+        usual = DEFAULT_LEARNING_RATE[plan.recipe.adapter.type]
+        self._lower = min((self.train.learning_rate or usual) / 10, usual)
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
         self.leaves_out = False

@@ -1,11 +1,10 @@
 """The checkpoints that a run has kept, as whoever wants to go on from one of them looks at them."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunekit.run.checkpoint import CHECKPOINTS, fault_of, files_in, newest_complete
+from tunekit.run.reader import EventReader
 from tunekit.run.run import Run
 from tunekit.run.whole import steps_of
 
@@ -36,25 +35,34 @@ class Checkpoint:
     fault: str | None
 
 
-def checkpoints(run: Run) -> list[Checkpoint]:
-    """The checkpoints of a run, the newest first; then those that were set aside, damaged or left behind."""
+def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint]:
+    """The checkpoints of a run, the newest first; then those that were set aside, damaged or left behind.
+
+    Args:
+        run: The run.
+        history: What happened in it, by whoever has read that already; it is read where left out.
+    """
     found = folders_of(run)
-    events = run.events() if found else []
-    losses, evaluated = _by_step(events, "log", "loss"), _by_step(events, "eval", "eval_loss")
+    if found and history is None:
+        history = EventReader(run.path / "events.jsonl")
+        history.read()
     best = _best_name(run)
-    return [
-        Checkpoint(
-            name=name,
-            path=path,
-            step=steps_of(path),
-            size_bytes=_size_of(path),
-            loss=_last(losses, steps_of(path)),
-            eval_loss=_last(evaluated, steps_of(path)),
-            is_best=name == best,
-            fault=_fault_of(path),
+    kept = []
+    for name, path in found.items():
+        loss, eval_loss = (None, None) if history is None else history.losses_at(steps_of(path))
+        kept.append(
+            Checkpoint(
+                name=name,
+                path=path,
+                step=steps_of(path),
+                size_bytes=_size_of(path),
+                loss=loss,
+                eval_loss=eval_loss,
+                is_best=name == best,
+                fault=_fault_of(path),
+            )
         )
-        for name, path in found.items()
-    ]
+    return kept
 
 
 def folders_of(run: Run) -> dict[str, Path]:
@@ -79,14 +87,3 @@ def _best_name(run: Run) -> str | None:
 
 def _size_of(path: Path) -> int:
     return sum((path / name).lstat().st_size for name in files_in(path))
-
-
-def _by_step(events: list[dict[str, Any]], kind: str, field: str) -> dict[int, float]:
-    return {event["step"]: float(event[field]) for event in events if event["event"] == kind and field in event}
-
-
-def _last(values: dict[int, float], step: int) -> float | None:
-    """The value of a step, or of the last one before it; None where there is none, or no number."""
-    found = [one for one in values if one <= step]
-    value = values[max(found)] if found else math.nan
-    return value if math.isfinite(value) else None

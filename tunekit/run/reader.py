@@ -13,9 +13,10 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import isfinite
+from operator import lt
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +28,17 @@ MAX_POINTS = 2000
 MAX_TOLD = 200
 """Events of a kind that are kept, the newest."""
 
-CHUNK_BYTES = 1 << 20
-"""What is read at once."""
+CHUNK_BYTES = 1 << 18
+"""What is read at once: while it is taken in, nothing else of the process goes on."""
 
 HEAD_BYTES = 256
 """Of the beginning of the file, by which another one in its place is told."""
 
 TAIL_BYTES = 1 << 16
 """Of the end of the file, which is all that a list of runs looks at."""
+
+MAX_RECENT = 256
+"""Losses that are kept as they were logged: a checkpoint is told of when it is written, some steps after its own."""
 
 _NUMBERS = frozenset({int, float})
 
@@ -93,19 +97,48 @@ class Series:
         if step <= self._last.step:
             self.cut(step)
         point = self._last = Point(step, time, value)
-        stretch = step // self._width
+        self._take(step // self._width, point, point)
+
+    def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
+        """Add points of which each has a later step than the one before: what `add` does, a stretch at a time."""
+        if steps[0] <= self._last.step:
+            self.cut(steps[0])
+        start, end = 0, len(steps)
+        while start < end:
+            stretch = steps[start] // self._width
+            after = bisect_left(steps, (stretch + 1) * self._width, start, end) if self._width > 1 else start + 1
+            some = values[start:after]
+            low, high = (start + some.index(choose(some)) for choose in (min, max))
+            least = most = Point(steps[low], times[low], values[low])
+            if high != low:
+                most = Point(steps[high], times[high], values[high])
+            # Where that makes stretches wider, what follows may belong to this one.
+            self._take(stretch, least, most)
+            start = after
+        self._last = Point(steps[-1], times[-1], values[-1])
+
+    def at(self, step: int) -> Point | None:
+        """The newest point that is kept of a step and of those before it; None where there is none."""
+        before = [point for point in self._open() if point.step <= step]
+        if before:
+            return before[-1]
+        place = bisect_left(self._steps, step + 1) - 1
+        return Point(self._steps[place], self._times[place], self._values[place]) if place >= 0 else None
+
+    def _take(self, stretch: int, least: Point, most: Point) -> None:
+        """Take in the extremes of the newest stretch, or of a part of it."""
         if stretch == self._stretch:
-            if value < self._least.value:
-                self._least = point
-            elif value > self._most.value:
-                self._most = point
+            if least.value < self._least.value:
+                self._least = least
+            if most.value > self._most.value:
+                self._most = most
             return
         if self._stretch >= 0:
             self._close(sorted({self._least, self._most}))
             if len(self._steps) > MAX_POINTS - 3:
                 self._widen()
-                stretch = step // self._width
-        self._stretch, self._least, self._most = stretch, point, point
+                stretch = least.step // self._width
+        self._stretch, self._least, self._most = stretch, least, most
 
     def cut(self, step: int) -> None:
         """Take out what is told of a step and of all later ones."""
@@ -168,6 +201,7 @@ class EventReader:
         num_events: How many events there were.
         num_broken: Lines that are no event, which are passed over.
         read_bytes: How much was read of the file in its place.
+        file_bytes: How large that was when it was looked at last.
         is_behind: Whether there was more than was to be read.
     """
 
@@ -180,8 +214,10 @@ class EventReader:
         self.told: dict[str, deque[Event]] = {}
         self.answers: dict[str, dict[str, str]] = {}
         self.began: float | None = None
-        self.num_events = self.num_broken = self.read_bytes = 0
+        self.num_events = self.num_broken = self.read_bytes = self.file_bytes = 0
         self.is_behind = False
+        self._recent: deque[tuple[int, float]] = deque(maxlen=MAX_RECENT)
+        self._losses: dict[int, tuple[float | None, float | None]] = {}
         self._rest = self._head = b""
         self._seen: tuple[int, int, int] | None = None
 
@@ -208,6 +244,7 @@ class EventReader:
             if is_other:
                 self._forget()
             stream.seek(self.read_bytes)
+            self.file_bytes = status.st_size
             before = self.num_events
             # What is written from here on waits: a fast writer keeps nobody busy.
             end = min(status.st_size, self.read_bytes + (max_bytes or status.st_size))
@@ -230,27 +267,52 @@ class EventReader:
         """The newest events of a kind that has no curve, the oldest first."""
         return list(self.told.get(kind, ()))
 
+    def losses_at(self, step: int) -> tuple[float | None, float | None]:
+        """The loss and the evaluation's loss of a checkpoint: the last ones before it where its step has none.
+
+        None where none was told. Of a step with no checkpoint among the newest `MAX_TOLD`, and many steps ago, it is a
+        loss near it.
+        """
+        if step in self._losses:
+            return self._losses[step]
+        points = (self.series[name].at(step) if name in self.series else None for name in ("loss", "eval_loss"))
+        loss, evaluated = (None if point is None else point.value for point in points)
+        return loss, evaluated
+
     def _goes_on(self, status: os.stat_result, head: bytes) -> bool:
         """Whether the file is still the one that was read."""
         assert self._seen is not None
         return status.st_ino == self._seen[0] and status.st_size >= self.read_bytes and head == self._head
 
     def _take(self, piece: bytes) -> None:
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            event = _event(line)
+        lines, newline, self._rest = (self._rest + piece).rpartition(b"\n")
+        if not newline:
+            return
+        for names, some in groupby(self._valid(lines), key=_measures_of):
+            events = list(some)
+            steps = [event["step"] for event in events] if names else []
+            if names and all(map(lt, steps, steps[1:])):
+                self._add_values(names, steps, events)
+            else:
+                for event in events:
+                    self._add(event)
+
+    def _valid(self, lines: bytes) -> Iterator[Event]:
+        """The events of some lines."""
+        for event in _events(lines):
             if event is None:
-                self.num_broken += bool(line.strip())
+                self.num_broken += 1
                 continue
             self.num_events += 1
             if self.began is None:
                 self.began = event["time"]
-            self._add(event)
+            yield event
 
     def _add(self, event: Event) -> None:
         kind = event["event"]
-        if kind in ("log", "eval") and isinstance(event.get("step"), int):
-            self._add_values(event)
+        names = _measures_of(event)
+        if names:
+            self._add_values(names, [event["step"]], [event])
             return
         if kind == "sample":
             answers = self.answers.setdefault(str(event.get("prompt")), {})
@@ -260,7 +322,10 @@ class EventReader:
             return
         if kind == "ranks" and isinstance(event.get("step"), int):
             peaks = [rank["peak_memory_bytes"] for rank in event["ranks"]]
-            self._add_values({**event, "peak_memory_bytes": max(peaks, default=None)})
+            measured = {"step": event["step"], "time": event["time"], "peak_memory_bytes": max(peaks, default=None)}
+            self._add_values(tuple(measured), [event["step"]], [measured])
+        if kind == "checkpoint" and isinstance(event.get("step"), int):
+            self._keep_losses(event["step"])
         if kind in ("restart", "resume") and isinstance(event.get("step"), int):
             # With nothing but its weights, the checkpoint's steps begin again.
             kept = -1 if event.get("weights_only") else event["step"]
@@ -269,16 +334,33 @@ class EventReader:
             self.series = {name: series for name, series in self.series.items() if len(series)}
         self.told.setdefault(kind, deque(maxlen=MAX_TOLD)).append(event)
 
-    def _add_values(self, event: Event) -> None:
-        step, time = event["step"], event["time"]
-        for name, value in event.items():
-            # Numbers that are not finite are written as text.
-            if type(value) not in _NUMBERS or name in _NO_MEASURES or not isfinite(value):
+    def _add_values(self, names: Sequence[str], steps: Sequence[int], events: Sequence[Event]) -> None:
+        """Add to the curves what events say that have the same names, in their order, and later and later steps."""
+        columns = dict(zip(names, zip(*(event.values() for event in events), strict=True), strict=True))
+        for name in names:
+            if name in _NO_MEASURES:
                 continue
-            series = self.series.get(name)
-            if series is None:
-                series = self.series[name] = Series()
-            series.add(step, time, value)
+            at, times, values = steps, columns["time"], columns[name]
+            # Numbers that are not finite are written as text.
+            if not (_NUMBERS.issuperset(map(type, values)) and all(map(isfinite, values))):
+                points = zip(steps, times, values, strict=True)
+                kept = [point for point in points if type(point[2]) in _NUMBERS and isfinite(point[2])]
+                if not kept:
+                    continue
+                at, times, values = zip(*kept, strict=True)
+            if name not in self.series:
+                self.series[name] = Series()
+            self.series[name].extend(at, times, values)
+            if name == "loss":
+                self._recent.extend(zip(at[-MAX_RECENT:], values[-MAX_RECENT:], strict=True))
+
+    def _keep_losses(self, step: int) -> None:
+        """Remember the losses of a checkpoint, since curves lose points while they grow."""
+        self._losses.pop(step, None)
+        near, evaluated = self.losses_at(step)
+        self._losses[step] = (next((value for at, value in reversed(self._recent) if at <= step), near), evaluated)
+        while len(self._losses) > MAX_TOLD:
+            del self._losses[next(iter(self._losses))]
 
 
 def last_events(path: Path) -> list[Event]:
@@ -297,11 +379,33 @@ def last_events(path: Path) -> list[Event]:
     return [event for event in map(_event, lines) if event is not None]
 
 
+def _measures_of(event: Event) -> tuple[str, ...]:
+    """The names of what an event says of a step, in their order; none of one that has no curves."""
+    return tuple(event) if event["event"] in ("log", "eval") and isinstance(event.get("step"), int) else ()
+
+
+def _events(lines: bytes) -> Iterator[Event | None]:
+    """The events of some lines, with None for each that is none; empty lines do not count."""
+    try:
+        # Together they take half of the time. No text of theirs goes over the end of a line.
+        found = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+    except ValueError:
+        found = []
+    if len(found) == lines.count(b"\n") + 1:
+        yield from map(_checked, found)
+    else:
+        yield from (_event(line) for line in lines.split(b"\n") if line.strip())
+
+
 def _event(line: bytes) -> Event | None:
     """An event by its line; None where it is none."""
     try:
-        event = json.loads(line)
+        return _checked(json.loads(line))
     except ValueError:
         return None
+
+
+def _checked(event: object) -> Event | None:
+    """What stood in a line as an event; None where it is none."""
     is_one = isinstance(event, dict) and isinstance(event.get("event"), str)
     return event if is_one and isinstance(event.get("time"), int | float) else None

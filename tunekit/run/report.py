@@ -12,11 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tunekit.data.formats import counted
 from tunekit.planner.communication import Range
 from tunekit.planner.plan import Plan, gib
 from tunekit.planner.speed import duration
 from tunekit.recipe.load import dump_recipe
 from tunekit.run.curves import Line, draw
+from tunekit.run.evaluation import Score, evaluations_of, newest_scores
 from tunekit.run.events import Event
 from tunekit.run.fingerprints import FINGERPRINTS, fingerprints_of
 from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
@@ -87,6 +89,7 @@ def report(run: Run | str | Path) -> str:
         headline=_headline(story, result),
         facts=list(story.facts()),
         results=list(_results(events, result)),
+        evaluated=list(_evaluated(found)),
         measured=list(_measured(plan, result)),
         curves=list(_curves(events)),
         samples=found.samples(),
@@ -126,6 +129,18 @@ def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[st
         best = result["checkpoints"]["best"]
         if best is not None:
             yield "Best evaluation", f"{best['metric']} {best['value']:.4f} at step {best['step']:,}"
+
+
+def _evaluated(run: Run) -> Iterator[tuple[str, list[Score]]]:
+    """What was evaluated on, and the figures: the newest of each, of the result first and then of checkpoints."""
+    made = evaluations_of(run)
+    for step in sorted({one.step for one in made}, key=lambda step: (step is not None, step)):
+        newest = [score for _, score in newest_scores(made, step)]
+        for of in dict.fromkeys(score.of for score in newest):
+            scores = [score for score in newest if score.of == of]
+            rows = max(score.num_rows for score in scores)
+            at = "" if step is None else f", checkpoint of step {step:,}"
+            yield f"{Path(of).name}, {counted(rows, 'row')}{at}", scores
 
 
 def _measured(plan: Plan, result: Event | None) -> Iterator[Measured]:

@@ -9,8 +9,10 @@ SILENT = {
     "DO_NOT_TRACK": "1",
     "GRADIO_ANALYTICS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "WANDB_ERROR_REPORTING": "false",
 }
 """Variables by which the libraries are told, whatever they were before."""
 

@@ -3,23 +3,19 @@
 It is the same of a run that trains, has ended early, or came from another machine.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
-
 from tunekit.data.remote import shown
-from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
 from tunekit.run.checkpoint import manifest_of
 from tunekit.run.fingerprints import fingerprints_of
 from tunekit.run.made_with import MadeWith, made_with
+from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.trained import checkpoints_of
 
@@ -116,16 +112,6 @@ def story_of(run: Run | str | Path) -> Story:
     Raises:
         RunError: There is no such run, or a file of it is missing or damaged.
     """
-    where = Path(run.path if isinstance(run, Run) else str(run))
-    try:
-        found = run if isinstance(run, Run) else find_run(str(run))
-        where = found.path
-        return Story(found, found.state, found.status(), found.recipe, found.plan, made_with(found))
-    except OSError as error:
-        named = error.filename or where
-        raise RunError(f"{named} cannot be read: {error.strerror}", hint="the folder of the run is damaged") from error
-    except (json.JSONDecodeError, yaml.YAMLError, ValidationError, UnicodeDecodeError, TypeError, KeyError) as error:
-        words = str(error).partition("\n")[0]
-        raise RunError(
-            f"{where} is damaged: {words}", hint="restore its status.json, recipe.yaml and plan.yaml"
-        ) from error
+    found = run if isinstance(run, Run) else find_run(str(run))
+    check_readable(found)
+    return Story(found, found.state, found.status(), found.recipe, found.plan, made_with(found))

@@ -20,11 +20,12 @@ from tunekit.run.checkpoint import fault_of
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.inside import is_name
 from tunekit.run.origin import check_run_code
+from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 IN_PARTS = "pytorch_model_fsdp_0"
 """Folder of a checkpoint whose weights lie in parts."""
@@ -84,6 +85,7 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
         if checkpoint is not None:
             raise RunError(f"{name} is a model and no run, and has no checkpoints", hint="leave the checkpoint out")
         return _model(str(name))
+    check_readable(run)
     check_run_code(run)
     return _result(run) if checkpoint is None else _checkpoint(run, checkpoint)
 
@@ -241,23 +243,34 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
 
 
+def config_of(found: Trained) -> "PretrainedConfig":
+    """The configuration of a model, or of the one below its adapter.
+
+    Raises:
+        ModelError: It cannot be read.
+    """
+    from transformers import AutoConfig
+
+    where = model_folder(found.base)
+    try:
+        return AutoConfig.from_pretrained(
+            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
 def stored_dtype(found: Trained) -> Dtype:
     """The type in which the weights of a model, or of the one below its adapter, are stored.
 
     Raises:
         TunekitError: They are stored in a type that is none of a model's own.
     """
-    from transformers import AutoConfig
-
-    where = model_folder(found.base)
-    try:
-        config = AutoConfig.from_pretrained(
-            where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
+    config = config_of(found)
     text = config.get_text_config()
     name = str(config.dtype or text.dtype or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise TunekitError(f"{where}: its weights are stored as {name}", hint="name a type with --dtype")
+        raise TunekitError(
+            f"{model_folder(found.base)}: its weights are stored as {name}", hint="name a type with --dtype"
+        )
     return cast(Dtype, name)

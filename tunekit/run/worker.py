@@ -40,6 +40,7 @@ from tunekit.run.position import follow, follow_layers
 from tunekit.run.prepare import FILES
 from tunekit.run.quiet import library_words_to
 from tunekit.run.record import Record, first_error_of
+from tunekit.run.reporting import Reporting
 from tunekit.run.room import FULL, disk_full, give_room, hold_room
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
@@ -81,7 +82,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
     place = place or Place()
     record = Record(run, place, listener)
     log = run.path / log_name(place)
-    with Ending(record, supervised=supervised) as ending:
+    with Ending(record, supervised=supervised) as ending, Reporting(record, run.recipe.output.report_to):
         try:
             with log.open("a", encoding="utf-8") as stream, library_words_to(stream), Heart(run, place) as heart:
                 has_stopped = _train(run, record, heart, ending.wishes, supervised=supervised)

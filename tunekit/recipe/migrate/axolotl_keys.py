@@ -1,6 +1,7 @@
 """Axolotl's keys beside method, rows, adapter and batch: the model, kernels, devices, trackers and the rest."""
 
 from tunekit.recipe.migrate import axolotl_rows as rows
+from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate import training as hf
 from tunekit.recipe.migrate.draft import (
     Draft,
@@ -103,13 +104,24 @@ OTHER: dict[str, Rule] = {
     "pretraining_dataset": lambda draft, entry: carried("data.train", entry.value),
     "auto_resume_from_checkpoints": decided("`tunekit train --resume` goes on with the run of a recipe"),
     "lora_model_dir": refused("model.path names the folder of an adapter to go on with"),
+    "use_wandb": trackers.switch("wandb"),
+    "wandb_project": trackers.variable("WANDB_PROJECT", implies="wandb"),
+    "wandb_entity": trackers.variable("WANDB_ENTITY"),
+    "wandb_mode": trackers.variable("WANDB_MODE"),
+    "wandb_run_id": trackers.variable("WANDB_RUN_ID"),
+    "use_mlflow": trackers.switch("mlflow"),
+    "mlflow_experiment_name": trackers.variable("MLFLOW_EXPERIMENT_NAME", implies="mlflow"),
+    "mlflow_tracking_uri": trackers.variable("MLFLOW_TRACKING_URI"),
+    "use_trackio": trackers.switch("trackio"),
+    "trackio_project_name": trackers.variable("TRACKIO_PROJECT", implies="trackio"),
+    "trackio_space_id": trackers.variable("TRACKIO_SPACE_ID"),
+    "use_tensorboard": trackers.switch("tensorboard"),
+    **each(refused(trackers.NAME), "mlflow_run_name trackio_run_name"),
+    **each(refused(trackers.UPLOADS), "wandb_watch wandb_log_model hf_mlflow_log_artifacts"),
     **each(
-        refused(hf.TRACKER, off=("disabled",)),
-        "use_wandb wandb_project wandb_entity wandb_watch wandb_run_id wandb_mode wandb_log_model "
-        "use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts "
+        refused(trackers.NO_TRACKER, off=("disabled",)),
         "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode "
-        "comet_online comet_experiment_config use_tensorboard use_trackio trackio_project_name "
-        "trackio_run_name trackio_space_id use_swanlab swanlab_project swanlab_experiment_name "
+        "comet_online comet_experiment_config use_swanlab swanlab_project swanlab_experiment_name "
         "swanlab_description swanlab_mode swanlab_workspace swanlab_api_key swanlab_log_model "
         "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
         "use_otel_metrics otel_metrics_host otel_metrics_port",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate import training as hf
 from tunekit.recipe.migrate.draft import (
     Draft,
@@ -446,7 +447,7 @@ _OWN: dict[str, Rule] = {
         "reward_model_adapters reward_model_quantization_bit reward_model_type",
     ),
     **each(
-        refused(hf.TRACKER),
+        refused(trackers.NO_TRACKER),
         "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key "
         "swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret",
     ),

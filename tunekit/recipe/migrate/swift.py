@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate import training as hf
 from tunekit.recipe.migrate.draft import (
     Draft,
@@ -449,7 +450,7 @@ _OWN: dict[str, Rule] = {
         "lora_ga_stable_gamma use_swift_lora",
     ),
     **each(
-        refused(hf.TRACKER),
+        refused(trackers.NO_TRACKER),
         "swanlab_token swanlab_project swanlab_workspace swanlab_exp_name swanlab_mode "
         "swanlab_lark_webhook_url swanlab_lark_secret",
     ),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RecipeError
+from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate import training as hf
 from tunekit.recipe.migrate.draft import (
     Draft,
@@ -25,6 +26,7 @@ from tunekit.recipe.migrate.draft import (
 )
 from tunekit.recipe.migrate.original import Entry
 from tunekit.recipe.migrate.report import Fate
+from tunekit.recipe.schema import Tracker
 
 MARKS = frozenset({"checkpointer", "tokenizer", "metric_logger", "optimizer", "enable_activation_checkpointing"})
 """Keys by which a configuration of torchtune is told from others, besides `_component_`."""
@@ -509,6 +511,9 @@ _RULES: Rules = {
     ),
     "output_dir": decided(hf.FOLDER),
     "metric_logger._component_": lambda draft, entry: _logger(draft, entry),
+    "metric_logger.project": trackers.variable("WANDB_PROJECT"),
+    "metric_logger.experiment_name": trackers.variable("MLFLOW_EXPERIMENT_NAME"),
+    "metric_logger.tracking_uri": trackers.variable("MLFLOW_TRACKING_URI"),
     "metric_logger": silent("goes with the logger"),
     "log_every_n_steps": hf.logging,
     **each(silent("every loss is logged from the first step on"), "log_peak_memory_stats log_level"),
@@ -532,10 +537,15 @@ def _prompt_template(draft: Draft, entry: Entry) -> Fate:
     return Fate("decided", hf.TEMPLATE)
 
 
+_LOGGERS: dict[str, Tracker] = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow"}
+"""Loggers of torchtune's that are trackers of tunekit's."""
+
+
 def _logger(draft: Draft, entry: Entry) -> Fate:
     if _last(entry.value) in ("DiskLogger", "StdoutLogger"):
         return Fate("silent", "losses are in the run's folder")
-    return Fate("unsupported", hf.TRACKER)
+    tracker = _LOGGERS.get(_last(entry.value))
+    return Fate("unsupported", trackers.NO_TRACKER) if tracker is None else trackers.switch(tracker)(draft, entry)
 
 
 def rules(draft: Draft) -> Rules:

@@ -6,6 +6,7 @@ TRL, LLaMA-Factory and ms-swift pass these on under their own names.
 import re
 from typing import Any
 
+from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate.draft import (
     Draft,
     Rule,
@@ -36,7 +37,6 @@ TEMPLATE = "the model's own chat template writes the rows; model.chat_template n
 LOADING = "rows are read, tokenised and cached by tunekit"
 MODEL_CLASS = "found from the model's own configuration"
 FOLDER = "a run gets a folder of its own, runs/<name>-<time>; output.dir names another"
-TRACKER = "tunekit reports to no tracker; curves, events and summary are in the run's folder"
 HUB = "tunekit does not upload while it trains"
 EVALUATIONS = "rows to evaluate on are evaluated four times a run; train.eval_steps sets it"
 CHECKPOINTS = "four checkpoints a run; train.save_steps sets it"
@@ -249,14 +249,6 @@ def attention(draft: Draft, entry: Entry) -> Fate:
     return Fate("decided", ATTENTION)
 
 
-def report_to(draft: Draft, entry: Entry) -> Fate:
-    """The trackers."""
-    given = entry.value if isinstance(entry.value, list) else [entry.value]
-    if all(str(one).lower() in ("none", "false", "[]") for one in given):
-        return Fate("silent", "is off")
-    return Fate("unsupported", TRACKER)
-
-
 def holdout(draft: Draft, entry: Entry) -> Fate:
     """A share of the rows to evaluate on."""
     size = number(entry.value)
@@ -432,9 +424,9 @@ HF_RULES: Rules = {
     "output_dir": decided(FOLDER),
     "overwrite_output_dir": decided(FOLDER),
     "run_name": run_name,
-    "project": refused(TRACKER),
-    "trackio_space_id": refused(TRACKER),
-    "report_to": report_to,
+    "project": trackers.variable("TRACKIO_PROJECT"),
+    "trackio_space_id": trackers.variable("TRACKIO_SPACE_ID"),
+    "report_to": trackers.report_to,
     "do_train": flag(silent("`tunekit train` trains"), refused("tunekit trains; it has no run without")),
     "do_predict": refused("a run trains; what its model says is another command's"),
     "push_to_hub": refused(HUB),

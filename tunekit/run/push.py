@@ -1,0 +1,165 @@
+"""An export on its way to a repository of the Hugging Face hub.
+
+Who may write where is asked before anything is computed; nothing is sent before the export was seen to be right. What a
+repository holds already is not touched unless that was asked for, and even then its history keeps it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import RunError, TunekitError
+
+UNTOUCHED = (".gitattributes",)
+"""Files of a repository that was just made: it counts as empty."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A repository to which an export may be sent.
+
+    Attributes:
+        repo: Its name, `owner/name`.
+        parent: The commit on which the new one is to stand; None where the repository is yet to be made.
+        private: Whether it is made as one that only its owners see.
+        has_files: Whether it holds something that is to be replaced.
+    """
+
+    repo: str
+    parent: str | None
+    private: bool
+    has_files: bool
+
+
+def check_target(repo: str, *, private: bool, replace: bool) -> Target:
+    """See that a repository can be written to, and that nothing in it would be lost.
+
+    Args:
+        repo: Its name, `owner/name`.
+        private: Whether only its owners may see it.
+        replace: Whether what it holds may be replaced.
+
+    Raises:
+        RunError: There is no login, the name is none, it belongs to somebody else, or it holds something already.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RunError(f"--push {repo}: {_first_line(error)}", hint="name it OWNER/NAME") from error
+    owner, slash, _ = repo.partition("/")
+    if not slash:
+        raise RunError(f"--push {repo} names no owner", hint=f"name it OWNER/{repo}")
+    api = HfApi()
+    with _hub_errors(repo):
+        _check_owner(api.whoami(), owner, repo)
+    with _hub_errors(repo):
+        try:
+            found = api.model_info(repo)
+        except RepositoryNotFoundError:
+            return Target(repo, None, private, has_files=False)
+    if private and not found.private:
+        raise RunError(
+            f"--private: the repository {repo} is there already, and everybody sees it",
+            hint="make it private in its settings on the hub, or name another one",
+        )
+    files = [file.rfilename for file in found.siblings or [] if file.rfilename not in UNTOUCHED]
+    if files and not replace:
+        raise RunError(
+            f"--push: the repository {repo} is not empty: it holds {files[0]}"
+            + (f" and {len(files) - 1} more files" if len(files) > 1 else ""),
+            hint="name another one, or give --replace: its history keeps what it holds now",
+        )
+    return Target(repo, found.sha, private, has_files=bool(files))
+
+
+def push(target: Target, folder: Path, *, message: str) -> str:
+    """Send an export to its repository as one commit, and return where it is.
+
+    Args:
+        target: The repository.
+        folder: The export.
+        message: What the commit says.
+
+    Raises:
+        RunError: The hub does not take it, or somebody changed the repository meanwhile.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    hint = f"the export is in {folder}; send it with: hf upload {target.repo} {folder}"
+    with _hub_errors(target.repo, hint):
+        if target.parent is None:
+            api.create_repo(target.repo, private=target.private)
+        api.upload_folder(
+            repo_id=target.repo,
+            folder_path=folder,
+            commit_message=message,
+            parent_commit=target.parent,
+            delete_patterns="*" if target.has_files else None,
+        )
+    return f"{api.endpoint}/{target.repo}"
+
+
+def _check_owner(who: dict[str, Any], owner: str, repo: str) -> None:
+    names = [who["name"], *(one["name"] for one in who.get("orgs", []))]
+    if owner.lower() not in (name.lower() for name in names):
+        raise RunError(
+            f"--push {repo}: you are logged in as {who['name']}, who may not write to {owner}",
+            hint=f"name it {who['name']}/{repo.partition('/')[2]}, or log in as somebody else with `hf auth login`",
+        )
+    token = who.get("auth", {}).get("accessToken", {})
+    if token.get("role") == "read":
+        raise RunError(
+            f"--push {repo}: the token with which you are logged in may only read",
+            hint="make one that may write at https://huggingface.co/settings/tokens, and `hf auth login` with it",
+        )
+
+
+@contextlib.contextmanager
+def _hub_errors(repo: str, hint: str | None = None) -> Iterator[None]:
+    """Turns what the hub, or the way to it, has against a request into words."""
+    import httpx2
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except (TunekitError, RepositoryNotFoundError):
+        raise
+    except OfflineModeIsEnabled as error:
+        raise RunError(f"--push {repo}: HF_HUB_OFFLINE is set", hint=hint or "unset it, or leave --push out") from error
+    except LocalTokenNotFoundError as error:
+        raise RunError(f"--push {repo}: you are not logged in to the hub", hint="run `hf auth login`") from error
+    except HfHubHTTPError as error:
+        raise _refused(error.response.status_code, _first_line(error), repo, hint) from error
+    except (httpx2.HTTPError, OSError) as error:
+        raise RunError(
+            f"--push {repo}: the hub cannot be reached at {constants.ENDPOINT}", hint=hint or "check the network"
+        ) from error
+
+
+def _refused(status: int, said: str, repo: str, hint: str | None) -> RunError:
+    match status:
+        case 401:
+            return RunError(f"--push {repo}: the hub does not know the token", hint=hint or "run `hf auth login`")
+        case 403:
+            return RunError(f"--push {repo}: the hub lets you not write there", hint=hint or "name another repository")
+        case 409 | 412:
+            return RunError(f"--push {repo}: somebody changed the repository meanwhile", hint=hint or "try again")
+        case _:
+            return RunError(f"--push {repo}: the hub answers {status}: {said}", hint=hint or "try again later")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,204 @@
+"""How a sweep begins: every combination is checked and planned before the first is trained, all faults told at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tunekit.api import Source, check_recipe
+from tunekit.errors import PlanError, RecipeError, TunekitError
+from tunekit.lookup import Lookup
+from tunekit.planner.communication import Range
+from tunekit.planner.facts import Hardware
+from tunekit.planner.plan import Plan
+from tunekit.planner.variants import Variant, Variants
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import probe_model
+from tunekit.recipe.schema import Recipe
+from tunekit.run.events import Event
+from tunekit.run.line import when_served
+from tunekit.run.origin import read_recipe
+from tunekit.run.prepare import absolute
+from tunekit.sweeps.conduct import conduct
+from tunekit.sweeps.folder import Search, Spec, Sweep
+from tunekit.sweeps.measure import measure_of
+from tunekit.sweeps.study import check_installed
+from tunekit.sweeps.values import Axis, Changes, axes_of, check_number, corners, drawn, grid, to_words, words_of
+
+
+def sweep(
+    source: Source,
+    values: Mapping[str, Sequence[Any] | str],
+    overrides: Sequence[str] = (),
+    *,
+    random: int | None = None,
+    optuna: int | None = None,
+    seed: int = 0,
+    by: str | None = None,
+    parallel: int | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Sweep:
+    """Train a recipe with combinations of values, each a run of its own, and return how they stand in the end.
+
+        tunekit.sweep("mine.yaml", {"train.learning_rate": "1e-5..1e-3", "adapter.rank": [8, 32]}, random=10)
+
+    Args:
+        source: The recipe.
+        values: What to try by the dotted keys of the recipe: lists, or ranges such as `1e-5..1e-3`.
+        overrides: Changes to it that hold for all.
+        random: Draw so many combinations by chance; every one of the lists' is tried where left out.
+        optuna: Let Optuna choose so many, each after what those before it came to.
+        seed: For the draws.
+        by: What the runs are compared by, in TRL's name: `eval_loss`, `rewards/margins`. Left out: what their best
+            checkpoints are told by, and without rows to evaluate on the loss in training.
+        parallel: Runs at once. Left out: one, or one for each accelerator where every run fits one.
+        on_event: Told of the plans, and of each run that begins or ends.
+
+    Raises:
+        TunekitError: A value, the recipe, the model or the data has a fault. Nothing was started then.
+        Stopped: It was asked to end. `tunekit.resume_sweep` goes on.
+    """
+    axes = axes_of(values)
+    all_changes, search = _chosen(axes, random, optuna, seed)
+    recipe = absolute(read_recipe(source, overrides)[0])
+    _refuse_own_folders(recipe, axes)
+    begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
+    measure = measure_of(begun.plans[0], by)
+    num_runs = len(all_changes) or optuna or 0
+    spec = Spec(axes, search, num_runs, seed, measure, begun.parallel, begun.one_device_each)
+    made = Sweep.create(recipe, spec, all_changes)
+    if on_event is not None:
+        on_event({"event": "sweep", "sweep": made, "plans": begun.variants(recipe), "estimate": begun.total(num_runs)})
+    conduct(made, on_event)
+    return made
+
+
+def _chosen(
+    axes: Mapping[str, Axis], random: int | None, optuna: int | None, seed: int
+) -> tuple[list[Changes], Search]:
+    """The combinations, and how they are chosen; none yet where Optuna chooses."""
+    if not axes:
+        raise RecipeError(
+            "there is nothing to sweep over", hint="give a key several values: train.learning_rate=1e-5,1e-4"
+        )
+    if random is not None and optuna is not None:
+        raise RecipeError("--random and --optuna are both given", hint="give one of them")
+    if random is not None:
+        return drawn(axes, random, seed), "random"
+    if optuna is None:
+        return grid(axes), "grid"
+    check_number(axes, optuna)
+    check_installed()
+    return [], "optuna"
+
+
+def _refuse_own_folders(recipe: Recipe, axes: Mapping[str, Axis]) -> None:
+    """Refuse a folder that all runs would share."""
+    if recipe.output.dir is not None or "output.dir" in axes:
+        raise RecipeError(
+            "output.dir: each run of a sweep has a folder of its own in runs/", hint="set output.dir=null"
+        )
+
+
+class _Planned:
+    """The plans of a sweep's runs, and how many are computed at once."""
+
+    def __init__(self, all_changes: Sequence[Changes], plans: Sequence[Plan], parallel: int, *, each: bool) -> None:
+        self.all_changes, self.plans, self.parallel, self.one_device_each = all_changes, plans, parallel, each
+
+    def variants(self, recipe: Recipe) -> Variants:
+        """The plans as rows of a table."""
+        pairs = zip(self.all_changes, self.plans, strict=True)
+        return Variants(recipe, tuple(Variant(None, changes, plan) for changes, plan in pairs))
+
+    def total(self, num_runs: int) -> tuple[Range | None, Range | None]:
+        """Seconds, and US dollars, of so many runs; None where that is not known."""
+        speeds = [plan.speed for plan in self.plans]
+        seconds = [speed.seconds for speed in speeds if speed is not None and speed.seconds is not None]
+        costs = [speed.cost_usd for speed in speeds if speed is not None and speed.cost_usd is not None]
+        share = num_runs / len(self.plans)
+        return self._sum(seconds, share / self.parallel), self._sum(costs, share)
+
+    def _sum(self, ranges: Sequence[Range], factor: float) -> Range | None:
+        if len(ranges) < len(self.plans):
+            return None
+        return Range(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges)).times(factor)
+
+
+def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | None) -> _Planned:
+    """Check and plan every combination: on one accelerator each where there are several, or on all of them.
+
+    Raises:
+        TunekitError: Some cannot be trained so. All are named.
+    """
+    recipes = _changed(recipe, all_changes)
+    whole = when_served(probe_hardware())
+    num = len(whole.accelerators)
+    if parallel is not None and num and parallel > num:
+        raise PlanError(f"--parallel {parallel}: there are {num} accelerators", hint="each run needs one at least")
+    each = num > 1 and parallel != 1
+    if each:
+        one = whole.model_copy(update={"accelerators": whole.freest(1)})
+        try:
+            plans = _plans(recipes, all_changes, one)
+            return _Planned(all_changes, plans, min(parallel or num, len(plans)), each=True)
+        except PlanError:
+            if parallel is not None:
+                raise
+    return _Planned(all_changes, _plans(recipes, all_changes, whole), 1 if num else parallel or 1, each=False)
+
+
+def _changed(recipe: Recipe, all_changes: Sequence[Changes]) -> list[Recipe]:
+    faults = _Faults(len(all_changes))
+    recipes = []
+    for changes in all_changes:
+        try:
+            recipes.append(read_recipe(recipe, to_words(changes))[0])
+        except TunekitError as error:
+            faults.add(error, changes)
+    faults.check()
+    return recipes
+
+
+def _plans(recipes: Sequence[Recipe], all_changes: Sequence[Changes], hardware: Hardware) -> list[Plan]:
+    faults, plans = _Faults(len(recipes)), []
+    lookup = Lookup([None], probe_model, here=hardware)
+    for recipe, changes in zip(recipes, all_changes, strict=True):
+        try:
+            plans.append(check_recipe(recipe, lookup)[0])
+        except TunekitError as error:
+            faults.add(error, changes)
+    faults.check()
+    return plans
+
+
+class _Faults:
+    """What is wrong with combinations: what holds for several is said once.
+
+    Args:
+        num: Combinations that there are.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._found: dict[str, tuple[TunekitError, list[Changes]]] = {}
+
+    def add(self, error: TunekitError, changes: Changes) -> None:
+        """Take in what is wrong with one."""
+        self._found.setdefault(str(error), (error, []))[1].append(changes)
+
+    def check(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            TunekitError: Something was, of the first one's kind.
+        """
+        if not self._found:
+            return
+        lines = [f"{self._which(changes)}{words}" for words, (_, changes) in self._found.items()]
+        first = next(iter(self._found.values()))[0]
+        raise type(first)("\n".join(lines))
+
+    def _which(self, changes: Sequence[Changes]) -> str:
+        if len(changes) == self._num:
+            return ""
+        more = f" and {len(changes) - 1} more" if len(changes) > 1 else ""
+        return f"with {words_of(changes[0])}{more}: "

@@ -1,0 +1,315 @@
+"""Conducting a sweep: its runs are started one after another, or as many at once as it has, until none is left.
+
+Each run is a process of its own that outlives this one. What is to be done next is read from the folders of the runs
+whenever it is asked, so a conductor that was killed is succeeded by another one: it finds runs that still train and
+waits for them, goes on with those that ended early, and starts those that have not begun.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from filelock import Timeout
+
+from tunekit.accelerators import devices
+from tunekit.detached import start
+from tunekit.errors import RunError, Stopped, TunekitError
+from tunekit.run.events import FINAL_PHASES, Event
+from tunekit.run.line import devices_of
+from tunekit.run.run import Run, set_tags
+from tunekit.run.stop import COMMAND, EXIT_CODES, WHO, request
+from tunekit.run.stopping import stop_run
+from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
+from tunekit.sweeps.study import Study, check_installed
+from tunekit.sweeps.values import to_words
+
+LOOK_SECONDS = 0.3
+"""How often runs are looked at."""
+
+OVER = (*FINAL_PHASES, "died", "stuck", "pruned")
+"""States of runs that are waited for no longer."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None] | None = None) -> Sweep:
+    """Go on with a sweep: runs that have finished or failed stay as they are, and all others are seen to their end.
+
+    Args:
+        sweep: The sweep, its folder, or its name in `sweeps/`.
+        on_event: Told of each run that begins or ends.
+
+    Raises:
+        RunError: There is no such sweep, or another process conducts it.
+        Stopped: It was asked to end again.
+    """
+    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep))
+    if found.spec.search == "optuna":
+        check_installed()
+    conduct(found, on_event)
+    return found
+
+
+def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a sweep from anywhere that sees its folder: its runs end, and it is over when this comes back.
+
+    Args:
+        sweep: The sweep, its folder, or its name in `sweeps/`.
+        now: Whether its runs are to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it stands, in words.
+    """
+    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep))
+    tell = on_wait or (lambda words: None)
+    if found.is_conducted():
+        _write_stop(found, now=now)
+        tell(f"{found.name} is asked to end")
+        while found.is_conducted():
+            time.sleep(LOOK_SECONDS)
+    # Runs that have lost their conductor, or began when it ended.
+    _stop_runs(found, now=now, tell=tell)
+    return f"{found.name}: {stand_of(found.outcomes())}"
+
+
+def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
+    """See all runs of a sweep to their end.
+
+    Raises:
+        RunError: Another process does so.
+        Stopped: It was asked to end, and its runs have.
+    """
+    try:
+        with sweep.conductor(), _Signals(sweep) as signals:
+            (sweep.path / STOP).unlink(missing_ok=True)
+            _Conductor(sweep, signals, on_event).run()
+    except Timeout:
+        hint = f"end it there with Ctrl-C, or with: tunekit stop {sweep.path}"
+        raise RunError(f"another process conducts {sweep.path}", hint=hint) from None
+
+
+def stand_of(outcomes: list[Outcome]) -> str:
+    """How many runs are in which state, in words."""
+    states = [one.state for one in outcomes]
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))) or "no run yet"
+
+
+class _Conductor:
+    """What starts the runs of a sweep, and waits for them."""
+
+    def __init__(self, sweep: Sweep, signals: "_Signals", on_event: Callable[[Event], None] | None) -> None:
+        self._sweep, self._signals, self._on_event = sweep, signals, on_event
+        self._spec = sweep.spec
+        self._study = Study(sweep) if self._spec.search == "optuna" else None
+        self._tried: set[int] = set()
+        """Numbers of those that this conductor began or went on with: once each."""
+        self._live: set[int] = set()
+        self._num_evaluations: dict[int, int] = {}
+        """Of each run that goes on, as many as were looked at."""
+
+    def run(self) -> None:
+        """Until no run is left, or it is to end."""
+        while True:
+            self._look()
+            if self._signals.asked is not None:
+                self._end(self._signals.asked)
+            if len(self._live) < self._spec.parallel:
+                trial = self._next()
+                if trial is not None:
+                    self._begin(trial)
+                    continue
+            if not self._live:
+                return
+            self._signals.wait(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        """Find the runs that go on, and tell of those that have ended."""
+        for trial in self._sweep.trials():
+            state = self._sweep.state_of(trial)
+            if state not in (*OVER, WAITING):
+                self._live.add(trial.number)
+                # One that somebody ends meanwhile is not begun again.
+                self._tried.add(trial.number)
+                self._prune(trial)
+            elif trial.number in self._live:
+                self._live.remove(trial.number)
+                self._tell("ended", trial)
+
+    def _next(self) -> Trial | None:
+        """The combination that comes next; None where there is none for now."""
+        trials = self._sweep.trials()
+        for trial in trials:
+            state = self._sweep.state_of(trial)
+            # What could not even begin may have been for a reason that is gone.
+            is_to_do = state in TO_DO or (state == FAILED and trial.problem is not None)
+            if is_to_do and trial.number not in self._tried | self._live:
+                return trial
+        if self._study is None or len(trials) >= self._spec.num_runs:
+            return None
+        trial = Trial(len(trials) + 1, self._study.ask(self._sweep.outcomes()))
+        self._sweep.write(trial)
+        return trial
+
+    def _begin(self, trial: Trial) -> None:
+        """Begin a run, or go on with it."""
+        self._tried.add(trial.number)
+        self._tell("begins", trial)
+        words = [*to_words(trial.changes), f"output.dir={json.dumps(str(self._sweep.run_path(trial)))}"]
+        try:
+            device = self._free_device() if self._spec.one_device_each else None
+            run = start(
+                self._sweep.path / RECIPE,
+                words,
+                resume=True,
+                devices=None if device is None else [device],
+                # On a processor that several share, each would wait for the others.
+                queue=self._spec.one_device_each or self._spec.parallel == 1,
+            )
+        except TunekitError as error:
+            self._sweep.write(replace(trial, problem=str(error)))
+            self._tell("ended", trial)
+            return
+        if trial.problem is not None:
+            self._sweep.write(replace(trial, problem=None))
+        if self._sweep.tag not in run.tags:
+            set_tags(run, [*run.tags, self._sweep.tag])
+        self._live.add(trial.number)
+
+    def _free_device(self) -> str:
+        """The accelerator that no run of this sweep has, and others use least."""
+        taken = {uuid for run in self._live_runs() for uuid in devices_of(run.plan)}
+        free = [device for device in devices() if device.uuid not in taken]
+        if not free:
+            raise RunError("there are fewer accelerators than when the sweep began", hint="start the sweep anew")
+        return min(free, key=lambda device: (len(device.runs) + len(device.waiting), -device.free_bytes)).uuid
+
+    def _live_runs(self) -> Iterator[Run]:
+        for trial in self._sweep.trials():
+            run = self._sweep.run_of(trial) if trial.number in self._live else None
+            if run is not None:
+                yield run
+
+    def _prune(self, trial: Trial) -> None:
+        """End a run whose evaluations fall behind those of others, where Optuna looks after that."""
+        run = self._sweep.run_of(trial)
+        if self._study is None or run is None:
+            return
+        if not trial.is_pruned:
+            num = sum(event["event"] == "eval" for event in run.events())
+            if num <= self._num_evaluations.get(trial.number, 1):
+                return
+            self._num_evaluations[trial.number] = num
+            one = next(one for one in self._sweep.outcomes() if one.trial.number == trial.number)
+            if not self._study.falls_behind(one):
+                return
+            self._sweep.write(replace(trial, is_pruned=True))
+        stop_run(run, now=True, tell=lambda words: None)
+
+    def _end(self, asked: str) -> None:
+        """End all runs, and say so."""
+        if self._on_event is not None:
+            self._on_event({"event": "stop", "by": asked, "again": asked == "SIGINT"})
+        _stop_runs(self._sweep, now=self._signals.now, tell=lambda words: None)
+        self._look()
+        raise Stopped(
+            f"stopped by {WHO.get(asked, asked)}: {stand_of(self._sweep.outcomes())}",
+            hint=f"go on with: tunekit resume {self._sweep.path}",
+            exit_code=EXIT_CODES.get(asked, 0),
+        )
+
+    def _tell(self, event: str, trial: Trial) -> None:
+        if self._on_event is not None:
+            outcomes = self._sweep.outcomes()
+            one = next(one for one in outcomes if one.trial.number == trial.number)
+            self._on_event({"event": event, "outcome": one, "num_runs": self._spec.num_runs})
+
+
+def _stop_runs(sweep: Sweep, *, now: bool, tell: Callable[[str], None]) -> None:
+    """End all runs that go on: all are asked before one is waited for."""
+    live = [
+        run for trial in sweep.trials() if sweep.state_of(trial) not in (*OVER, WAITING) for run in _of(sweep, trial)
+    ]
+    for run in live:
+        request(run, now=now)
+    for run in live:
+        stop_run(run, now=now, tell=tell)
+
+
+def _of(sweep: Sweep, trial: Trial) -> Iterator[Run]:
+    run = sweep.run_of(trial)
+    if run is not None:
+        yield run
+
+
+def _write_stop(sweep: Sweep, *, now: bool) -> None:
+    draft = sweep.path / f".{STOP}-{os.getpid()}-{threading.get_ident()}"
+    draft.write_text(json.dumps({"now": now}), encoding="utf-8")
+    draft.replace(sweep.path / STOP)
+
+
+class _Signals:
+    """Whether a sweep is to end, by a signal to this process or by the file in which others ask for it.
+
+    The first signal ends the runs with checkpoints, and the second at once. Signals are heard in the main thread alone,
+    and one is left alone that the process was started to ignore.
+
+    Args:
+        sweep: The sweep.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._by: str | None = None
+        self._again = False
+        self._event = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            for one in SIGNALS:
+                if signal.getsignal(one) is not signal.SIG_IGN:
+                    self._previous[one] = signal.signal(one, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one, before in self._previous.items():
+            signal.signal(one, before)
+
+    @property
+    def asked(self) -> str | None:
+        """By whom it is to end: the name of a signal, or `tunekit stop`; None where nobody has asked."""
+        if self._by is None and (self._sweep.path / STOP).is_file():
+            self._by = COMMAND
+        return self._by
+
+    @property
+    def now(self) -> bool:
+        """Whether runs are to end at once."""
+        with contextlib.suppress(FileNotFoundError):
+            words = json.loads((self._sweep.path / STOP).read_text(encoding="utf-8"))
+            return self._again or bool(words["now"])
+        return self._again
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until a signal comes."""
+        self._event.wait(seconds)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._by is None:
+            self._by = signal.Signals(number).name
+            self._event.set()
+            return
+        self._again = True
+        for trial in self._sweep.trials():
+            for run in _of(self._sweep, trial):
+                if run.state not in OVER:
+                    request(run, now=True)

@@ -1,0 +1,362 @@
+"""A sweep's folder: what is tried, which runs there are, and how they stand. Its runs lie among the others, in `runs/`.
+
+    recipe.yaml   what all runs have in common
+    sweep.yaml    what is tried, how many runs there are at once, and what they are compared by
+    trials.json   the combinations, each with its number; a run's name is the sweep's with that number behind it
+    conductor     locked by the process that starts the runs, for as long as it lives
+    stop.json     somebody asks it to end
+    study.db      of Optuna, where it chooses the combinations: `optuna-dashboard sqlite:///study.db` shows it
+    sweep.png, sweep.html   what came of it
+
+How a run stands is read from its own folder whenever somebody asks: nothing here can contradict it.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from filelock import FileLock, Timeout
+
+from tunekit.errors import RunError
+from tunekit.recipe.load import reload_recipe
+from tunekit.recipe.rewrite import short_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.write import to_inline_yaml, to_yaml
+from tunekit.run.diagnosis import diagnose_run
+from tunekit.run.inside import is_inside, is_name
+from tunekit.run.prospects import ENDED_EARLY
+from tunekit.run.run import MAX_TAG_LETTERS, RUNS, Run
+from tunekit.sweeps.measure import Measure
+from tunekit.sweeps.values import Axis, Changes, Span, read_span
+
+if TYPE_CHECKING:
+    import pandas
+
+SWEEPS = Path("sweeps")
+"""Where sweeps are kept, in the working directory."""
+
+RECIPE, SPEC, TRIALS, CONDUCTOR, STOP = "recipe.yaml", "sweep.yaml", "trials.json", "conductor", "stop.json"
+
+Search = Literal["grid", "random", "optuna"]
+"""How combinations are chosen."""
+
+WAITING, FAILED, FINISHED, PRUNED = "waiting", "failed", "finished", "pruned"
+"""States of runs of a sweep besides those that a run has by itself: not begun, and ended because others do better."""
+
+TO_DO = (WAITING, *(state for state in ENDED_EARLY if state != FAILED))
+"""States of those that a sweep begins or goes on with: what failed would fail again."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A combination, as it is written down.
+
+    Attributes:
+        number: From 1 on.
+        changes: Its values by the dotted keys of the recipe.
+        problem: Why there is no run of it; None where there is one, or it is still to come.
+        is_pruned: Whether its run was ended because others do better.
+    """
+
+    number: int
+    changes: Changes
+    problem: str | None = None
+    is_pruned: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a combination stands.
+
+    Attributes:
+        trial: The combination.
+        run: Its run; None where there is none.
+        state: The run's, or one of this module's.
+        step: Steps that are done.
+        num_steps: Steps of the run; None where that is not known.
+        value: What it is compared by; None where that was not told yet.
+        tokens_per_second: Of all its processes; None where that was not told yet.
+        seconds: From loading to the saved result; None of what has not finished.
+        why: Why it failed.
+    """
+
+    trial: Trial
+    run: Run | None
+    state: str
+    step: int = 0
+    num_steps: int | None = None
+    value: float | None = None
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a sweep does.
+
+    Attributes:
+        axes: What is tried by the dotted keys of the recipe.
+        search: How combinations are chosen.
+        num_runs: How many.
+        seed: For what is left to chance.
+        measure: What they are compared by.
+        parallel: Runs at once.
+        one_device_each: Whether each has one accelerator to itself, rather than all that its plan uses.
+    """
+
+    axes: dict[str, Axis]
+    search: Search
+    num_runs: int
+    seed: int
+    measure: Measure
+    parallel: int
+    one_device_each: bool
+
+
+class Sweep:
+    """A sweep, by its folder; a notebook shows it as a table.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        RunError: It is not the folder of a sweep.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / TRIALS).is_file():
+            raise RunError(f"{self.path} is not the folder of a sweep", hint=f"those in {SWEEPS} are")
+
+    @classmethod
+    def create(cls, recipe: Recipe, spec: Spec, all_changes: Sequence[Changes]) -> "Sweep":
+        """A new folder with what is to be tried.
+
+        Raises:
+            RunError: It cannot be made.
+        """
+        path = _new_folder(str(recipe.output.name))
+        (path / RECIPE).write_text(short_recipe(recipe), encoding="utf-8")
+        axes = {key: str(axis) if isinstance(axis, Span) else list(axis) for key, axis in spec.axes.items()}
+        words = {**asdict(replace(spec, axes={})), "axes": axes, "measure": asdict(spec.measure)}
+        (path / SPEC).write_text(to_yaml(words), encoding="utf-8")
+        _write_trials(path, [Trial(number, changes) for number, changes in enumerate(all_changes, start=1)])
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.absolute().name
+
+    @property
+    def recipe(self) -> Recipe:
+        """What all runs have in common."""
+        return reload_recipe(self.path / RECIPE)
+
+    @property
+    def spec(self) -> Spec:
+        """What it does.
+
+        Raises:
+            RunError: The file that says so is damaged.
+        """
+        try:
+            words = yaml.safe_load((self.path / SPEC).read_text(encoding="utf-8"))
+            axes = {
+                key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in words["axes"].items()
+            }
+            return Spec(**{**words, "axes": axes, "measure": Measure(**words["measure"])})
+        except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep anew") from error
+
+    @property
+    def tag(self) -> str:
+        """What its runs are tagged with; of a long name the end, which is its time."""
+        return f"sweep:{self.name[-(MAX_TAG_LETTERS - len('sweep:')) :]}"
+
+    def trials(self) -> list[Trial]:
+        """The combinations so far.
+
+        Raises:
+            RunError: The file that holds them is damaged.
+        """
+        try:
+            return [Trial(**words) for words in json.loads((self.path / TRIALS).read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep anew") from error
+
+    def write(self, trial: Trial) -> None:
+        """Write down a combination, in the place of what was known of it; readers see the old or the new."""
+        others = [other for other in self.trials() if other.number != trial.number]
+        _write_trials(self.path, sorted([*others, trial], key=lambda one: one.number))
+
+    def run_path(self, trial: Trial) -> Path:
+        """Folder of the run of a combination, whether it is there or not."""
+        root = self.path.absolute().parent.parent / RUNS
+        path = root / f"{self.name}-{trial.number:02d}"
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+    def run_of(self, trial: Trial) -> Run | None:
+        """The run of a combination; None where there is none."""
+        path = self.run_path(trial)
+        return Run(path) if (path / "status.json").is_file() else None
+
+    def state_of(self, trial: Trial) -> str:
+        """How a combination stands."""
+        run = self.run_of(trial)
+        if run is None:
+            return FAILED if trial.problem is not None else WAITING
+        state = run.state
+        return PRUNED if trial.is_pruned and state in ENDED_EARLY else state
+
+    def outcomes(self) -> list[Outcome]:
+        """How all combinations stand."""
+        measure = self.spec.measure
+        return [self._outcome(trial, measure) for trial in self.trials()]
+
+    def _outcome(self, trial: Trial, measure: Measure) -> Outcome:
+        run, state = self.run_of(trial), self.state_of(trial)
+        if run is None:
+            return Outcome(trial, None, state, why=trial.problem)
+        status, events = run.status(), run.events()
+        result = next((event for event in reversed(events) if event["event"] == "result"), None)
+        speeds = [event["tokens_per_second"] for event in events if event["event"] == "log"]
+        found = diagnose_run(run) if state in (FAILED, "died", "stuck") else None
+        why = None if found is None else found.what + (f"; {found.hint}" if found.hint else "")
+        return Outcome(
+            trial,
+            run,
+            state,
+            step=status["step"],
+            num_steps=status["num_steps"],
+            value=measure.value(events),
+            tokens_per_second=result["tokens_per_second"] if result else next(reversed(speeds), None),
+            seconds=result["seconds"] if result and state == FINISHED else None,
+            why=why,
+        )
+
+    def best(self, outcomes: Sequence[Outcome] | None = None) -> Outcome | None:
+        """The best of those that have finished; None while there is none."""
+        measure = self.spec.measure
+        ended = [one for one in outcomes or self.outcomes() if one.state == FINISHED and one.value is not None]
+        choose = max if measure.greater_is_better else min
+        return choose(ended, key=lambda one: one.value or 0.0) if ended else None
+
+    def is_conducted(self) -> bool:
+        """Whether a process lives that starts its runs."""
+        try:
+            with self.conductor():
+                return False
+        except Timeout:
+            return True
+
+    def conductor(self) -> FileLock:
+        """What the process that starts its runs holds."""
+        return FileLock(self.path / CONDUCTOR, timeout=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """How it stands as plain data, for JSON."""
+        outcomes, spec = self.outcomes(), self.spec
+        best = self.best(outcomes)
+        return {
+            "sweep": str(self.path),
+            "search": spec.search,
+            "measure": asdict(spec.measure),
+            "best": None if best is None else best.trial.number,
+            "runs": [
+                {
+                    "number": one.trial.number,
+                    "changes": one.trial.changes,
+                    "run": None if one.run is None else str(one.run.path),
+                    **{name: value for name, value in vars(one).items() if name not in ("trial", "run")},
+                }
+                for one in outcomes
+            ],
+        }
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """One row for each combination: its values, then how it stands."""
+        import pandas
+
+        runs = self.to_dict()["runs"]
+        return pandas.DataFrame([{**run.pop("changes"), **run} for run in runs]).set_index("number")
+
+    def _repr_html_(self) -> str:
+        return self.to_frame().to_html(na_rep="", float_format="{:,.4g}".format)
+
+    def __repr__(self) -> str:
+        return f"Sweep({str(self.path)!r})"
+
+
+def list_sweeps() -> list[Sweep]:
+    """The sweeps of this folder, the newest first."""
+    if not SWEEPS.is_dir():
+        return []
+    found = [path for path in SWEEPS.iterdir() if (path / TRIALS).is_file() and is_inside(path, SWEEPS)]
+    return [Sweep(path) for path in sorted(found, key=lambda path: (path / SPEC).stat().st_mtime, reverse=True)]
+
+
+def find_sweep(name: str) -> Sweep:
+    """A sweep by its folder or its name in `sweeps/`; the newest whose name starts so, where that is all that is given.
+
+    Raises:
+        RunError: There is none.
+    """
+    found = known_sweep(name)
+    if found is None and is_name(name):
+        found = next((one for one in list_sweeps() if one.name.startswith(name)), None)
+    if found is None:
+        is_folder = is_name(name) and Path(name).is_dir()
+        problem = f"{name} is not the folder of a sweep" if is_folder else f"no sweep {name!r} in {SWEEPS}"
+        there = ", ".join(one.name for one in list_sweeps()[:5])
+        raise RunError(
+            problem, hint=f"there are {there}" if there else "`tunekit sweep RECIPE key=value,value` makes one"
+        )
+    return found
+
+
+def known_sweep(name: str) -> Sweep | None:
+    """A sweep by its folder or its whole name in `sweeps/`; None where that names none."""
+    paths = [Path(name), SWEEPS / name] if is_name(name) else []
+    return next((Sweep(path) for path in paths if (path / TRIALS).is_file()), None)
+
+
+def heading(key: str) -> str:
+    """A dotted key, in short."""
+    return key.rpartition(".")[2]
+
+
+def short_words(changes: Changes) -> str:
+    """Changes in a line, their keys in short."""
+    return " ".join(f"{heading(key)}={to_inline_yaml(value)}" for key, value in changes.items())
+
+
+def _new_folder(name: str) -> Path:
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for path in _names(SWEEPS / stem):
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RunError(f"{path} cannot be made: {error.strerror}", hint="let the folder be written") from error
+        return path
+    raise RunError(f"{SWEEPS / stem} and a hundred more exist", hint="try again in a second")
+
+
+def _names(path: Path) -> Iterator[Path]:
+    yield path
+    yield from (path.with_name(f"{path.name}-{attempt}") for attempt in range(2, 100))
+
+
+def _write_trials(path: Path, trials: Sequence[Trial]) -> None:
+    draft = path / f".{TRIALS}-{os.getpid()}-{threading.get_ident()}"
+    draft.write_text(json.dumps([asdict(trial) for trial in trials], indent=1, ensure_ascii=False), encoding="utf-8")
+    draft.replace(path / TRIALS)

@@ -1,0 +1,117 @@
+"""What tells which run of a sweep is best: a measure of its evaluations, or of its last steps where it has none."""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatch
+
+from tunekit.errors import PlanError
+from tunekit.planner.plan import Plan
+from tunekit.planner.saving import metric_of
+from tunekit.recipe.methods import RewardedMethod
+from tunekit.run.events import Event
+from tunekit.run.measures import words_of
+
+MAX_STEPS = 10
+"""Logged steps of which the mean counts without evaluations: at most so many, and no more than a quarter of all."""
+
+PREFIX = "eval_"
+"""Before the names of what is measured in evaluations."""
+
+OF_PAIRS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+OF_PAIRS_ALONE = ("loss", "nll_loss", "log_odds_chosen", *OF_PAIRS[1:])
+OF_ANSWERS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
+OF_TOKENS = ("loss", "mean_token_accuracy", "entropy")
+
+LOGGED: dict[str, tuple[str, ...]] = {
+    "sft": OF_TOKENS,
+    "distillation": ("loss",),
+    "dpo": OF_PAIRS,
+    "kto": OF_PAIRS,
+    "orpo": OF_PAIRS_ALONE,
+    "cpo": OF_PAIRS_ALONE,
+    "reward": ("loss", "accuracy", "margin"),
+    "grpo": OF_ANSWERS,
+    "rloo": OF_ANSWERS,
+}
+"""What runs of a method may be compared by, in TRL's names."""
+
+LESS_IS_BETTER = ("loss", "kl", "clipped_ratio", "entropy")
+"""Ends of names of which the least value is the best."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What runs are compared by.
+
+    Attributes:
+        name: TRL's, with `eval_` before it where evaluations tell.
+        greater_is_better: Whether the greatest value is the best.
+    """
+
+    name: str
+    greater_is_better: bool
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether evaluations tell."""
+        return self.name.startswith(PREFIX)
+
+    @property
+    def words(self) -> str:
+        """What it is called."""
+        return f"evaluation {words_of(self.name.removeprefix(PREFIX))}" if self.is_held_out else words_of(self.name)
+
+    @property
+    def how(self) -> str:
+        """Which runs are better, in a sentence."""
+        which = "greatest" if self.greater_is_better else "least"
+        if self.is_held_out:
+            return f"the best has the {which} {self.words} at its end"
+        return f"nothing was evaluated: the best has the {which} mean {self.words} in training over its last steps"
+
+    def points(self, events: list[Event]) -> list[tuple[int, float]]:
+        """Its finite values by step."""
+        kind = "eval" if self.is_held_out else "log"
+        found = {event["step"]: event.get(self.name) for event in events if event["event"] == kind}
+        pairs = ((step, found[step]) for step in sorted(found))
+        return [
+            (step, float(value)) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)
+        ]
+
+    def value(self, events: list[Event]) -> float | None:
+        """What a run has reached; None where that was never told."""
+        values = [value for _, value in self.points(events)]
+        if not values:
+            return None
+        num = 1 if self.is_held_out else max(1, min(MAX_STEPS, len(values) // 4))
+        return math.fsum(values[-num:]) / num
+
+
+def measure_of(plan: Plan, by: str | None) -> Measure:
+    """What the runs of a sweep are compared by.
+
+    Args:
+        plan: The plan of one of them.
+        by: What the user named, if anything.
+
+    Raises:
+        PlanError: Runs of its method have no such measure, or not without rows to evaluate on.
+    """
+    name, greater = metric_of(plan.recipe, plan.data)
+    if by is None:
+        if name is not None:
+            return Measure(name, greater)
+        rewarded = isinstance(plan.recipe.method, RewardedMethod)
+        return Measure("reward" if rewarded else "loss", rewarded)
+    known, bare = LOGGED[plan.recipe.method.type], by.removeprefix(PREFIX)
+    if not any(fnmatch(bare, one) for one in known):
+        near = get_close_matches(bare, known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise PlanError(
+            f"--by {by}: runs of {plan.recipe.method.type} have no such measure",
+            hint=f"{meant}there are {', '.join(known)}, each with {PREFIX} before it for evaluations",
+        )
+    if by.startswith(PREFIX) and name is None:
+        raise PlanError(f"--by {by}: there are no rows to evaluate on", hint=f"give data.eval, or name {bare}")
+    return Measure(by, not by.endswith(LESS_IS_BETTER))

@@ -1,0 +1,232 @@
+"""What a sweep tries: values such as `adapter.rank=8,32`, ranges such as `train.learning_rate=1e-5..1e-3`, and draws.
+
+A range is whole where both of its ends are, and on a logarithmic scale where they are a factor of ten or more apart:
+`linear:1e-5..1e-3` and `log:8..64` say otherwise.
+"""
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from tunekit.errors import RecipeError
+from tunekit.planner.variants import read_values
+from tunekit.recipe.write import to_inline_yaml
+
+MAX_RUNS = 100
+"""Runs in one sweep: more is no table that anybody reads."""
+
+DIGITS = 3
+"""Of a number that is drawn: more would be written and not meant."""
+
+LOG_FACTOR = 10
+"""How far apart the ends of a range are, each above zero, from which on its scale is logarithmic."""
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_SPAN = re.compile(rf"(?:(log|linear):)?({_NUMBER}?)\.\.({_NUMBER})")
+_WHOLE = re.compile(r"[-+]?\d+")
+
+Number = int | float
+Changes = dict[str, Any]
+"""Values by their dotted keys."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range that values are drawn from.
+
+    Attributes:
+        low: Its least value; whole numbers are drawn where both ends are whole.
+        high: Its greatest.
+        log: Whether its scale is logarithmic.
+    """
+
+    low: Number
+    high: Number
+    log: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole numbers are drawn."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def at(self, share: float) -> Number:
+        """The value that has a share, from 0 to 1, of the range below it."""
+        top = self.high + 1 if self.is_whole else self.high
+        value = self.low * (top / self.low) ** share if self.log else self.low + share * (top - self.low)
+        return self.rounded(math.floor(value) if self.is_whole else value)
+
+    def rounded(self, value: float) -> Number:
+        """A value with as many digits as are meant."""
+        near = round(value) if self.is_whole else float(f"{value:.{DIGITS}g}")
+        return min(max(near, self.low), self.high)
+
+    def __str__(self) -> str:
+        return f"{'log' if self.log else 'linear'}:{self.low}..{self.high}"
+
+
+Axis = Span | tuple[Any, ...]
+"""What is tried of one key."""
+
+
+def read_words(words: Sequence[str]) -> tuple[dict[str, Axis], list[str]]:
+    """What is tried, by the keys of the recipe, and the words that change the recipe for all.
+
+    Args:
+        words: Each a `key=value`, of which those with several values or a range are tried.
+
+    Raises:
+        RecipeError: A word cannot be read.
+    """
+    axes: dict[str, Axis] = {}
+    overrides = []
+    for word in words:
+        key, equals, written = word.partition("=")
+        if equals and not written.strip():
+            raise RecipeError(f"{word}: no value after the '='", hint="write key=value,value such as adapter.rank=8,16")
+        axis = _axis(word, written.strip())
+        if axis is None:
+            overrides.append(word)
+        elif key.strip() in axes:
+            raise RecipeError(f"{word}: {key.strip()} is swept over twice", hint="give all of its values in one word")
+        else:
+            axes[key.strip()] = axis
+    return axes, overrides
+
+
+def axes_of(values: Mapping[str, Sequence[Any] | str | Span]) -> dict[str, Axis]:
+    """The same from values by their keys: lists, or ranges in words such as `1e-5..1e-3`.
+
+    Raises:
+        RecipeError: There is nothing to try of a key.
+    """
+    axes: dict[str, Axis] = {}
+    for key, given in values.items():
+        span = read_span(f"{key}={given}", given) if isinstance(given, str) else None
+        axis = given if isinstance(given, Span) else span or (() if isinstance(given, str) else _distinct(key, given))
+        if not axis:
+            raise RecipeError(f"{key}: there is nothing to try", hint="give a list, or a range such as '1e-5..1e-3'")
+        axes[key] = axis
+    return axes
+
+
+def read_span(word: str, written: str) -> Span | None:
+    """A range, of a text that is one.
+
+    Raises:
+        RecipeError: Its ends are no range.
+    """
+    found = _SPAN.fullmatch(written)
+    if found is None or not found[2]:
+        return None
+    low, high = (int(end) if _WHOLE.fullmatch(end) else float(end) for end in found.groups()[1:])
+    if not low < high:
+        raise RecipeError(f"{word}: {low} is not below {high}", hint="write the lower end first")
+    if found[1] == "log" and low <= 0:
+        raise RecipeError(f"{word}: a logarithmic scale has no {low}", hint="begin above zero, or write linear:")
+    log = found[1] == "log" if found[1] else low > 0 and high >= LOG_FACTOR * low
+    return Span(low, high, log)
+
+
+def _axis(word: str, written: str) -> Axis | None:
+    """What is tried of a key; None where that is one value for all."""
+    span = read_span(word, written)
+    if span is not None or "," not in written:
+        return span
+    try:
+        ((key, values),) = read_values([word]).items()
+    except RecipeError:
+        hint = "write key=value,value such as adapter.rank=8,16"
+        raise RecipeError(f"{word}: cannot be read as values to try", hint=hint) from None
+    return _distinct(key, values) if len(values) > 1 else None
+
+
+def _distinct(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    written = [to_inline_yaml(value) for value in values]
+    twice = next((word for number, word in enumerate(written) if word in written[:number]), None)
+    if twice is not None:
+        raise RecipeError(f"{key}: {twice} is named twice", hint="name each value once")
+    return tuple(values)
+
+
+def grid(axes: Mapping[str, Axis]) -> list[Changes]:
+    """Every combination. The last key changes fastest.
+
+    Raises:
+        RecipeError: There is a range among them, or they are too many.
+    """
+    spans = [key for key, axis in axes.items() if isinstance(axis, Span)]
+    if spans:
+        raise RecipeError(
+            f"{', '.join(spans)}: a range is not a list of values", hint="draw from it with --random N or --optuna N"
+        )
+    lists = {key: axis for key, axis in axes.items() if not isinstance(axis, Span)}
+    numbers = [len(values) for values in lists.values()]
+    if prod(numbers) > MAX_RUNS:
+        words = f"{' x '.join(map(str, numbers))} = {prod(numbers)}"
+        raise RecipeError(
+            f"{words} runs are more than the {MAX_RUNS} of a sweep", hint="try fewer values, or --random N of them"
+        )
+    return [dict(zip(lists, chosen, strict=True)) for chosen in product(*lists.values())]
+
+
+def drawn(axes: Mapping[str, Axis], num: int, seed: int) -> list[Changes]:
+    """Combinations by chance, each another one.
+
+    Raises:
+        RecipeError: There are not as many.
+    """
+    check_number(axes, num)
+    chance = random.Random(seed)
+    found: dict[str, Changes] = {}
+    for _ in range(1000 * num):
+        changes = {
+            key: axis.at(chance.random()) if isinstance(axis, Span) else chance.choice(axis)
+            for key, axis in axes.items()
+        }
+        found.setdefault(words_of(changes), changes)
+        if len(found) == num:
+            break
+    return list(found.values())
+
+
+def check_number(axes: Mapping[str, Axis], num: int) -> None:
+    """Refuse to draw more than there is, or than a sweep holds.
+
+    Raises:
+        RecipeError: It is.
+    """
+    if num > MAX_RUNS:
+        raise RecipeError(f"{num} runs are more than the {MAX_RUNS} of a sweep", hint="draw fewer")
+    sizes = [
+        (axis.high - axis.low + 1 if axis.is_whole else math.inf) if isinstance(axis, Span) else len(axis)
+        for axis in axes.values()
+    ]
+    if num > prod(sizes):
+        raise RecipeError(
+            f"{num} runs are more than the {prod(sizes)} combinations",
+            hint="draw fewer; all are tried where no number is given",
+        )
+
+
+def corners(axes: Mapping[str, Axis]) -> list[Changes]:
+    """Combinations in which each value, and each end of a range, is there once at least."""
+    columns = {key: (axis.low, axis.high) if isinstance(axis, Span) else axis for key, axis in axes.items()}
+    return [
+        {key: column[number % len(column)] for key, column in columns.items()}
+        for number in range(max(map(len, columns.values())))
+    ]
+
+
+def to_words(changes: Mapping[str, Any]) -> list[str]:
+    """Changes as the words of a command line."""
+    return [f"{key}={to_inline_yaml(value)}" for key, value in changes.items()]
+
+
+def words_of(changes: Mapping[str, Any]) -> str:
+    """Changes in a line."""
+    return " ".join(to_words(changes))
