@@ -17,6 +17,7 @@ from tunekit.recipe.difference import recipe_diff
 from tunekit.recipe.load import asked_for
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.run.curves import Line
+from tunekit.run.evaluation import evaluations_of, newest_scores
 from tunekit.run.events import Event
 from tunekit.run.measures import MEASURES, judged_by, number, words_of
 from tunekit.run.reader import EventReader, Point
@@ -283,6 +284,7 @@ def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
             first = next(found)
             if sum(value is not None for value in first.values) > 1:
                 yield first
+    yield from _evaluated(pages)
     yield from _costs(pages)
 
 
@@ -331,6 +333,23 @@ def _best(values: Sequence[float | None], better: Literal["more", "less"] | None
         return frozenset()
     best = min(there) if better == "less" else max(there)
     return frozenset(place for place, value in enumerate(values) if value == best)
+
+
+def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
+    """What `tunekit eval` said of the results, by rows or task and measure."""
+    found = [
+        {(score.of, score.name): score for _, score in newest_scores(evaluations_of(page.story.run), None)}
+        for page in pages
+    ]
+    for key in dict.fromkeys(key for scores in found for key in scores):
+        scores = [one.get(key) for one in found]
+        first = next(score for score in scores if score is not None)
+        values = tuple(None if score is None else score.after.value for score in scores)
+        words = tuple(NONE if score is None else score.after.words(score.digits) for score in scores)
+        higher = first.higher_is_better
+        way: Literal["more", "less"] | None = None if higher is None else "more" if higher else "less"
+        name = f"{first.words}, {Path(first.of).name}"
+        yield Figure(name, f"{first.of}/{first.name}", values, words, _best(values, way))
 
 
 def _costs(pages: Sequence[_Page]) -> Iterator[Figure]:
