@@ -106,7 +106,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
         axes.minorticks_off()
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: Outcome | None) -> None:
@@ -130,6 +131,7 @@ def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: O
     values = [value for one in order if one.run is not None for _, value in measure.points(one.run.events())]
     if values and min(values) > 0 and max(values) >= 100 * min(values) and math.isfinite(max(values)):
         axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel=("evaluation " if measure.is_held_out else "") + measure.name.removeprefix(PREFIX))
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
