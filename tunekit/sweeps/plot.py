@@ -78,6 +78,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
     values = [one.trial.changes[key] for one in known]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     is_numeric = len(numbers) == len(values)
+    if not known:
+        axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
     written = list(dict.fromkeys(to_inline_yaml(value) for value in values))
 
     def place(value: Any) -> float:
