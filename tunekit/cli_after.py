@@ -146,6 +146,10 @@ def chat(
         Literal["auto", "cpu", "cuda"],
         typer.Option("--device", help="Where the model is; auto: a GPU if there is one."),
     ] = "auto",
+    backend: Annotated[
+        Literal["auto", "transformers", "vllm"],
+        typer.Option("--backend", help="What generates; auto: vLLM where it is installed and takes the model."),
+    ] = "transformers",
 ) -> None:
     """Talk with what a run made, or with any model. A line is a message; /clear forgets, /exit or Ctrl-D ends."""
     from tunekit.run import chat as talking
@@ -153,7 +157,7 @@ def chat(
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(f"loading {model}", file=sys.stderr)
-    with talking.chat(model, checkpoint, compare=compare, device=device) as talk:
+    with talking.chat(model, checkpoint, compare=compare, device=device, backend=backend) as talk:
         if at_terminal:
             where = f"{talk.device}, {talk.memory_bytes / 2**30:.1f} GiB"
             print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)

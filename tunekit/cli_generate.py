@@ -29,6 +29,11 @@ DtypeOption = Annotated[
     typer.Option("--dtype", help="Type of its weights; auto: as it was trained, or as it is stored."),
 ]
 
+BackendOption = Annotated[
+    Literal["auto", "transformers", "vllm"],
+    typer.Option("--backend", help="What generates; auto: vLLM where it is installed and takes the model."),
+]
+
 
 def generate(
     model: ModelArgument,
@@ -55,6 +60,7 @@ def generate(
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    backend: BackendOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
 ) -> None:
     """Answer the prompts of a file with what a run made, or with any model."""
@@ -101,6 +107,7 @@ def generate(
                 column=column,
                 device=device,
                 dtype=dtype,
+                backend=backend,
                 on_event=show,
             )
     except KeyboardInterrupt:
@@ -143,6 +150,7 @@ def serve(
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    backend: BackendOption = "transformers",
 ) -> None:
     """Serve what a run made, or any model, to OpenAI's clients. Ctrl-C ends it."""
     from tunekit.run import serve as serving
@@ -166,7 +174,15 @@ def serve(
         print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)
 
     serving.serve(
-        model, checkpoint=checkpoint, host=host, port=port, api_key=key, device=device, dtype=dtype, on_event=show
+        model,
+        checkpoint=checkpoint,
+        host=host,
+        port=port,
+        api_key=key,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        on_event=show,
     )
 
 

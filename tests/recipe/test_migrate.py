@@ -709,3 +709,29 @@ def test_migrating_imports_no_torch() -> None:
     code += "assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+TRACKED = [
+    ("axolotl-alpaca-lora.yaml", "wandb_project:", "use_mlflow: true\nwandb_project: trials\nwandb_watch: gradients",
+     ["mlflow", "wandb"], {"wandb_project": "set WANDB_PROJECT=trials", "wandb_watch": "weights and gradients do not"}),
+    ("llamafactory-lora-sft.yaml", "report_to: none", "report_to: [tensorboard, swanlab]",
+     ["tensorboard"], {"report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio"}),
+    ("trl-sft-full.yaml", "report_to: none", "report_to: trackio\nproject: trials", ["trackio"],
+     {"project": "set TRACKIO_PROJECT=trials"}),
+    ("torchtune-lora-single.yaml", "DiskLogger", "TensorBoardLogger", ["tensorboard"], {}),
+    ("swift-doubtful.sh", "report_to swanlab", "report_to wandb tensorboard", ["tensorboard", "wandb"], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "now", "expected", "named"), TRACKED)
+def test_trackers_are_carried_over_and_what_a_recipe_has_no_key_for_is_named(
+    tmp_path, name, before, now, expected, named
+) -> None:
+    text = (CONFIGS / name).read_text()
+    assert before in text
+    (tmp_path / name).write_text(text.replace(before, now))
+    made = migrate(tmp_path / name)
+    assert sorted(made.recipe.output.report_to) == expected
+    for key, words in named.items():
+        (line,) = [line for line in made.of_kind("unsupported") if line.key.partition("[")[0] == key]
+        assert words in line.words

@@ -168,6 +168,7 @@ def test_a_process_that_dies_is_told_of(runs):
         ("/", {}, "holds no config.json"),
         ("pico", {"compare": True}, "nothing was before it"),
         ("pico", {"checkpoint": "2"}, "is a model and no run"),
+        ("pico", {"backend": "vllm"}, "vLLM"),
     ],
 )
 def test_what_cannot_be_talked_with_is_refused_in_words(name, options, words, tmp_path, monkeypatch):

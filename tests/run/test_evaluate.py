@@ -182,6 +182,53 @@ def test_pairs_have_the_rewards_of_dpo_against_the_model_before(dpo, workspace):
         assert made[name].after.value == pytest.approx(last[f"eval_{name}"], rel=1e-3), name
 
 
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [
+        ("orpo", ("rewards/accuracies", "rewards/margins")),
+        ("kto", ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")),
+    ],
+)
+def test_other_methods_are_measured_as_their_trainers_do(method, names, workspace):
+    rows = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in PAIRS
+        for name in ("chosen", "rejected")
+    ]
+    for name, part in (("rated", rows[:32]), ("rated_eval", rows[32:])):
+        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    files = ("rated", "rated_eval") if method == "kto" else ("pairs", "pairs_eval")
+    run = train(workspace, method, *files, method=method)
+    made = by_name(tunekit.evaluate(run))
+    first, *_, last = (event for event in run.events() if event["event"] == "eval")
+    for name in names:
+        assert made[name].before.value == pytest.approx(first[f"eval_{name}"], rel=1e-3, abs=1e-6), name
+        assert made[name].after.value == pytest.approx(last[f"eval_{name}"], rel=1e-3), name
+
+
+def test_a_run_that_learned_from_rewards_is_judged_by_them(workspace):
+    rows = [{"prompt": f"double {n} is ", "answer": str(2 * n)} for n in range(12)]
+    for name, part in (("sums", rows[:8]), ("sums_eval", rows[8:])):
+        (workspace / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    rewards = ["exact_match", {"type": "length", "max_tokens": 9, "free_tokens": 3, "weight": 0.5}]
+    method = {"type": "grpo", "rewards": rewards, "max_completion_length": 8, "num_generations": 2}
+    run = train(workspace, "grpo", "sums", "sums_eval", method=method, train={**TRAIN, "max_steps": 1})
+    made = by_name(tunekit.evaluate(run))
+    tokenizer, model = AutoTokenizer.from_pretrained(workspace / "llama"), bare(workspace, torch.float32)
+    lengths = []
+    for row in rows[8:]:
+        given = tokenizer(row["prompt"], return_tensors="pt")
+        output = model.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        lengths.append(output.shape[1] - given["input_ids"].shape[1])
+    assert made["completions/mean_length"].before.value == np.mean(lengths)
+    punished = np.mean([min(0, (3 - length) / 6) for length in lengths])
+    assert made["rewards/length/mean"].before.value == pytest.approx(punished)
+    with pytest.raises(tunekit.TunekitError, match="held-out row 1: numeric_match reads the column 'sum'"):
+        tunekit.evaluate(run, metrics=[{"type": "numeric_match", "column": "sum"}])
+    sums = made["rewards/exact_match/mean"].before.value + 0.5 * punished
+    assert made["reward"].before.value == pytest.approx(sums)
+
+
 def test_a_reward_model_is_judged_by_the_pairs_it_tells_apart(workspace):
     run = train(workspace, "judge", "pairs", "pairs_eval", method="reward")
     made = by_name(tunekit.evaluate(run))
@@ -317,6 +364,8 @@ def test_rows_of_which_nothing_is_said_do_not_count_and_one_row_has_no_interval(
     figure = Figure("reward", "reward", ".3f", higher_is_better=True)
     one = scored(figure, "rows", Sample(np.array([2.0, 5.0]), np.array([1.0, 0.0])), None)
     assert one.after == Estimate(2.0) and one.num_rows == 1
+    same = Sample(np.array([2.0, 2.0]), np.ones(2))
+    assert scored(figure, "rows", same, same).verdict == "no difference"
 
 
 def test_evaluations_stand_in_the_folder_the_report_the_card_and_what_is_shown(sft, held_out, capsys, monkeypatch):
@@ -347,7 +396,7 @@ def run_command(arguments, capsys, monkeypatch, code=None) -> str:
 def test_the_command_prints_a_table_or_json(sft, workspace, capsys, monkeypatch):
     arguments = ["eval", sft.path, "--data", workspace / "eval.jsonl", "--limit", "4"]
     out = run_command(arguments, capsys, monkeypatch)
-    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "kept in"):
+    for words in ("before", "after", "difference", "perplexity", "4 rows", "bootstrap", "paired", "kept in"):
         assert words in out, words
     made = json.loads(run_command([*arguments, "--no-before", "--json"], capsys, monkeypatch))
     assert made["scores"][0]["name"] == "loss" and made["scores"][0]["before"] is None
@@ -363,8 +412,14 @@ def test_what_cannot_be_evaluated_is_said_in_a_line_before_a_model_is_loaded(
     unfinished = shutil.copytree(run, tmp_path / "unfinished")
     status = {**sft.status(), "phase": "interrupted"}
     (unfinished / "status.json").write_text(json.dumps(status))
+    cut_off = shutil.copytree(run, tmp_path / "cut-off")
+    for folder in (shutil.copytree(workspace / "llama", tmp_path / "cut"), cut_off / "model"):
+        (weights,) = folder.glob("*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:1000])
     for words, arguments in (
         ("no run 'nothing'", ["nothing"]),
+        ("the weights of 'cut' are damaged", ["cut", "--data", chats]),
+        ("adapter_model.safetensors is damaged", ["cut-off"]),
         ("it has no model yet", [unfinished]),
         ("holds no config.json", ["damaged", "--data", chats]),
         ("there is no metric 'exact_mach'; did you mean 'exact_match'?", [run, "--metric", "exact_mach"]),

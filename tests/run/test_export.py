@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
-from tests.tiny import save_chats, save_tiny_model, save_tiny_model_like
+from tests.tiny import save_chats
 from tunekit.probe.model import PICO
 
 QUESTION = [{"role": "user", "content": "What is double 3?"}]
@@ -36,8 +36,6 @@ def train(workspace, name, *, model="pico", adapter="lora", **others):
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workspace")
     save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(16)))
-    save_tiny_model(folder / "llama")
-    save_tiny_model_like(folder / "qwen3", "qwen3")
     return folder
 
 
@@ -109,18 +107,6 @@ def test_without_a_destination_it_lies_with_the_run_and_a_checkpoint_has_its_own
     ours = logits_of(loaded(done.folder), done.folder)
     assert (ours - at_step).abs().max() < 1e-3 < (ours - at_end).abs().max()
     assert "Checkpoint | of step 2" in Path(done.folder, "README.md").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("adapter", ["lora", {"type": "lora", "use_dora": True, "rank": 4}], ids=["lora", "dora"])
-def test_other_architectures_and_dora_are_merged_too(architecture, adapter, workspace, tmp_path):
-    name = f"{architecture}-{adapter if isinstance(adapter, str) else 'dora'}"
-    run = train(workspace, name, model=workspace / architecture, adapter=adapter)
-    done = tunekit.export(run, tmp_path / "out", dtype="float32")
-    ours = logits_of(loaded(done.folder), done.folder)
-    theirs = logits_of(trained_by(run, workspace / architecture), run.model_path)
-    assert (ours - theirs).pow(2).mean().sqrt() < 1e-4 * theirs.std()
 
 
 def damage(folder, change) -> None:

@@ -1,6 +1,7 @@
 """Many prompts: what is answered in batches is what transformers answers one by one, and every row gets its own."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -178,6 +179,7 @@ LONG = {"prompt": "long " * 2000}
         ("pico", ROWS, {"top_p": 0.0}, "top_p above 0"),
         ("pico", ROWS, {"batch_size": 0}, "no batch of 0"),
         ("pico", ROWS, {"checkpoint": "2"}, "is a model and no run"),
+        ("pico", ROWS, {"backend": "vllm"}, "vLLM"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_a_model_is_loaded(
@@ -189,6 +191,28 @@ def test_what_cannot_be_answered_is_refused_before_a_model_is_loaded(
     with pytest.raises(tunekit.TunekitError, match=words):
         tunekit.generate(model, prompts, "answers.jsonl", on_event=told.append, **options)
     assert told == [] and list(tmp_path.iterdir()) == [prompts]
+
+
+def test_a_damaged_model_and_an_unfinished_run_are_named_in_one_line(run, tmp_path):
+    prompts = write(tmp_path / "prompts.jsonl", ROWS[:1])
+    shutil.copytree(run.path, tmp_path / "early", ignore=shutil.ignore_patterns("model", "checkpoints"))
+    shutil.copytree(run.path, tmp_path / "torn")
+    for name in ("config", "tokenizer", "weights"):
+        shutil.copytree(PICO, tmp_path / name)
+    (tmp_path / "config" / "config.json").write_text("{")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{")
+    for cut in (tmp_path / "weights" / "model.safetensors", tmp_path / "torn" / "model" / "adapter_model.safetensors"):
+        cut.write_bytes(cut.read_bytes()[:1000])
+    for name, words in (
+        ("early", "it has no model yet"),
+        ("torn", "adapter_model.safetensors is damaged"),
+        ("config", "config.json cannot be read"),
+        ("tokenizer", "the tokenizer in .* cannot be loaded"),
+        ("weights", "the weights of .* are damaged"),
+    ):
+        with pytest.raises(tunekit.TunekitError, match=words) as told:
+            tunekit.generate(tmp_path / name, prompts, tmp_path / "out.jsonl", device="cpu")
+        assert "\n" not in str(told.value)
 
 
 def test_nothing_that_is_there_is_written_over(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The endpoint as a client of OpenAI sees it: the run's answers under the run's name, and nobody else's."""
 
+import itertools
 import json
 import re
 import signal
@@ -127,8 +128,11 @@ def test_pages_of_other_sites_and_other_routes_get_nothing(client):
         assert httpx2.post(f"{url}/{route}", json={"model": "other"}).status_code == 404
 
 
-def test_ctrl_c_ends_it_without_a_complaint(server):
+def test_ctrl_c_ends_it_in_the_middle_of_an_answer_and_without_a_complaint(server, client, run):
     process, _ = server
+    endless = ask(client, run, stream=True, max_tokens=900, extra_body={"logit_bias": {"2": -100.0}})
+    pieces = (chunk.choices[0].delta.content for chunk in endless)
+    assert any(piece for piece in pieces)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
     assert process.stdout.read() == ""
@@ -149,6 +153,17 @@ def test_with_a_key_only_those_who_know_it_are_answered():
         assert asked.get("/", headers={"Authorization": "Bearer secret"}).text == "hello"
 
 
+def test_vllm_would_serve_the_adapter_under_the_name_of_the_run(run):
+    from tunekit.run.trained import find_trained
+    from tunekit.run.vllm import serve_command
+
+    words = serve_command(find_trained(run), run.name, host="127.0.0.1", port=8000, dtype="auto")
+    given = dict(itertools.pairwise(words))
+    assert given["--model"] == str(PICO) and given["--served-model-name"] == f"{run.name}-base"
+    assert given["--lora-modules"] == f"{run.name}={run.model_path.resolve()}" and "--enable-lora" in words
+    assert given["--max-lora-rank"] == "16" and given["--chat-template"].endswith("chat_template.jinja")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -157,6 +172,7 @@ def test_with_a_key_only_those_who_know_it_are_answered():
         (["pico", "--host", "0.0.0.0", "--api-key-file", "empty"], "there is nothing in it"),
         (["pico", "--checkpoint", "2"], "is a model and no run"),
         (["pico", "--port", "{taken}"], "choose another with --port"),
+        (["pico", "--backend", "vllm"], "vLLM"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(arguments, words, tmp_path, monkeypatch):

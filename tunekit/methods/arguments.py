@@ -99,6 +99,7 @@ class Parts:
             "save_steps": self.schedule.save_steps,
             # Which checkpoints are kept, `tunekit.run.saving` says.
             "save_total_limit": None,
+            # `tunekit.run.reporter` runs transformers' callbacks for trackers, in a process of its own.
             "report_to": "none",
             "disable_tqdm": True,
             **self.engine,

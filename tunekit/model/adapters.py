@@ -74,15 +74,19 @@ def read_adapter(model: "PeftModel", folder: Path, *, name: str = "default") -> 
         name: Name of the adapter.
 
     Raises:
-        ModelError: The folder has no adapter any more, or other tensors than this one.
+        ModelError: The folder has no adapter any more, a damaged one, or other tensors than this one.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise ModelError(f"{file} is gone, which this run starts from", hint="put it back, or start from another model")
-    weights = load_file(file)
+    try:
+        weights = load_file(file)
+    except SafetensorError as error:
+        raise ModelError(f"{file} is damaged: {error}", hint="name a checkpoint, or put it back") from error
     needed = set(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False))
     different = sorted(needed.symmetric_difference(weights))
     if not different:

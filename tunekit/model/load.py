@@ -92,6 +92,7 @@ def load_model(
         ModelError: The model cannot be loaded.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
 
     from tunekit.model.attention import register_packed_attention
@@ -129,6 +130,11 @@ def load_model(
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "see the log for the whole message",
+        ) from error
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
+            hint="fetch or save them again",
         ) from error
     if is_given:
         _give_unwritten_memory(model)

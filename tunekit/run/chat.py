@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from tunekit.errors import RunError
 from tunekit.run.events import Event
+from tunekit.run.loaded import Device
 from tunekit.run.run import Run
 from tunekit.run.trained import find_trained
+from tunekit.run.vllm import Backend, missing
 
 END_SECONDS = 10
 """How long the process may take to end once it is told to, before it is killed."""
-
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Talk:
         checkpoint: Of a run: the step of the checkpoint, rather than the result.
         compare: Whether what it was before is to answer too: `say(..., base=True)`.
         device: Where the model is; `auto`: on an accelerator, if there is one.
+        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
+            and takes most of a device's memory, so transformers is the usual one.
         on_event: Told of events `chat` with `phase`: `loading` and `ready`.
 
     Raises:
@@ -66,6 +68,7 @@ class Talk:
         *,
         compare: bool = False,
         device: Device = "auto",
+        backend: Backend = "transformers",
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         found = find_trained(run, checkpoint)
@@ -73,6 +76,8 @@ class Talk:
             raise RunError(f"{found.name} judges answers and gives none", hint="talk with a run of another method")
         if compare and not found.can_compare:
             raise RunError(f"{found.name} is a model that no run made: nothing was before it", hint="name a run")
+        if backend == "vllm" and (absent := missing()) is not None:
+            raise absent
         self.name = found.name
         self.last: Said | None = None
         """How the last answer ended."""
@@ -91,7 +96,7 @@ class Talk:
             start_new_session=True,
         )
         try:
-            self._tell({"name": name, "checkpoint": at, "compare": compare, "device": device})
+            self._tell({"name": name, "checkpoint": at, "compare": compare, "device": device, "backend": backend})
             if on_event is not None:
                 on_event({"event": "chat", "phase": "loading", "name": self.name})
             self.facts = self._checked(self._read())
@@ -197,9 +202,9 @@ class Talk:
 
     def _leave(self) -> None:
         """Stop an answer and pass over what is left of it."""
-        self.stop()
         # It may fail instead, or the process end, which nobody waits to hear.
         with contextlib.suppress(RunError):
+            self.stop()
             while "piece" in self._read():
                 pass
 
@@ -232,12 +237,13 @@ class Talk:
 
     def _gone(self) -> RunError:
         """What to say where the process has ended."""
-        if self._words.closed:
-            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
+        # Last, as another thread may close it while this one waits.
+        if self._words.closed:
+            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         said = f": {lines[-1]}" if lines else ""
@@ -253,6 +259,7 @@ def chat(
     *,
     compare: bool = False,
     device: Device = "auto",
+    backend: Backend = "transformers",
     on_event: Callable[[Event], None] | None = None,
 ) -> Talk:
     """A talk with what a run made, with one of its checkpoints, or with a model; close it, or use it as a context.
@@ -262,9 +269,11 @@ def chat(
         checkpoint: Of a run: the step of the checkpoint, rather than the result.
         compare: Whether what it was before is to answer too.
         device: Where the model is; `auto`: on an accelerator, if there is one.
+        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
+            and takes most of a device's memory, so transformers is the usual one.
         on_event: Told of the loading.
 
     Raises:
         TunekitError: There is no such model, it does not answer, or it cannot be loaded.
     """
-    return Talk(run, checkpoint, compare=compare, device=device, on_event=on_event)
+    return Talk(run, checkpoint, compare=compare, device=device, backend=backend, on_event=on_event)

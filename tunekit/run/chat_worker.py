@@ -18,12 +18,13 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, s
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.redact import Redacting
-from tunekit.run.loaded import Device, Sampling, end_tokens, load, longest_of
+from tunekit.run.loaded import Device, Sampling, dtype_on, end_tokens, load, longest_of
 from tunekit.run.memory import is_out_of_memory, resident_bytes
 from tunekit.run.prompts import prompt_ids
 from tunekit.run.quiet import library_words_to
 from tunekit.run.silence import send_nothing_at_all
-from tunekit.run.trained import Trained, find_trained, load_trained
+from tunekit.run.trained import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.run.vllm import VllmModel, takes_vllm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +87,12 @@ class Worker:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
         try:
-            self._load(find_trained(first["name"], first["checkpoint"]), first["device"], compare=first["compare"])
+            found = find_trained(first["name"], first["checkpoint"])
+            self.vllm: VllmModel | None = None
+            if takes_vllm(first["backend"], found, first["device"]):
+                self._load_vllm(found, compare=first["compare"])
+            else:
+                self._load(found, first["device"], compare=first["compare"])
         except TunekitError as error:
             self.tell({"problem": error.problem, "hint": error.hint})
             return
@@ -118,6 +124,14 @@ class Worker:
         if compare and found.adapter is None and found.before is not None:
             self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
 
+    def _load_vllm(self, found: Trained, *, compare: bool) -> None:
+        if compare and found.adapter is None:
+            raise RunError("vLLM holds one model, and before this run was another", hint="take --backend transformers")
+        self.found, self.device, self.dtype = found, "cuda", dtype_on(found, "cuda")
+        self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
+        self.model = self.before = None
+        self.vllm = VllmModel(found, self.dtype)
+
     def _facts(self) -> dict[str, Any]:
         on_gpu = self.device == "cuda"
         return {
@@ -135,14 +149,21 @@ class Worker:
         is_base = question["base"]
         if is_base and self.before is None and self.found.adapter is None:
             raise RunError(f"what {self.found.name} was before is not loaded", hint="begin the talk with compare")
-        model = self.before if is_base and self.before is not None else self.model
-        aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
         if not question["say"]:
             raise RunError("nothing was said", hint="begin with a message")
         ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
         limit = self._room(ids, question["max_new_tokens"])
+        sampling = Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
+        if self.vllm is not None:
+            num_tokens, is_cut = 0, False
+            for piece, more, ended in self.vllm.stream(ids, sampling, base=is_base, is_stopped=self.asked.is_set):
+                num_tokens, is_cut = num_tokens + more, ended == "length"
+                if piece:
+                    self.tell({"piece": piece})
+            return self._said_so(num_tokens, began, is_cut=is_cut)
+        model = self.before if is_base and self.before is not None else self.model
+        aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
         given = torch.tensor([ids], device=self.device)
-        sampling = Sampling(question["temperature"], question["top_p"], limit)
         with torch.inference_mode(), aside:
             output = model.generate(
                 input_ids=given,
@@ -155,7 +176,11 @@ class Worker:
                 **sampling.draws,
             )
         num_tokens = output.shape[1] - len(ids)
-        reason = "stopped" if self.asked.is_set() else "length" if num_tokens >= limit else "end"
+        return self._said_so(num_tokens, began, is_cut=num_tokens >= limit)
+
+    def _said_so(self, num_tokens: int, began: float, *, is_cut: bool) -> dict[str, Any]:
+        """How an answer ended."""
+        reason = "stopped" if self.asked.is_set() else "length" if is_cut else "end"
         return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
 
     def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:

@@ -9,6 +9,7 @@ the same handlers and routes by a manager that has this model and no other. What
 import hmac
 import time
 from collections.abc import Mapping
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from torch.nn import Module
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -55,14 +57,22 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 NUMBERS = ("temperature", "top_p", "frequency_penalty", "seed")
 
 
-def make_app(loaded: Loaded, name: str) -> FastAPI:
+def make_app(loaded: Loaded, name: str, ended: Event) -> FastAPI:
     """The application that serves a model.
 
     Args:
         loaded: The model. Its generation configuration becomes that of OpenAI's endpoint: answers are drawn at
             temperature 1, unless the model or the request says otherwise, and end as in tunekit.
         name: What it is called in requests.
+        ended: Once it is set, answers that are being given fail at their next token. A process that ended while its
+            other thread still computes would be aborted.
     """
+
+    def stop(module: Module, given: tuple[object, ...]) -> None:
+        if ended.is_set():
+            raise RuntimeError("the server has ended")
+
+    loaded.model.get_input_embeddings().register_forward_pre_hook(stop)
     config = loaded.model.generation_config
     config.eos_token_id = end_tokens(loaded.model, loaded.tokenizer) or None
     config.pad_token_id = loaded.tokenizer.pad_token_id or loaded.tokenizer.eos_token_id

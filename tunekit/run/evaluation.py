@@ -68,8 +68,10 @@ class Score:
 
     @property
     def verdict(self) -> str:
-        """What the difference says: `better`, `worse`, `no clear difference`; empty where nothing can be said."""
+        """What the difference says, in a word or two; empty where nothing can be said."""
         gap = self.difference
+        if gap is not None and gap.value == 0 and gap.low is None:
+            return "no difference"
         if gap is None or gap.low is None or gap.high is None or self.higher_is_better is None:
             return ""
         if gap.low <= 0 <= gap.high:

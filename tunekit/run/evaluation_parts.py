@@ -184,10 +184,6 @@ def parts_of_file(
         rewards = method.rewards
     if rewards:
         asked = replace(rows, rows=RowStore(questions_in(rows)))
-        try:
-            check_rows(rewards, [asked])
-        except DataError as error:
-            raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
         return _questions(asked, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         raise DataError(
@@ -273,6 +269,10 @@ def _answered(
 
 def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:
     refuse_judges(found)
+    try:
+        check_rows(rewards, [rows])
+    except DataError as error:
+        raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
     method = None if found.run is None else found.run.recipe.method
     longest, encoded = longest_of(found), []
     for index, row in enumerate(rows.rows):

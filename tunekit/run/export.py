@@ -123,6 +123,8 @@ def export(
     tell = on_event or (lambda event: None)
     found = find_trained(run, checkpoint)
     kind = _kind(found, kind, dtype)
+    if found.run is not None and found.step is None and not found.run.result():
+        raise RunError(f"{found.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
     _check_options(found, kind, max_shard_size, gguf, push, hub_only=private or replace)
     to = _destination(found, kind, dest)
     send_nothing_at_all()

@@ -7,9 +7,10 @@ ends early. Once all of it is there it becomes `OUT`, in the order of the prompt
 import json
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +19,24 @@ from typing import Any, BinaryIO, Literal
 from tunekit.data.formats import Row, counted
 from tunekit.errors import DataError, DiskError, RunError
 from tunekit.run.events import Event
-from tunekit.run.loaded import BATCH_SIZE, Answer, Device, Sampling, answer, load, longest_of, refuse_judges
+from tunekit.run.loaded import (
+    BATCH_SIZE,
+    Answer,
+    Device,
+    Sampling,
+    answer,
+    device_for,
+    dtype_on,
+    load,
+    longest_of,
+    refuse_judges,
+)
 from tunekit.run.prompts import Prompt, prompt_ids, read_prompts, told
 from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.trained import Trained, find_trained, tokenizer_of
+from tunekit.run.vllm import Backend, VllmModel, takes_vllm
 
 BESIDE = ("num_tokens", "finish_reason")
 """Columns that are written beside the answer."""
@@ -43,6 +56,7 @@ class Generated:
         seconds: How long the answers took, without the loading.
         device: Where the model was.
         dtype: Type of its weights.
+        backend: What generated: `transformers` or `vllm`.
     """
 
     name: str
@@ -54,6 +68,7 @@ class Generated:
     seconds: float
     device: str
     dtype: str
+    backend: str
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -76,6 +91,7 @@ def generate(
     column: str | None = None,
     device: Device = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    backend: Backend = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> Generated:
     """Answer the prompts of a file.
@@ -97,6 +113,7 @@ def generate(
         column: Name of the column of answers, where it is to be another one.
         device: Where the model is; `auto`: on an accelerator, if there is one.
         dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        backend: What generates; `auto`: vLLM where it is installed and takes such a model, or transformers.
         on_event: Told of events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
 
     Raises:
@@ -110,15 +127,22 @@ def generate(
     found = find_trained(run, checkpoint)
     refuse_judges(found)
     name = column or ("answer" if num_samples == 1 else "answers")
+    with_vllm = takes_vllm(backend, found, device)
     given = read_prompts(prompts, system=system, taken=(name, *BESIDE))
     send_nothing_at_all()
     with _Answers(Path(out), name, given.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
         ids = _encoded(found, given.prompts)
         tell({"event": "generate", "phase": "loading", "name": found.name})
-        loaded = load(found, device=device, dtype=dtype)
-        tell({"event": "generate", "phase": "ready", "name": found.name, "device": loaded.device})
+        where = device_for(device)
+        chosen = dtype_on(found, where) if dtype == "auto" else dtype
+        making: Callable[..., Iterator[tuple[int, tuple[Answer, ...]]]]
+        if with_vllm:
+            making = VllmModel(found, chosen).answer
+        else:
+            making = partial(answer, load(found, device=device, dtype=chosen), batch_size=batch_size)
+        tell({"event": "generate", "phase": "ready", "name": found.name, "device": where})
         began = time.perf_counter()
-        for index, said in answer(loaded, ids, sampling, batch_size=batch_size):
+        for index, said in making(ids, sampling):
             answers.write(index, said)
             tell({"event": "generate", "phase": "answers", "done": answers.num_prompts, "total": len(ids)})
         answers.order()
@@ -130,8 +154,9 @@ def generate(
         num_tokens=answers.num_tokens,
         num_cut=answers.num_cut,
         seconds=time.perf_counter() - began,
-        device=loaded.device,
-        dtype=loaded.dtype,
+        device=where,
+        dtype=chosen,
+        backend="vllm" if with_vllm else "transformers",
     )
 
 
@@ -142,7 +167,8 @@ def _encoded(found: Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
     """
     longest, tokenizer = longest_of(found), tokenizer_of(found)
-    encoded, faults = [], []
+    encoded: list[Sequence[int]] = []
+    faults: list[str] = []
     for prompt in prompts:
         try:
             ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))

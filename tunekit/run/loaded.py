@@ -226,11 +226,11 @@ def answer(
 
 def _alike(batch: list[Sequence[int]], sampling: Sampling, longest: int | None) -> list[Sequence[int]]:
     """The first prompts of a batch that leave as much room for an answer as the first one does."""
-    rooms = [_room(len(ids), sampling, longest) for ids in batch]
+    rooms = [room_of(len(ids), sampling, longest) for ids in batch]
     return batch[: next((at for at, room in enumerate(rooms) if room != rooms[0]), len(batch))]
 
 
-def _room(num_tokens: int, sampling: Sampling, longest: int | None) -> int:
+def room_of(num_tokens: int, sampling: Sampling, longest: int | None) -> int:
     """Tokens that an answer may have."""
     return sampling.max_new_tokens if longest is None else min(sampling.max_new_tokens, longest - num_tokens)
 
@@ -252,7 +252,7 @@ def _answers(
             output = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                max_new_tokens=_room(width, sampling, longest),
+                max_new_tokens=room_of(width, sampling, longest),
                 pad_token_id=padding,
                 eos_token_id=ends or None,
                 **sampling.draws,

@@ -5,6 +5,7 @@ the Jinja template is taken apart by rendering marked conversations with it: wha
 messages is what the Go template has to write. Then the parts are put together again for other conversations, and only
 where that gives the very text of the Jinja template is a Go template written. A template that does more than to put
 words around messages (that counts them, tells the date, keeps the system prompt for the last question) fails that.
+White space around a message is the exception: some templates drop it, and Ollama keeps it.
 
 The fields of Ollama's template: https://github.com/ollama/ollama/blob/main/docs/template.mdx. It joins the system
 messages to `.System`, and messages of one role that follow each other to one, before the template sees them.
@@ -14,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,7 +118,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
         tokenizer: Its tokenizer.
         weights: The file or folder of the weights, from there.
     """
-    template, notes = _template(folder, tokenizer)
+    template, notes = _template(folder, tokenizer, is_gguf=weights != ".")
     lines = [f"# ollama create NAME -f {MODELFILE}", f"FROM {weights}"]
     if template is not None:
         lines.append(f'TEMPLATE """{template}"""')
@@ -130,17 +131,20 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
     return "\n".join(lines) + "\n", notes
 
 
-def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, list[str]]:
+def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bool) -> tuple[str | None, list[str]]:
     """The template for Ollama, or None; and what there is to say of it."""
     parts = parts_of(tokenizer)
     if parts is None:
         return None, ["Modelfile: no TEMPLATE, since this chat template could not be shown to say the same in Ollama"]
     bos = tokenizer.bos_token or ""
-    adds = bool(bos) and _read(folder / "tokenizer_config.json").get("add_bos_token") is True
+    said = _read(folder / "tokenizer_config.json").get("add_bos_token")
+    adds = bool(bos) and said is True
     texts = [parts.start, *(parts.system or ())[:1]] if not parts.is_inside else [parts.start]
     if adds and not all(text.startswith(bos) for text in texts):
         return None, [f"Modelfile: no TEMPLATE, since Ollama would put {bos} before each conversation, unlike training"]
     notes = ["Modelfile: this chat template takes no system prompt"] if parts.system is None else []
+    if is_gguf and said is None and bos and texts[0].startswith(bos):
+        notes.append(f"Modelfile: the GGUF file leaves open who puts {bos} before a conversation; TEMPLATE does it")
     return parts.go(bos if adds else ""), notes
 
 
@@ -185,7 +189,9 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
     )
     system = _between(tokenizer, [("system", MARKS[3]), *zip(roles, MARKS, strict=False)])
     if system is None:
-        return parts
+        # Refused, or left out; where it stands elsewhere, Ollama could not put it there.
+        asked_so = _rendered(tokenizer, [("system", MARKS[3]), ("user", MARKS[0])])
+        return parts if asked_so is None or MARKS[3] not in asked_so else None
     before, after = system[0], system[1]
     if after.endswith(before_user) and before_user:
         around = (before, after[: len(after) - len(before_user)])
@@ -228,8 +234,9 @@ def _stops(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
             yield str(tokenizer.convert_ids_to_tokens(number))
 
 
-def _read(path: Path) -> dict[str, object]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def _shared_start(one: str, other: str) -> str:

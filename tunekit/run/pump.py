@@ -19,7 +19,7 @@ from tunekit.recipe.schema import Tracker
 from tunekit.redact import redacted, without_secrets
 from tunekit.run.events import Event, read_events
 from tunekit.run.run import Run
-from tunekit.run.trackers import TITLES, keep_names
+from tunekit.run.trackers import TITLES, Kept, kept_of, names_of
 
 POLL_SECONDS = 1.0
 """How often new events are looked for."""
@@ -96,16 +96,18 @@ class Pump(threading.Thread):
     Args:
         run: The run.
         tracker: The tracker.
-        offset: Where in the file of events to begin.
         tell: Makes an event of the run.
     """
 
-    def __init__(self, run: Run, tracker: Tracker, offset: int, tell: Tell) -> None:
+    def __init__(self, run: Run, tracker: Tracker, tell: Tell) -> None:
         super().__init__(name=tracker, daemon=True)
-        self._run, self._tracker, self._offset, self._tell = run, tracker, offset, tell
+        self._run, self._tracker, self._tell = run, tracker, tell
+        self._offset = self._num_read = 0
+        self._num_sent = kept_of(run, tracker).num_sent
         self._waiting: deque[Event] = deque()
         self._over = threading.Event()
         self._phase = ""
+        self._has_failed = False
         self._args, self._state, self._control = Settings(run), TrainerState(), TrainerControl()
         self._callback: TrainerCallback | None = None
 
@@ -123,6 +125,7 @@ class Pump(threading.Thread):
                 self._report()
                 return
             except Exception as error:  # noqa: BLE001  (a tracker may raise anything)
+                self._has_failed = True
                 self._say_what_failed(error, is_last=is_last)
             if is_last:
                 return
@@ -131,22 +134,44 @@ class Pump(threading.Thread):
 
     def _report(self) -> None:
         callback = self._callback or self._begin()
-        while True:
+        is_over = False
+        while not is_over:
             is_over = self._over.is_set()
-            events, self._offset = read_events(self._run.path / "events.jsonl", self._offset)
-            self._waiting += [event for event in events if event["event"] in ("log", "eval")]
-            while self._waiting:
-                event = self._waiting[0]
-                self._state.global_step = event["step"]
-                callback.on_log(self._args, self._state, self._control, logs=figures_of(event))
-                self._waiting.popleft()
-            if is_over:
-                break
-            self._over.wait(POLL_SECONDS)
+            self._read()
+            if self._waiting:
+                self._hand_on(callback)
+            if not is_over:
+                self._over.wait(POLL_SECONDS)
         self._close(callback)
+
+    def _hand_on(self, callback: TrainerCallback) -> None:
+        """Hand on what waits, and keep how far that went."""
+        try:
+            while self._waiting:
+                self._state.global_step = self._waiting[0]["step"]
+                callback.on_log(self._args, self._state, self._control, logs=figures_of(self._waiting[0]))
+                self._waiting.popleft()
+                self._num_sent += 1
+        finally:
+            self._keep()
+
+    def _read(self) -> None:
+        """Take in what was written since, but for what was handed on before this process was there."""
+        events, self._offset = read_events(self._run.path / "events.jsonl", self._offset)
+        figures = [event for event in events if event["event"] in ("log", "eval")]
+        self._waiting += figures[max(0, self._num_sent - self._num_read) :]
+        self._num_read += len(figures)
+
+    def _keep(self) -> None:
+        Kept(names_of(self._tracker, os.environ), self._num_sent).save(self._run, self._tracker)
 
     def _begin(self) -> TrainerCallback:
         """Make the run known to the tracker, or go on with it there."""
+        if self._has_failed and self._tracker == "wandb":
+            import wandb
+
+            # It holds the run of the try that failed to be in use.
+            wandb.teardown()
         (kind,) = get_reporting_integration_callbacks([self._tracker])
         callback = kind()
         callback.on_train_begin(self._args, self._state, self._control)
@@ -159,7 +184,7 @@ class Pump(threading.Thread):
             active = mlflow.active_run()
             assert active is not None
             os.environ["MLFLOW_RUN_ID"] = active.info.run_id
-        keep_names(self._run, self._tracker, os.environ)
+        self._keep()
         self._tell("tracker", name=self._tracker, message=place_words(self._tracker))
         self._callback = callback
         return callback
@@ -179,8 +204,9 @@ class Pump(threading.Thread):
 
     def _say_what_failed(self, error: Exception, *, is_last: bool) -> None:
         words = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        words = redacted(words)[:200].rstrip(". ")
         what = "its last figures are missing there" if is_last else "it is tried again, and training goes on"
-        self._tell("warning", message=f"{TITLES[self._tracker]}: {redacted(words)[:300]}; {what}")
+        self._tell("warning", message=f"{TITLES[self._tracker]}: {words}; {what}")
         print(f"{self._tracker}: {type(error).__name__}: {error}", file=sys.stderr)
 
 

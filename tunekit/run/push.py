@@ -46,7 +46,7 @@ def check_target(repo: str, *, private: bool, replace: bool) -> Target:
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
@@ -96,14 +96,13 @@ def push(target: Target, folder: Path, *, message: str) -> str:
     with _hub_errors(target.repo, hint):
         if target.parent is None:
             api.create_repo(target.repo, private=target.private)
-        sent = api.upload_folder(
+        api.upload_folder(
             repo_id=target.repo,
             folder_path=folder,
             commit_message=message,
             parent_commit=target.parent,
             delete_patterns="*" if target.has_files else None,
         )
-    assert not isinstance(sent, str)
     return f"{api.endpoint}/{target.repo}"
 
 

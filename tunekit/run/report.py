@@ -26,6 +26,7 @@ from tunekit.run.curves import Line, draw
 from tunekit.run.evaluation import Score, evaluations_of, newest_scores
 from tunekit.run.events import Event
 from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
+from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.trained import checkpoints_of
 
@@ -84,6 +85,7 @@ def report(run: Run | str | Path) -> str:
     import jinja2
 
     found = run if isinstance(run, Run) else find_run(str(run))
+    check_readable(found)
     recipe, plan, events = found.recipe, found.plan, found.events()
     result = next((event for event in reversed(events) if event["event"] == "result"), None)
     status = found.status()

@@ -61,8 +61,7 @@ def main() -> None:
     # It prints, and reads the environment.
     from tunekit.run.pump import Pump
 
-    first = sys.stdin.readline()
-    pumps = [Pump(run, tracker, int(first), out.write) for tracker in trackers]
+    pumps = [Pump(run, tracker, out.write) for tracker in trackers]
     for pump in pumps:
         pump.start()
     phase = sys.stdin.readline().strip() or _phase_of(run)

@@ -21,7 +21,7 @@ from tunekit.run.group import LAUNCHERS_OWN
 from tunekit.run.record import Record
 from tunekit.run.trackers import TITLES, folder_of
 
-WAIT_SECONDS = {"finished": 30.0, "failed": 5.0, "interrupted": 5.0}
+WAIT_SECONDS = {"finished": 60.0, "failed": 5.0, "interrupted": 5.0}
 """How long the last figures are waited for, where others may end what is left once this process is gone."""
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
@@ -74,8 +74,6 @@ class Reporting:
             env={**inherited, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
         )
-        events = run.path / "events.jsonl"
-        self._say(f"{events.stat().st_size if events.exists() else 0}\n")
         self._reader.start()
 
     def _say(self, words: str) -> None:

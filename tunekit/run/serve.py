@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from io import StringIO
@@ -23,9 +24,13 @@ from tunekit.run.quiet import library_words_to
 from tunekit.run.run import Run
 from tunekit.run.silence import send_nothing_at_all
 from tunekit.run.trained import Trained, find_trained
+from tunekit.run.vllm import Backend, run_server, serve_command, takes_vllm
 
 KEY_VARIABLE = "TUNEKIT_API_KEY"
 """Where `tunekit serve` finds the key."""
+
+END_SECONDS = 10
+"""How long answers that are being given may take to be cut off, a token each, before the server ends without them."""
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 """What transformers' server stands on."""
@@ -40,6 +45,7 @@ def serve(
     api_key: str | None = None,
     device: Device = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    backend: Backend = "transformers",
     on_event: Callable[[Event], None] | None = None,
 ) -> None:
     """Serve what a run made, or a model, until SIGINT or SIGTERM.
@@ -52,6 +58,8 @@ def serve(
         api_key: What clients must know, if anything.
         device: Where the model is; `auto`: on an accelerator, if there is one.
         dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        backend: Whose server: transformers' with this model and no other, or vLLM's, which also serves the model below
+            an adapter; `auto`: vLLM's where it is installed and takes such a model.
         on_event: Told of events `serve` with `phase`: `loading` and `ready`, which has `url`, `name`, `device` and
             `path`, the route that a first request may try.
 
@@ -62,6 +70,12 @@ def serve(
     check_address(host, api_key)
     found = find_trained(run, checkpoint)
     refuse_judges(found)
+    if takes_vllm(backend, found, device):
+        with listen(host, port) as listener:
+            port = listener.getsockname()[1]
+        tell({"event": "serve", "phase": "loading", "name": found.name})
+        run_server(serve_command(found, served_name(found), host=host, port=port, dtype=dtype), api_key)
+        return
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise DependencyError(
@@ -126,6 +140,8 @@ def _answer(
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     path = "/v1/chat/completions" if talks(loaded) else "/v1/completions"
 
+    ended = threading.Event()
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -134,10 +150,11 @@ def _answer(
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             # Answers that are cut off by the end are no fault to tell of.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            ended.set()
             super().handle_exit(sig, frame)
 
-    app = Gate(make_app(loaded, name), api_key)
-    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    app = Gate(make_app(loaded, name, ended), api_key)
+    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=END_SECONDS))
     # When it is done it raises the signal again, which by default would end the process within it.
     before = {number: signal.signal(number, _ended) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,6 +1,6 @@
 """Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
 
-What names the run for a tracker (its project, its id) is decided once and kept in `trackers/names.json` of the run
+What names the run for a tracker (its project, its id) is decided once and kept in the folder `trackers` of the run
 folder, so that a run that is gone on with goes on there. Addresses and secrets are not kept: the environment has them.
 """
 
@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -81,31 +82,51 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
         case "trackio":
             wanted = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
     given = {name: environment[name] for name in wanted.keys() & environment.keys()}
-    return {**wanted, **given, **_names(run).get(tracker, {})}
+    return {**wanted, **given, **kept_of(run, tracker).names}
 
 
-KEPT: dict[Tracker, tuple[str, ...]] = {
+NAMES: dict[Tracker, tuple[str, ...]] = {
     "tensorboard": (),
     "wandb": ("WANDB_PROJECT", "WANDB_RUN_ID"),
     "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
     "trackio": ("TRACKIO_PROJECT",),
 }
-"""Variables that name a run for its tracker, and are kept."""
+"""Variables that name a run for its tracker."""
 
 
-def keep_names(run: Run, tracker: Tracker, environment: Mapping[str, str]) -> None:
-    """Keep what names a run for a tracker, so that it goes on there when it is gone on with."""
-    names = {name: environment[name] for name in KEPT[tracker] if name in environment}
-    path = folder_of(run) / "names.json"
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({**_names(run), tracker: names}, indent=2), encoding="utf-8")
-    draft.replace(path)
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a run for one of its trackers.
+
+    Attributes:
+        names: Variables that name it there.
+        num_sent: Events with figures that were handed on so far, from the first one on.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    num_sent: int = 0
+
+    def save(self, run: Run, tracker: Tracker) -> None:
+        """Put it into the run folder."""
+        path = _path_of(run, tracker)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+        draft.replace(path)
 
 
-def _names(run: Run) -> dict[str, dict[str, str]]:
-    path = folder_of(run) / "names.json"
-    names: dict[str, dict[str, str]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return names
+def kept_of(run: Run, tracker: Tracker) -> Kept:
+    """What is kept of a run for a tracker; nothing of one that it was not reported to yet."""
+    path = _path_of(run, tracker)
+    return Kept(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Kept()
+
+
+def _path_of(run: Run, tracker: Tracker) -> Path:
+    return folder_of(run) / f"{tracker}.json"
+
+
+def names_of(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a run for a tracker, as they are set."""
+    return {name: environment[name] for name in NAMES[tracker] if name in environment}
 
 
 def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:

@@ -20,6 +20,7 @@ from tunekit.run.checkpoint import fault_of
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.inside import is_name
 from tunekit.run.origin import check_run_code
+from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
 
@@ -84,6 +85,7 @@ def find_trained(name: str | Path | Run, checkpoint: str | None = None) -> Train
         if checkpoint is not None:
             raise RunError(f"{name} is a model and no run, and has no checkpoints", hint="leave the checkpoint out")
         return _model(str(name))
+    check_readable(run)
     check_run_code(run)
     return _result(run) if checkpoint is None else _checkpoint(run, checkpoint)
 
