@@ -4,8 +4,8 @@
 
 - start: from the command to the first page, as a ratio to `python -c "import gradio"`, medians of turns side by side.
 - visitors: browsers on the pages of runs that go on and have many events; each asks, as the page's own script does, at
-  every tick. The answers' times, and the server's memory at its peak.
-- reading: bytes that the server reads for the charts of one long run, as a ratio to the file.
+  every tick. The answers' times, and the memory of the server at its peak, with what it starts to read long files.
+- reading: bytes that it reads for the charts of one long run, as a ratio to the file, and until when they are there.
 """
 
 import argparse
@@ -23,11 +23,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.circumstances import circumstances
 
@@ -137,6 +138,11 @@ class Visitor:
         """Ask all that the page asks, and return how long each answer took."""
         return list(await asyncio.gather(*(self._ask(one) for one in self.asked)))
 
+    @property
+    def is_told_to_wait(self) -> bool:
+        """Whether the page says that what happened is still being read."""
+        return any("runs-reading" in value for value in self.values.values() if isinstance(value, str))
+
     async def _ask(self, function: dict[str, Any]) -> float:
         data = [self.values[number] for number in function["inputs"]]
         session = f"{self.session}{function['id']}"
@@ -190,34 +196,61 @@ async def visit(url: str, runs: list[Path], num_visitors: int, seconds: float) -
         }
 
 
-def memory_mib(pid: int) -> dict[str, float]:
-    """The memory of a process now and at its peak."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    found = {key: int(re.search(rf"{key}:\s+(\d+)", status)[1]) / 1024 for key in ("VmRSS", "VmHWM")}  # type: ignore[index]
-    return {"server_mib": found["VmRSS"], "server_peak_mib": found["VmHWM"]}
+class Memory(threading.Thread):
+    """Looks at the memory of a process and of those that it starts, until it is told to end.
+
+    Args:
+        pid: The process.
+        ended: The end.
+    """
+
+    def __init__(self, pid: int, ended: threading.Event) -> None:
+        super().__init__()
+        self._process, self._ended = psutil.Process(pid), ended
+        self.now_mib = self.peak_mib = 0.0
+
+    def run(self) -> None:
+        """Look ten times a second."""
+        while not self._ended.wait(0.1):
+            self.now_mib = self._process.memory_info().rss / 2**20
+            total = self.now_mib
+            for child in self._process.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += child.memory_info().rss / 2**20
+            self.peak_mib = max(self.peak_mib, total)
 
 
 def bytes_read(pid: int) -> int:
-    """Bytes that a process has read so far."""
+    """Bytes that a process has read so far, and those that it started and that have ended."""
     return int(re.search(r"rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(encoding="utf-8"))[1])  # type: ignore[index]
 
 
 def reading(url: str, pid: int, run: Path) -> dict[str, float]:
     """How much is read for the charts of one run, of which nothing was read before, and at later ticks."""
 
-    async def ask() -> tuple[int, int]:
+    async def ask() -> tuple[int, int, float]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            visitor = Visitor((await client.get("/config")).json(), client, run.name)
-            before = bytes_read(pid)
+            config = (await client.get("/config")).json()
+            # With the first charts come libraries, which are read as well.
+            await Visitor(config, client, "first").tick()
+            visitor = Visitor(config, client, run.name)
+            before, began = bytes_read(pid), time.perf_counter()
             await visitor.tick()
-            between = bytes_read(pid)
+            while visitor.is_told_to_wait:
+                await visitor.tick()
+            between, ended = bytes_read(pid), time.perf_counter()
             for _ in range(5):
                 await visitor.tick()
-            return between - before, bytes_read(pid) - between
+            return between - before, bytes_read(pid) - between, ended - began
 
     size = (run / "events.jsonl").stat().st_size
-    once, later = asyncio.run(ask())
-    return {"file_bytes": size, "first_ratio": once / size, "five_later_ratio": later / size}
+    once, later, seconds = asyncio.run(ask())
+    return {
+        "file_bytes": size,
+        "first_ratio": once / size,
+        "five_later_ratio": later / size,
+        "charts_seconds": seconds,
+    }
 
 
 def measure(num_runs: int, num_events: int, num_visitors: int, seconds: float, turns: int) -> dict[str, Any]:
@@ -229,28 +262,31 @@ def measure(num_runs: int, num_events: int, num_visitors: int, seconds: float, t
         with served(root) as (url, pid):
             result["reading"] = reading(url, pid, runs.pop())
             ended = threading.Event()
-            writer = threading.Thread(target=going_on, args=(runs, num_events, ended))
+            writer, memory = threading.Thread(target=going_on, args=(runs, num_events, ended)), Memory(pid, ended)
             writer.start()
+            memory.start()
             try:
-                result["visitors"] = asyncio.run(visit(url, runs, num_visitors, seconds)) | memory_mib(pid)
+                result["visitors"] = asyncio.run(visit(url, runs, num_visitors, seconds))
             finally:
                 ended.set()
                 writer.join()
+                memory.join()
+        result["visitors"] |= {"server_mib": memory.now_mib, "peak_mib": memory.peak_mib}
     result["visitors"] |= {"num_visitors": num_visitors, "num_runs": num_runs, "num_events": num_events}
     return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and save where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--save", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--dry-run", action="store_true", help="small sizes, to see that it works")
-    asked = parser.parse_args()
-    sizes = (2, 500, 3, 4.0, 1) if asked.dry_run else (10, 100_000, 20, 60.0, 5)
+    asked = parser.parse_args(arguments)
+    sizes = (2, 60_000, 3, 4.0, 1) if asked.dry_run else (10, 100_000, 20, 60.0, 5)
     result = {**circumstances(["gradio", "altair"]), **measure(*sizes)}
     print(json.dumps(result, indent=2))
     visitors = result["visitors"]
-    is_within = visitors["server_peak_mib"] < LIMIT_MIB and visitors["median_seconds"] < LIMIT_SECONDS
+    is_within = visitors["peak_mib"] < LIMIT_MIB and visitors["median_seconds"] < LIMIT_SECONDS
     print(f"{'within' if is_within else 'OVER'} the limits of {LIMIT_MIB} MiB and {LIMIT_SECONDS} s", file=sys.stderr)
     if asked.save:
         RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernels, tables, train
+from benchmarks import kernels, tables, train, webui
 from tests.kernels.interpreter import interpreted
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +52,18 @@ def test_every_runner_trains(capsys):
     for runner in ("auto", "torch", "trl"):
         assert "tokens/s" in by_runner[runner], by_runner[runner]
     assert "left out" in by_runner["liger"]  # it is for CUDA
+
+
+@pytest.mark.slow
+def test_the_web_ui_reads_the_events_of_a_run_once(capsys):
+    webui.main(["--dry-run"])
+    result = json.loads(capsys.readouterr().out)
+    reading, visitors = result["reading"], result["visitors"]
+    assert reading["file_bytes"] > 10_000_000
+    # The file, and a process that reads it.
+    assert 1 <= reading["first_ratio"] < 1.15 and reading["five_later_ratio"] < 0.1
+    assert 0 < visitors["server_mib"] <= visitors["peak_mib"] < webui.LIMIT_MIB
+    assert visitors["num_answers"] > 0
 
 
 def test_the_readme_has_the_tables_that_the_results_make():

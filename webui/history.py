@@ -9,20 +9,17 @@ import multiprocessing
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
 import tunekit
+from webui.long_history import read_parts
 
 MAX_READERS = 24
 """Runs whose curves are kept in memory, those that were looked at last; each takes about a megabyte."""
 
 PIECE_BYTES = 2**19
 """What is read at a question, some ten milliseconds' work. The rest of a file that has more is read elsewhere."""
-
-PART_BYTES = 2**24
-"""After how much of a long file it is told how far it is."""
 
 PATIENCE_SECONDS = 1.5
 """How long a question waits for the end of the file that is being read, when it asks to."""
@@ -114,7 +111,7 @@ def _read_rest(shared: _Shared) -> None:
     """Have a process read a file to its end, and take over what it has read so far, again and again."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_read_parts, args=(theirs, shared.reader), name="history", daemon=True)
+    process = context.Process(target=read_parts, args=(theirs, shared.reader), name="history", daemon=True)
     process.start()
     theirs.close()
     with ours:
@@ -123,12 +120,3 @@ def _read_rest(shared: _Shared) -> None:
             with shared.lock:
                 shared.reader = reader
     process.join()
-
-
-def _read_parts(connection: Connection, reader: tunekit.EventReader) -> None:
-    """Read a file to its end, and send what was read after each part."""
-    # Where the server has ended, nobody wants it any more.
-    with contextlib.suppress(BrokenPipeError):
-        while reader.is_behind:
-            reader.read(PART_BYTES)
-            connection.send(reader)

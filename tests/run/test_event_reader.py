@@ -103,6 +103,44 @@ def test_of_a_hundred_thousand_steps_a_single_peak_is_seen_and_little_is_kept(tm
     assert reader.read_bytes == path.stat().st_size > 2 * CHUNK_BYTES
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 3 * MAX_POINTS), min_size=1, max_size=6), st.integers(1, 5), st.integers(0))
+def test_points_that_are_added_together_keep_the_extremes_of_every_stretch(sizes, apart, seed):
+    random, series, logged, step = Random(seed), Series(), {}, 0
+    for size in sizes:
+        steps = [step + apart * place for place in range(1, size + 1)]
+        values = [random.choice((random.random(), 0.5)) for _ in steps]
+        series.extend(steps, [float(one) for one in steps], values)
+        logged |= zip(steps, values, strict=True)
+        # The next ones take some back.
+        step = steps[-1] - random.randrange(3)
+        logged = {at: value for at, value in logged.items() if at <= step}
+        series.cut(step + 1)
+    kept = values_of(series)
+    assert len(series) <= MAX_POINTS and kept.items() <= logged.items()
+    stretches: dict[int, list[int]] = {}
+    for one in logged:
+        stretches.setdefault(one // series.width, []).append(one)
+    # Of a stretch that was cut, what is left is what was an extreme of the whole.
+    for stretch in list(stretches.values())[:-1] if len(sizes) == 1 else []:
+        told = [kept[one] for one in stretch if one in kept]
+        assert (min(told), max(told)) == (min(logged[s] for s in stretch), max(logged[s] for s in stretch))
+
+
+def test_a_checkpoint_that_is_told_of_late_has_the_loss_of_its_own_step(tmp_path):
+    path, saved = tmp_path / "events.jsonl", {4_000: 4_030, 9_001: 9_001}
+    entries: list = []
+    for step in range(1, 20_001):
+        entries.append(("log", {"step": step, "loss": math.sin(step)}))
+        entries += [("eval", {"step": step, "eval_loss": 1 / step})] * (step % 1000 == 0)
+        entries += [("checkpoint", {"step": at}) for at, told in saved.items() if told == step]
+    written(path, entries)
+    reader = read(path)
+    assert reader.losses_at(4_000) == (math.sin(4_000), 1 / 4_000)
+    assert reader.losses_at(9_001) == (math.sin(9_001), 1 / 9_000)
+    assert read(tmp_path / "none.jsonl").losses_at(4) == (None, None)
+
+
 def test_what_was_read_is_not_read_again(tmp_path):
     path = tmp_path / "events.jsonl"
     written(path, [("log", {"step": 1, "loss": 2.0})])
