@@ -92,7 +92,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     page.locator("#controls-go-on").click()
     expect(page.locator("#controls-problem")).to_contain_text("It goes on from here.")
     expect(page.locator("#runs-head")).to_contain_text(f"step {step + 4} of {step + 4}")
-    expect(line).to_contain_text("It is over")
+    expect(page.locator("#controls-stop")).to_be_hidden()
     assert run.state == "finished"
 
     # It is compared with an earlier one.
