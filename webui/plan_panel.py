@@ -184,7 +184,7 @@ def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component
     devices, said, name = launch.devices, launch.said, launch.name
     url = gr.Textbox(visible=False)
 
-    def look(chosen: list[str]) -> Any:
+    def look(chosen: list[str] | None) -> Any:
         """The devices as they are now; those that are gone are chosen no more."""
         try:
             found = tunekit.devices()
@@ -195,13 +195,13 @@ def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component
             return gr.CheckboxGroup(only, value=["cpu"], info=words("plan.no_gpu"), interactive=False)
         return gr.CheckboxGroup(
             choices=launching.choices(found, words),
-            value=[device.uuid for device in found if device.uuid in chosen],
+            value=[device.uuid for device in found if device.uuid in (chosen or [])],
         )
 
-    def check_all(text: str, name: str) -> Iterator[str]:
+    def check_all(text: str, name: str | None) -> Iterator[str]:
         yield f"<p role='status'>{escape(words('plan.checking'))}</p>"
         try:
-            notes = launching.checked(site, text, name)
+            notes = launching.checked(site, text, name or "")
         except tunekit.TunekitError as error:
             yield told(error)
             return
@@ -214,10 +214,13 @@ def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component
     if site.read_only:
         return
 
-    def begin(text: str, name: str, devices: list[str], waits: bool) -> Iterator[tuple[str, str, Any]]:
+    # What is folded and was never opened has no value.
+    def begin(
+        text: str, name: str | None, devices: list[str] | None, waits: bool | None
+    ) -> Iterator[tuple[str, str, Any]]:
         yield f"<p role='status'>{escape(words('plan.starting'))}</p>", "", gr.Button(interactive=False)
         try:
-            run = launching.begin(site, text, name, devices, waits=waits)
+            run = launching.begin(site, text, name or "", devices or [], waits=bool(waits))
         except tunekit.TunekitError as error:
             yield told(error), "", gr.Button(interactive=True)
             return
