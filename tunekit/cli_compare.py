@@ -39,6 +39,24 @@ def compare(
     console.print(*comparison_parts(found, console.width), sep="\n")
 
 
+def rerun(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the new folder in runs/.")] = None,
+) -> None:
+    """Repeat a finished run from its folder, and say whether its losses come out again: exit code 3 where not."""
+    from tunekit import repetition
+    from tunekit.display import Progress
+
+    progress = Progress()
+    try:
+        found = repetition.rerun(run, name=name, on_event=progress)
+    finally:
+        progress.stop()
+    print(*found.lines(), sep="\n")
+    if not found.agrees:
+        raise typer.Exit(3)
+
+
 def _write(file: Path, content: bytes) -> None:
     try:
         file.write_bytes(content)
