@@ -115,8 +115,8 @@ def wilson(num_right: float, num_rows: int) -> tuple[float, float]:
 
 
 def normal(value: float, error: float | None) -> Estimate:
-    """A figure with the interval that its standard error gives; without one where that is not known."""
-    if error is None or not math.isfinite(error):
+    """A figure with the interval that its standard error gives; without one where that is not known, or nothing."""
+    if not error or not math.isfinite(error):
         return Estimate(value)
     return Estimate(value, value - Z * error, value + Z * error)
 
