@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
     from tunekit.run.chat import Talk, chat
+    from tunekit.run.comparison import Comparison, compare
     from tunekit.run.deleting import delete_run
     from tunekit.run.diagnosis import Diagnosis, diagnose_run
     from tunekit.run.effects import EditEffect, effects_of
@@ -77,6 +78,7 @@ __all__ = [
     "DATA_SUFFIXES",
     "UNSET",
     "Checkpoint",
+    "Comparison",
     "DataPreview",
     "DataReport",
     "DeviceState",
@@ -112,6 +114,7 @@ __all__ = [
     "check",
     "check_text",
     "checkpoints",
+    "compare",
     "compare_plans",
     "data_report",
     "delete_run",
@@ -167,6 +170,7 @@ __all__ = [
 _HOMES = {
     "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
+    "Comparison": "tunekit.run.comparison",
     "DataPreview": "tunekit.data.preview",
     "DataReport": "tunekit.data.report",
     "DeviceState": "tunekit.accelerators",
@@ -203,6 +207,7 @@ _HOMES = {
     "check": "tunekit.api",
     "check_text": "tunekit.run.origin",
     "checkpoints": "tunekit.run.kept",
+    "compare": "tunekit.run.comparison",
     "compare_plans": "tunekit.api",
     "data_report": "tunekit.api",
     "delete_run": "tunekit.run.deleting",

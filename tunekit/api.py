@@ -30,6 +30,7 @@ from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.line import when_served
+from tunekit.run.made_with import record_versions
 from tunekit.run.origin import continued, read_recipe, write_code
 from tunekit.run.place import place_of
 from tunekit.run.prepare import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
@@ -382,6 +383,7 @@ def make_run(
         prepared.save(run.path / "data")
         write_code(run)
     fingerprints.record(run)
+    record_versions(run)
     (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
     if on_event is not None:
         on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *of_overrides, *prepared.notes)})

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
+from tunekit.cli_compare import compare
 from tunekit.cli_eval import evaluate
 from tunekit.cli_generate import generate, serve
 from tunekit.cli_migrate import migrate
@@ -324,7 +325,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, export, generate, report, serve):
+for after in (chat, compare, export, generate, report, serve):
     app.command(rich_help_panel=AFTER)(after)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
 

@@ -42,7 +42,7 @@ def sweep(
     by: Annotated[
         str | None,
         typer.Option(
-            "--by", metavar="MEASURE", help="What tells the best: eval_loss, rewards/margins, ... Left out: the loss."
+            "--by", metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."
         ),
     ] = None,
     parallel: Annotated[

@@ -1,16 +1,23 @@
 """Evaluations as people see them in a terminal: figures before and after, with their intervals."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tunekit.data.formats import counted
 from tunekit.run.evaluation import Estimate, Evaluation, Score, newest_scores
 from tunekit.run.intervals import NUM_RESAMPLES, SEED
 
-VERDICTS = {"better": "green", "worse": "red", "no clear difference": "dim", "no difference": "dim"}
+VERDICTS = {
+    "better": ("better", "green"),
+    "worse": ("worse", "red"),
+    "no clear difference": ("unclear", "dim"),
+    "no difference": ("same", "dim"),
+}
+"""How what a difference says is shown."""
 
 _METHODS = {
     "bootstrap": f"bootstrap over rows ({NUM_RESAMPLES:,} resamples, seed {SEED})",
@@ -32,33 +39,31 @@ def evaluation_view(made: Evaluation) -> RenderableType:
                  Text(where, style="dim"), *kept)  # fmt: skip
 
 
-def scores_table(scores: Iterable[Score]) -> Table:
+def scores_table(scores: Iterable[Score]) -> RenderableType:
     """Figures by what they are of: before, after, and the difference."""
     shown = list(scores)
-    compares = any(score.before is not None for score in shown)
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    table.add_column("")
-    for column in ("before", "after", "difference") if compares else ("",):
-        table.add_column(column, justify="right")
-    if compares:
-        table.add_column("")
-    last = None
-    for score in shown:
-        if score.of != last:
-            rows = f"{score.num_rows:,} row{'s' * (score.num_rows != 1)}"
-            table.add_row(Text.assemble((Path(score.of).name, "bold"), (f", {rows}", "dim")))
-        last = score.of
-        ours = _cell(score.after, score.digits)
-        if not compares:
-            table.add_row(Text(f"  {score.words}"), ours)
-            continue
-        table.add_row(
-            Text(f"  {score.words}"),
-            _cell(score.before, score.digits),
-            ours,
-            _cell(score.difference, score.digits, sign=True),
-            Text(score.verdict, style=VERDICTS.get(score.verdict, "")),
-        )
+    parts: list[RenderableType] = []
+    for of in dict.fromkeys(score.of for score in shown):
+        own = [score for score in shown if score.of == of]
+        num_rows = max(score.num_rows for score in own)
+        parts += [Text.assemble((Path(of).name, "bold"), (f", {counted(num_rows, 'row')}", "dim")), _table(own), ""]
+    return Group(*parts[:-1])
+
+
+def _table(scores: Sequence[Score]) -> Table:
+    compares = any(score.before is not None for score in scores)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=compares)
+    table.add_column("", min_width=16)
+    for column in ("before", "after", "difference") if compares else ("after",):
+        table.add_column(column, justify="right", no_wrap=True)
+    for score in scores:
+        cells = [_cell(score.after, score.digits)]
+        if compares:
+            gap = _cell(score.difference, score.digits, sign=True)
+            words, style = VERDICTS.get(score.verdict, ("", ""))
+            gap = Text.assemble((f"{words} ", style), gap) if words else gap
+            cells = [_cell(score.before, score.digits), *cells, gap]
+        table.add_row(Text(score.words), *cells)
     return table
 
 
@@ -71,10 +76,12 @@ def _cell(estimate: Estimate | None, digits: str, *, sign: bool = False) -> Text
 
 
 def _how(scores: Iterable[Score]) -> str:
-    named = "; ".join(dict.fromkeys(score.interval for score in scores))
-    found = [words for name, words in _METHODS.items() if name in named]
-    unpaired = "; not paired where it says so" if "not paired" in named else ""
-    return f"intervals of 95%: {', '.join(found)}; differences are paired, row by row{unpaired}"
+    shown = list(scores)
+    named = "; ".join(dict.fromkeys(score.interval for score in shown))
+    said = f"intervals of 95%: {', '.join(words for name, words in _METHODS.items() if name in named)}"
+    if "not paired" in named:
+        return f"{said}; differences are not all paired"
+    return f"{said}; differences are paired, row by row" if any(score.difference for score in shown) else said
 
 
 def evaluations_table(evaluations: Iterable[Evaluation]) -> Iterator[RenderableType]:

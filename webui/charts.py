@@ -191,15 +191,17 @@ def spec_of(
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
     planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
     values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
-    y_scale = {"type": "log" if view.is_log else "linear", "zero": False, **_clipped(values, view)}
+    y_scale = ({"type": "log"} if view.is_log else {"type": "linear", "zero": False}) | _clipped(values, view)
     labels = list(dict.fromkeys(row["c"] for row in rows))
     layers = _layers(rows, view)
     if planned is not None:
         layers.append(_planned(planned, words))
-    title = words(f"charts.{kind.key}")
+    title, helps = words(f"charts.{kind.key}"), [words(f"charts.{kind.key}_help")]
+    if len(runs) > 1 and any(curve.is_held_out for curve in curves):
+        helps.append(words("charts.dashes"))
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
-        "title": {"text": title, "subtitle": words(f"charts.{kind.key}_help")},
+        "title": {"text": title, "subtitle": " · ".join(helps)},
         "description": f"{title}: {', '.join(labels)}",
         "width": "container",
         "height": 270,

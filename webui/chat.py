@@ -60,17 +60,17 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     talks = Talks(site)
     nothing = gr.HTML(visible=False, elem_id="chat-nothing")
     with gr.Column() as everything:
+        devices = [(words("chat.device_auto"), "auto"), (words("chat.device_cpu"), "cpu")]
         with gr.Row(elem_id="chat-choices"):
             run = gr.Dropdown([], label=words("chat.run"), elem_id="chat-run", min_width=220)
             checkpoint = gr.Dropdown([], label=words("chat.checkpoint"), elem_id="chat-checkpoint", min_width=160)
             beside = gr.Dropdown([], label=words("chat.beside"), elem_id="chat-beside", min_width=220)
-        devices = [(words("chat.device_auto"), "auto"), (words("chat.device_cpu"), "cpu")]
+            device = gr.Radio(devices, value="auto", label=words("chat.device"), elem_id="chat-device", min_width=220)
         with gr.Row(elem_id="chat-loading"):
             load = gr.Button(
                 words("chat.load"), variant="primary", interactive=False, size="md", elem_id="chat-load", min_width=120
             )
             unload = gr.Button(words("chat.unload"), interactive=False, size="md", elem_id="chat-unload", min_width=120)
-            device = gr.Radio(devices, value="auto", label=words("chat.device"), elem_id="chat-device", min_width=220)
         status = gr.HTML(empty(words("chat.none_loaded")), elem_id="chat-status")
         talk = _conversation(words)
         samples = gr.Dataset(

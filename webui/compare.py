@@ -153,7 +153,7 @@ def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
         [f"<code>{escape(key)}</code>", *("–" if value is None else escape(value) for value in values)]
         for key, values in found.items()
     ]
-    return table([words("compare.field"), *(run.name for run in runs)], rows, kind="runs-texts")
+    return table([words("compare.field"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
 def results(runs: Sequence[tunekit.Run], words: Words) -> str:
@@ -167,7 +167,7 @@ def results(runs: Sequence[tunekit.Run], words: Words) -> str:
     if not names:
         return empty(words("compare.no_results"))
     rows = [[escape(name), *(escape(one.get(name, "–")) for one in found)] for name in names]
-    return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts")
+    return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
@@ -182,7 +182,7 @@ def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
     # Those that all were asked come first.
     prompts.sort(key=lambda prompt: sum(prompt not in answers for answers in found))
     rows = [[escape(prompt), *(_answer(answers.get(prompt), words) for answers in found)] for prompt in prompts]
-    return table([words("runs.prompt"), *(run.name for run in runs)], rows, kind="runs-texts")
+    return table([words("runs.prompt"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
 def _answer(by_when: dict[str, str] | None, words: Words) -> str:

@@ -57,7 +57,8 @@ def length_chart(words: Words, source: tunekit.SourceReport, max_length: int) ->
             "encoding": {"x": place},
         }
     )
-    text = {"type": "text", "align": "right", "dx": -6, "y": 10, "color": charts.TEXT}
+    side: dict[str, Any] = {"align": "right", "dx": -6} if beyond else {"align": "left", "dx": 6}
+    text = {"type": "text", **side, "y": 6, "color": charts.TEXT}
     layers.append({"data": {"values": line}, "mark": text, "encoding": {"x": place, "text": {"field": "said"}}})
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",

@@ -61,7 +61,7 @@ class NewRun:
         )
         self.notice = gr.HTML(elem_id="form-notice")
         with gr.Row(elem_id="form-columns"):
-            with gr.Column(scale=3, min_width=320):
+            with gr.Column(scale=3, min_width=320) as self.main:
                 self.search = gr.Textbox(
                     label=words("form.search"),
                     placeholder=words("form.search_info"),
@@ -342,4 +342,6 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     parts = NewRun(site, words)
     parts.attach(page)
-    plan_panel.build(page, site, words, parts.text, parts.launch, [parts.shown, parts.tick])
+    # Below the form and not below both columns, so that what starts the run stays in sight beside the plan too.
+    with parts.main:
+        plan_panel.build(page, site, words, parts.text, parts.launch, [parts.shown, parts.tick])

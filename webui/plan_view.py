@@ -39,7 +39,7 @@ def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Wor
     """Whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
     if isinstance(plan, tunekit.TunekitError):
         told = (
-            f"<p class='plan-verdict'>✗ {escape(words('plan.fits_not', where=where))}</p>"
+            f"<p class='plan-verdict'>✕ {escape(words('plan.fits_not', where=where))}</p>"
             f"<p lang='en'>{escape(plan.problem)}</p>"
         )
     else:

@@ -6,6 +6,7 @@ from html import escape
 from typing import Any, Literal
 
 import tunekit
+from webui import charts
 from webui.listing import Line
 from webui.words import Words
 
@@ -47,7 +48,7 @@ def duration(seconds: float, words: Words) -> str:
     """A time in words, with two units at most."""
     whole = round(seconds)
     if whole < 60:
-        return words("runs.seconds", seconds=whole)
+        return words("runs.seconds", seconds=whole if seconds >= 10 else f"{seconds:.1f}")
     if whole < 3600:
         return words("runs.minutes", minutes=whole // 60, seconds=whole % 60)
     return words("runs.long", hours=whole // 3600, minutes=whole % 3600 // 60)
@@ -219,15 +220,15 @@ def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> 
     if not told:
         return empty(words("runs.no_checkpoints"))
     rows = []
+    best: dict[str, Any] = next((event["best"] for event in reversed(told.values()) if event.get("best")), {})
     for step in sorted(told, reverse=True):
         event = told[step]
         is_there = (run.path / "checkpoints" / f"checkpoint-{step}").is_dir()
-        best = event.get("best") or {}
         notes = [words("runs.kept" if is_there else "runs.gone")]
         if best.get("step") == step:
             notes.append(words("runs.best", metric=best["metric"], value=f"{best['value']:.4g}"))
         size = f"{event['bytes'] / 2**20:,.1f} MiB" if event.get("bytes") else "–"
-        rows.append([f"{step:,}", clock(event["time"]), size, escape(" · ".join(notes))])
+        rows.append([f"{step:,}", moment(event["time"]), size, escape(" · ".join(notes))])
     return table([words(f"runs.{key}") for key in ("step", "when", "size", "note")], rows)
 
 
@@ -239,7 +240,10 @@ def result_rows(result: tunekit.Event, words: Words) -> list[tuple[str, str]]:
         for key, first, last in (("loss", "first_loss", "last_loss"), ("eval_loss", "first_eval_loss", "eval_loss")):
             if result.get(last) is not None:
                 rows.append((words(f"runs.{key}"), f"{_figure(result.get(first))} → {_figure(result[last])}"))
-    rows += [(name, f"{_figure(ends[0])} → {_figure(ends[-1])}") for name, ends in measures.items()]
+    known = {kind.names[0]: kind.key for kind in charts.KINDS if len(kind.names) == 1}
+    for name, ends in measures.items():
+        label = words(f"charts.{known[name]}") if name in known else name
+        rows.append((label, f"{_figure(ends[0])} → {_figure(ends[-1])}"))
     if result.get("tokens_per_second"):
         rows.append((words("runs.tokens_per_second"), f"{result['tokens_per_second']:,.0f}"))
     rows.append((words("runs.num_tokens"), f"{result['num_tokens']:,}"))

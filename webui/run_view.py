@@ -19,7 +19,7 @@ import tunekit
 from webui import charts, controls, export_view, log_view, run_parts
 from webui.history import history_of, share_read
 from webui.listing import Line, listing_of
-from webui.looks import MAX_SMOOTHING, keep, kept_looks, looks_in
+from webui.looks import MAX_SMOOTHING, keep, looks_in
 from webui.plan_view import plan_html
 from webui.site import Site
 from webui.words import Words, told
@@ -78,11 +78,13 @@ ADDRESS = """(runs) => {
 """The address says which other runs are in the charts."""
 
 
-def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> list[Any]:
-    """The view. `run_name` says of which run; it is asked again at every tick.
+def build(
+    page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer, kept: gr.BrowserState
+) -> list[Any]:
+    """The view. `run_name` says of which run, and is asked again at every tick; `kept` how charts are looked at.
 
     Returns:
-        What the browser keeps of how charts are looked at, and the fields that are to show it: `opened_looks` tells.
+        The fields that are to show what the browser keeps: `opened_looks` tells.
     """
     seen = gr.Textbox("", visible=False)
     back = site.link(words.language, "runs")
@@ -140,9 +142,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     gr.on([run_name.change, overlaid.focus], others, run_name, overlaid, show_progress="hidden")
     overlaid.input(None, overlaid, None, js=ADDRESS)
     smoothing, is_log, by, clip, _ = looks
-    kept = kept_looks()
     keep(kept, smoothing=smoothing, is_log=is_log, by=by, clip=clip)
-    return [kept, *looks]
+    return looks
 
 
 def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[Any]:

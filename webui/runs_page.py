@@ -8,6 +8,7 @@ import gradio as gr
 
 from webui import run_view
 from webui.listing import Line, listing_of
+from webui.looks import kept_looks
 from webui.run_parts import SYMBOLS, duration, empty, moment, state_words
 from webui.site import Site
 from webui.words import Words, next_step
@@ -43,10 +44,12 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     run_name = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
+    # Inside a column that is not shown, nothing would be read from the browser.
+    kept = kept_looks()
     with gr.Column() as all_runs:
         listen = _build_table(site, words)
     with gr.Column(visible=False) as one_run:
-        kept, *looks = run_view.build(page, site, words, run_name, tick)
+        looks = run_view.build(page, site, words, run_name, tick, kept)
     table_tick, update = listen
 
     def opened(kept: Any, request: gr.Request) -> list[Any]:

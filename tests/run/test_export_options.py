@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel
 from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 import tunekit
@@ -102,6 +105,42 @@ def test_a_file_without_tensors_is_no_export(runs, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
+def test_a_model_that_judges_is_exported_as_one_and_scores_alike(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    pairs = [(f"{n} and {n}?", f"{2 * n}", "no") for n in range(8)]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": question}],
+            "chosen": [{"role": "assistant", "content": good}],
+            "rejected": [{"role": "assistant", "content": bad}],
+        }
+        for question, good, bad in pairs
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tunekit.train(
+        {
+            "model": str(tmp_path / "model"),
+            "data": {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64},
+            "method": "reward",
+            "adapter": "lora",
+            "train": {"max_steps": 3, "global_batch_size": 4, "learning_rate": 2e-2},
+            "output": {"dir": str(tmp_path / "runs" / "judge")},
+        }
+    )
+    done = tunekit.export(run, tmp_path / "out", dtype="float32")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")("2 and 2? 4", return_tensors="pt")
+    load = AutoModelForSequenceClassification.from_pretrained
+    base = load(tmp_path / "model", num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        ours = load(tmp_path / "out", dtype=torch.float32).eval()(**ids).logits
+        theirs = PeftModel.from_pretrained(base, run.model_path).eval()(**ids).logits
+    assert ours.shape == (1, 1) and abs(ours - theirs) < 1e-4 * max(1, abs(theirs))
+    assert done.check.num_tokens == 0 and "Modelfile" not in done.files
+    with pytest.raises(tunekit.TunekitError, match=r"scores texts, and llama\.cpp has no such models"):
+        tunekit.export(run, tmp_path / "other", gguf="f16")
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -111,21 +150,21 @@ def interrupted(folder: Path) -> None:
     (folder / "status.json").write_text(json.dumps({**status, "phase": "interrupted"}))
 
 
-BOTH, ALL = ("export", "chat"), ("export", "chat", "report")
+ALONE, BOTH, ALL = ("export",), ("export", "chat"), ("export", "chat", "report")
 
 DAMAGES = [
     ("lora", BOTH, interrupted, r"is interrupted, after step 2 of 2: it has no model yet; .*--checkpoint 2"),
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
-    ("full", BOTH, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
+    ("full", ALONE, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
     ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),
-    ("full", BOTH, lambda run: (run / "model/config.json").unlink(), "Should have a `model_type` key"),
-    ("lora", BOTH, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),
+    ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "Should have a `model_type` key"),
+    ("lora", ALONE, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),
     ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "it has no model yet"),
     ("lora", ALL, lambda run: cut(run / "status.json"), "status.json is damaged"),
     ("lora", ALL, lambda run: (run / "plan.yaml").unlink(), "plan.yaml cannot be read: No such file"),
     ("lora", ALL, lambda run: (run / "plan.yaml").write_text("a: ["), "plan.yaml is damaged"),
     ("lora", ALL, lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml: file not found"),
-    ("lora", ("export",), lambda run: (run / "events.jsonl").unlink(), "events.jsonl tells of no result"),
+    ("lora", ALONE, lambda run: (run / "events.jsonl").unlink(), "events.jsonl tells of no result"),
 ]
 
 

@@ -156,6 +156,7 @@ def run(tmp_path_factory) -> tunekit.Run:
     )
 
 
+@pytest.mark.slow
 def test_a_checked_export_is_sent_as_one_commit_to_a_repository_made_for_it(hub, run, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-m", "tunekit", "export", str(run.path), str(tmp_path / "out"), "--adapter"]

@@ -75,6 +75,7 @@ def _tab(number: int, waits_for: str) -> Callable[[Any], None]:
 
 def _headed(page: Any) -> None:
     page.locator("#runs-head h1").wait_for()
+    page.locator(CHART).first.wait_for()
 
 
 def _overlay(page: Any) -> None:
@@ -111,6 +112,7 @@ def _chat(page: Any) -> None:
     page.locator("#chat-send:not([disabled])").wait_for()
     page.locator("#chat-prompt textarea").fill("What is 3 and 3?")
     page.locator("#chat-send").click()
+    page.locator("#chat-right [data-testid=bot]").wait_for()
     page.locator("#chat-send:not([disabled])").wait_for()
 
 
@@ -140,7 +142,7 @@ VIEWS = [
     View("run-broken", "runs?run=broken", "#controls-diagnosis .controls-card", _headed, is_chinese=True),
     View("run-samples", "runs?run=grpo", CHART, _tab(1, "#runs-completions :visible")),
     View("run-log", "runs?run=sft", CHART, _tab(2, "[role=tabpanel]:visible")),
-    View("run-recipe", "runs?run=sft", CHART, _tab(3, "#runs-plan :visible")),
+    View("run-recipe", "runs?run=sft", CHART, _tab(3, "#runs-recipe .cm-line")),
     View("run-checkpoints", "runs?run=sft", CHART, _tab(4, "#runs-checkpoints :visible")),
     View("run-result", "runs?run=sft", CHART, _tab(5, "#runs-result :visible")),
     View("run-export", "runs?run=sft", CHART, _tab(6, "#export-start")),

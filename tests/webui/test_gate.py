@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.webui.conftest import fill
-from webui.app import build_pages
+from webui.app import FONTS, build_pages
 from webui.gate import MAX_TRIES
-from webui.site import Site
+from webui.site import LANGUAGES, Site, prefix
 from webui.words import Words
 
 PASSWORD = "a boat at sea"
@@ -189,12 +189,21 @@ STARTING = {
     "ResumeForm._start",
     "_Deletion._delete",
     "_attach_loading.<locals>.load_chosen",
+    "_build_measuring.<locals>.run",
     "_build_rewards.<locals>.run",
     "_attach_start.<locals>.begin",
     "build.<locals>.export",
     "build.<locals>.upload",
 }
-"""What starts, changes or deletes something, by the names of its functions."""
+"""What starts, changes, deletes or reads much, by the names of its functions."""
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_the_fonts_of_the_pages_are_there_with_the_letters_of_english_in_each_weight(open_server, language):
+    for file in FONTS.values():
+        answer = httpx.get(f"{open_server}{prefix(language)}/static/fonts/{file}.woff2")
+        # A file of a few letters of Cyrillic has 5 kB.
+        assert answer.status_code == 200 and len(answer.content) > 30_000, file
 
 
 def test_a_wall_screen_has_no_function_that_starts_changes_or_deletes(root, monkeypatch):

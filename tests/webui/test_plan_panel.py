@@ -162,8 +162,15 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
 
     page = open_page(f"{served.url}new?from=file:drafted.yaml")
     page.locator("#plan-plan").get_by_text("lora on pico fits", exact=False).wait_for()
-    page.locator("#plan-name").get_by_role("textbox").fill("seen")
+    page.locator("#plan-brief").get_by_text("Fits: This machine").wait_for()
     page.locator("#plan-start:enabled").wait_for()
+    # The verdict and the button stay in sight wherever on the page one is.
+    for seen in ("#form-section-model", "#form-section-output", "#plan-plan table >> nth=-1"):
+        page.locator(seen).scroll_into_view_if_needed()
+        place = page.locator("#plan-start").bounding_box()
+        assert 0 <= place["y"] < 900 and place["x"] > 640
+    page.locator("#plan-options > button").click()
+    page.locator("#plan-name").get_by_role("textbox").fill("seen")
     page.locator("#plan-start").dblclick()
     page.wait_for_url("**/runs?run=seen-*")
     (run,) = tunekit.list_runs(root / "runs")

@@ -59,8 +59,8 @@ AS_THE_MODEL = ("dtype", "attn_implementation", "kernels")
 
 
 def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
-    for name in AS_THE_MODEL:
-        if dict(teacher)[name] != "auto":
+    for name, value in zip(AS_THE_MODEL, (teacher.dtype, teacher.attn_implementation, teacher.kernels), strict=True):
+        if value != "auto":
             what = "cannot be given: the teacher is computed like the model"
             yield Conflict(("method", "teacher", name), what, f"use model.{name}")
 

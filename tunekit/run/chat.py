@@ -202,9 +202,9 @@ class Talk:
 
     def _leave(self) -> None:
         """Stop an answer and pass over what is left of it."""
-        self.stop()
         # It may fail instead, or the process end, which nobody waits to hear.
         with contextlib.suppress(RunError):
+            self.stop()
             while "piece" in self._read():
                 pass
 
@@ -237,12 +237,13 @@ class Talk:
 
     def _gone(self) -> RunError:
         """What to say where the process has ended."""
-        if self._words.closed:
-            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
+        # Last, as another thread may close it while this one waits.
+        if self._words.closed:
+            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
         said = f": {lines[-1]}" if lines else ""

@@ -39,7 +39,7 @@ def draw(lines: Sequence[Line], *, title: str) -> str:
     """Curves over one pair of axes as an `<svg>`, or nothing where there is no point.
 
     Args:
-        lines: The curves.
+        lines: The curves; one without points keeps its colour for the same place in another picture.
         title: What a reader that sees no picture is told.
     """
     points = [point for line in lines for point in line.points]
@@ -67,6 +67,8 @@ def draw(lines: Sequence[Line], *, title: str) -> str:
         anchor = "end" if value == across[-1] else "middle"
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 14}" text-anchor="{anchor}">{value:,.0f}</text>')
     for number, line in enumerate(lines):
+        if not line.points:
+            continue
         placed = [place(point) for point in thinned(line.points, MAX_COLUMNS)]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline class="line line-{number}" points="{text}"/>')

@@ -14,9 +14,11 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tunekit.data.files import LocalFile
 from tunekit.data.sources import find_files
-from tunekit.errors import DataError
+from tunekit.errors import DataError, RunError
 from tunekit.planner.facts import Facts
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import origin_of
@@ -60,12 +62,26 @@ def record(run: Run) -> None:
     (run.path / FINGERPRINTS).write_text(json.dumps(found, indent=2), encoding="utf-8")
 
 
+def fingerprints_of(run: Run) -> list[Fingerprint]:
+    """What a run was made of; nothing of a run that kept no fingerprints.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    file = run.path / FINGERPRINTS
+    try:
+        return [Fingerprint.model_validate(one) for one in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (json.JSONDecodeError, ValidationError, TypeError) as error:
+        raise RunError(f"{file} is damaged", hint="restore it, or delete it: then nothing is compared") from error
+
+
 def changes(run: Run, recipe: Recipe) -> list[str]:
     """What has changed since a run was made by this recipe, a line each; nothing of a run that kept no fingerprints."""
-    file = run.path / FINGERPRINTS
-    if not file.is_file():
+    recorded = fingerprints_of(run)
+    if not recorded:
         return []
-    recorded = [Fingerprint.model_validate(one) for one in json.loads(file.read_text(encoding="utf-8"))]
     now = {(one.what, one.path): one.digest for one in (*_of_hub(recipe), *_of_listings(recipe.data))}
     return [words for one in recorded if (words := _change(run, one, now)) is not None]
 

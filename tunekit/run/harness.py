@@ -4,9 +4,11 @@ What it computes is taken as it is, with its standard errors. Where its figure i
 document, the difference of two models is paired, document by document.
 """
 
+import contextlib
 import math
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,16 +77,17 @@ class Harness:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
-        found: dict[str, Any] = simple_evaluate(
-            model=HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=self.batch_size),
-            tasks=list(self.tasks),
-            task_manager=self.manager,
-            num_fewshot=self.num_fewshot,
-            limit=self.limit,
-            apply_chat_template=self.chat,
-            log_samples=True,
-            **_SEEDS,
-        )
+        with _quiet_processes():
+            found: dict[str, Any] = simple_evaluate(
+                model=HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=self.batch_size),
+                tasks=list(self.tasks),
+                task_manager=self.manager,
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                apply_chat_template=self.chat,
+                log_samples=True,
+                **_SEEDS,
+            )
         tell(len(self.tasks), len(self.tasks))
         return {
             (task, metric): _figured(found, task, metric)
@@ -101,6 +104,19 @@ class Harness:
             _score(sliced(task, self.limit), metric, ours, None if before is None else before[task, metric])
             for (task, metric), ours in after.items()
         ]
+
+
+@contextlib.contextmanager
+def _quiet_processes() -> Iterator[None]:
+    """Within it, processes that are started say nothing: the harness asks git for a commit, which may not be there."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def _figured(found: dict[str, Any], task: str, metric: str) -> Figured:

@@ -8,8 +8,9 @@ where all are right: the bootstrap would be certain of it.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunekit.run.evaluation import Estimate, Score
 
@@ -20,6 +21,9 @@ NUM_RESAMPLES = 2000
 SEED = 0
 Z = 1.959963984540054
 """Quantile 0.975 of the normal distribution."""
+
+Shape = Callable[[Any], Any]
+"""What is made of a mean."""
 
 _AT_ONCE = 2**22
 """Rows that are drawn at once, over all resamples."""
@@ -74,7 +78,7 @@ def scored(figure: Figure, of: str, after: Sample, before: Sample | None) -> Sco
     """A figure of a model, beside that of the model before it, with intervals."""
     import numpy as np
 
-    shape = np.exp if figure.is_perplexity else (lambda means: means)
+    shape: Shape = np.exp if figure.is_perplexity else np.positive
     resampled = [_resampled(sample) if sample is not None else None for sample in (after, before)]
     after_means, before_means = resampled
     is_share = figure.digits.endswith("%") and after.is_share
@@ -111,13 +115,13 @@ def wilson(num_right: float, num_rows: int) -> tuple[float, float]:
 
 
 def normal(value: float, error: float | None) -> Estimate:
-    """A figure with the interval that its standard error gives; without one where that is not known."""
-    if error is None or not math.isfinite(error):
+    """A figure with the interval that its standard error gives; without one where that is not known, or nothing."""
+    if not error or not math.isfinite(error):
         return Estimate(value)
     return Estimate(value, value - Z * error, value + Z * error)
 
 
-def _estimate(sample: Sample, means: "np.ndarray | None", shape: "np.ufunc", *, is_share: bool) -> Estimate:
+def _estimate(sample: Sample, means: "np.ndarray | None", shape: Shape, *, is_share: bool) -> Estimate:
     value = float(shape(sample.mean))
     if is_share:
         return Estimate(value, *wilson((sample.values * sample.weights).sum(), sample.num_rows))

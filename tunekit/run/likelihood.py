@@ -40,8 +40,8 @@ def log_likelihoods(model: Any, ids: Sequence[Ids], counted: Sequence[Ids], tell
     def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
         logits = model(input_ids=given, attention_mask=mask, use_cache=False).logits
         wanted = np.zeros(given.shape, dtype=bool)
-        for row, number in enumerate(batch):
-            wanted[row, : len(counted[number])] = counted[number]
+        for line, number in enumerate(batch):
+            wanted[line, : len(counted[number])] = counted[number]
         wanted[:, 0] = False
         rows, places = (torch.from_numpy(index).to(given.device) for index in wanted.nonzero())
         found = torch.zeros(len(batch), dtype=torch.float64, device=given.device)

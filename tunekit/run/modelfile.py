@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,7 +118,7 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
         tokenizer: Its tokenizer.
         weights: The file or folder of the weights, from there.
     """
-    template, notes = _template(folder, tokenizer)
+    template, notes = _template(folder, tokenizer, is_gguf=weights != ".")
     lines = [f"# ollama create NAME -f {MODELFILE}", f"FROM {weights}"]
     if template is not None:
         lines.append(f'TEMPLATE """{template}"""')
@@ -131,17 +131,20 @@ def modelfile(folder: Path, tokenizer: "PreTrainedTokenizerBase", weights: str) 
     return "\n".join(lines) + "\n", notes
 
 
-def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> tuple[str | None, list[str]]:
+def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bool) -> tuple[str | None, list[str]]:
     """The template for Ollama, or None; and what there is to say of it."""
     parts = parts_of(tokenizer)
     if parts is None:
         return None, ["Modelfile: no TEMPLATE, since this chat template could not be shown to say the same in Ollama"]
     bos = tokenizer.bos_token or ""
-    adds = bool(bos) and _read(folder / "tokenizer_config.json").get("add_bos_token") is True
+    said = _read(folder / "tokenizer_config.json").get("add_bos_token")
+    adds = bool(bos) and said is True
     texts = [parts.start, *(parts.system or ())[:1]] if not parts.is_inside else [parts.start]
     if adds and not all(text.startswith(bos) for text in texts):
         return None, [f"Modelfile: no TEMPLATE, since Ollama would put {bos} before each conversation, unlike training"]
     notes = ["Modelfile: this chat template takes no system prompt"] if parts.system is None else []
+    if is_gguf and said is None and bos and texts[0].startswith(bos):
+        notes.append(f"Modelfile: the GGUF file leaves open who puts {bos} before a conversation; TEMPLATE does it")
     return parts.go(bos if adds else ""), notes
 
 
@@ -231,8 +234,9 @@ def _stops(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
             yield str(tokenizer.convert_ids_to_tokens(number))
 
 
-def _read(path: Path) -> dict[str, object]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def _shared_start(one: str, other: str) -> str:

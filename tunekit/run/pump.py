@@ -107,6 +107,7 @@ class Pump(threading.Thread):
         self._waiting: deque[Event] = deque()
         self._over = threading.Event()
         self._phase = ""
+        self._has_failed = False
         self._args, self._state, self._control = Settings(run), TrainerState(), TrainerControl()
         self._callback: TrainerCallback | None = None
 
@@ -124,6 +125,7 @@ class Pump(threading.Thread):
                 self._report()
                 return
             except Exception as error:  # noqa: BLE001  (a tracker may raise anything)
+                self._has_failed = True
                 self._say_what_failed(error, is_last=is_last)
             if is_last:
                 return
@@ -165,6 +167,11 @@ class Pump(threading.Thread):
 
     def _begin(self) -> TrainerCallback:
         """Make the run known to the tracker, or go on with it there."""
+        if self._has_failed and self._tracker == "wandb":
+            import wandb
+
+            # It holds the run of the try that failed to be in use.
+            wandb.teardown()
         (kind,) = get_reporting_integration_callbacks([self._tracker])
         callback = kind()
         callback.on_train_begin(self._args, self._state, self._control)
@@ -197,8 +204,9 @@ class Pump(threading.Thread):
 
     def _say_what_failed(self, error: Exception, *, is_last: bool) -> None:
         words = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        words = redacted(words)[:200].rstrip(". ")
         what = "its last figures are missing there" if is_last else "it is tried again, and training goes on"
-        self._tell("warning", message=f"{TITLES[self._tracker]}: {redacted(words)[:200]}; {what}")
+        self._tell("warning", message=f"{TITLES[self._tracker]}: {words}; {what}")
         print(f"{self._tracker}: {type(error).__name__}: {error}", file=sys.stderr)
 
 

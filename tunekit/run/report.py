@@ -4,7 +4,6 @@ It is made from the files of the run folder alone, so it can be had of a run tha
 another machine. It holds no script, loads nothing, and tells no secret.
 """
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
@@ -14,21 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.data.formats import counted
-from tunekit.data.remote import shown
 from tunekit.planner.communication import Range
 from tunekit.planner.plan import Plan, gib
 from tunekit.planner.speed import duration
 from tunekit.recipe.load import dump_recipe
-from tunekit.recipe.schema import Recipe
-from tunekit.redact import redacted
-from tunekit.run.checkpoint import manifest_of
 from tunekit.run.curves import Line, draw
 from tunekit.run.evaluation import Score, evaluations_of, newest_scores
 from tunekit.run.events import Event
+from tunekit.run.fingerprints import FINGERPRINTS, fingerprints_of
 from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
-from tunekit.run.readable import check_readable
-from tunekit.run.run import Run, find_run
-from tunekit.run.trained import checkpoints_of
+from tunekit.run.page import page_of
+from tunekit.run.run import Run
+from tunekit.run.story import Story, story_of
 
 MAX_WARNINGS = 50
 """Warnings that are shown, the last ones."""
@@ -82,23 +78,16 @@ def report(run: Run | str | Path) -> str:
     Raises:
         RunError: There is no such run.
     """
-    import jinja2
-
-    found = run if isinstance(run, Run) else find_run(str(run))
-    check_readable(found)
-    recipe, plan, events = found.recipe, found.plan, found.events()
+    story = story_of(run)
+    found, plan, events = story.run, story.plan, story.run.events()
     result = next((event for event in reversed(events) if event["event"] == "result"), None)
-    status = found.status()
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = Path(__file__).with_name("report.html.jinja").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
+    return page_of(
+        "report.html.jinja",
         name=found.name,
-        state=found.state,
-        reason=status["exit_reason"],
-        headline=_headline(status, result),
-        facts=list(_facts(recipe, plan, status)),
+        state=story.state,
+        reason=story.status["exit_reason"],
+        headline=_headline(story, result),
+        facts=list(story.facts()),
         results=list(_results(events, result)),
         evaluated=list(_evaluated(found)),
         measured=list(_measured(plan, result)),
@@ -107,42 +96,22 @@ def report(run: Run | str | Path) -> str:
         warnings=_warnings(events),
         decisions=[(one.topic, one.choice, one.why) for one in plan.reasons],
         changes=list(_changes(events)),
-        environment=list(_environment(found, plan, status)),
+        environment=list(_environment(story)),
         commands=_commands(found),
-        recipe=dump_recipe(recipe),
+        recipe=dump_recipe(story.recipe),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    return redacted(page)
 
 
-def _headline(status: dict[str, Any], result: Event | None) -> str:
+def _headline(story: Story, result: Event | None) -> str:
     """How far it is, in words."""
-    of = f" of {status['num_steps']:,}" if status["num_steps"] else ""
-    words = f"step {status['step']:,}{of}"
+    words = f"step {story.step_words}"
     if result is None:
         return words
     losses = [result["first_eval_loss"], result["eval_loss"]]
     if None in losses:
         return f"{words}, in {duration(result['seconds'])}"
     return f"{words}, in {duration(result['seconds'])}: evaluation loss {losses[0]:.4f} → {losses[1]:.4f}"
-
-
-def _facts(recipe: Recipe, plan: Plan, status: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What was trained on what."""
-    if plan.origin is not None:
-        yield "Comes from", plan.origin.chain
-    yield "Model", f"{plan.base.path}, {plan.num_params:,} parameters"
-    yield "Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters"
-    yield "Method", recipe.method.type
-    rows = ", ".join(shown(source.path) for source in recipe.data.sources)
-    tokens = f", {plan.data.num_train_tokens:,} tokens" if plan.data.num_train_tokens else ""
-    yield "Training data", f"{rows}: {plan.data.num_train:,} sequences{tokens}"
-    if plan.data.num_eval:
-        yield "Evaluation data", f"{plan.data.num_eval:,} sequences"
-    if plan.schedule is not None:
-        yield "Steps", f"{plan.schedule.num_steps:,}, {recipe.train.global_batch_size:,} sequences each"
-    yield "Devices", f"{plan.devices_words}; {plan.layout.name}"
-    yield "Begun", datetime.fromtimestamp(status["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[str, str]]:
@@ -260,20 +229,12 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
             yield "stopped", str(event["message"])
 
 
-def _environment(run: Run, plan: Plan, status: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What it ran with."""
-    yield "Host", f"{status['host']}, {plan.devices_words}"
-    yield "Precision", f"{plan.dtype}{', with float32 weights' if plan.autocast else ''}; {plan.attn_implementation}"
-    yield "Kernels", plan.kernels
-    steps = checkpoints_of(run)
-    if steps:
-        versions = manifest_of(run.path / "checkpoints" / f"checkpoint-{steps[-1]}").versions
-        yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())
-    if plan.environment:
-        yield "Variables", " ".join(f"{name}={value}" for name, value in plan.environment.items())
-    prints = run.path / "fingerprints.json"
-    if prints.is_file():
-        yield "Made of", f"{len(json.loads(prints.read_text(encoding='utf-8')))} files, by SHA-256 in fingerprints.json"
+def _environment(story: Story) -> Iterator[tuple[str, str]]:
+    """What it ran with, and how what it is made of is known."""
+    yield from story.environment()
+    prints = fingerprints_of(story.run)
+    if prints:
+        yield "Made of", f"{len(prints)} files, by SHA-256 in {FINGERPRINTS}"
 
 
 def _commands(run: Run) -> list[str]:

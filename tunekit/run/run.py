@@ -14,6 +14,7 @@
     data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
     ranks/         what each process is at, while it lives
     stacks/        what every process was doing when one stood still
+    made_with.json versions, commit and threads that it was made with
     code.json      the code that comes with its models, where the recipe allows it, by SHA-256
     trackers/      what belongs to trackers that it is reported to: their files, the run's names there, log.txt
     left_out.json  steps that were not finite, and are left out whenever they come again

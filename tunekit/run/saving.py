@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -53,6 +52,7 @@ from tunekit.run.checkpoint import (
 )
 from tunekit.run.exchange import any_of, exchange_problem, same_everywhere
 from tunekit.run.heart import Heart
+from tunekit.run.made_with import versions
 from tunekit.run.record import Record
 from tunekit.run.room import free_bytes, not_saved, tokenizers_errors, words_of
 
@@ -63,9 +63,6 @@ T = TypeVar("T")
 
 FAILURES = (OSError, RuntimeError, SafetensorError, CheckpointException)
 """What is raised where a file cannot be written, by Python, torch (a plain RuntimeError), safetensors and DCP."""
-
-LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
-"""What writes checkpoints; a manifest tells their versions."""
 
 READERS = 4
 """Files that a process reads back at once. One thread computes about 1 to 2 GB of SHA-256 in a second."""
@@ -360,7 +357,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             dtype=self.plan.dtype,
             recipe=files["recipe.yaml"].sha256,
             made_of=files["fingerprints.json"].sha256 if "fingerprints.json" in files else None,
-            versions=_versions(),
+            versions=versions(),
             best=saving.best,
             files=files,
         )
@@ -504,12 +501,3 @@ def _share(seen: list[list[str]], rank: int) -> list[str]:
 def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
         return dict(zip(names, readers.map(lambda name: as_written(folder / name), names), strict=True))
-
-
-def _versions() -> dict[str, str]:
-    """Versions of what writes checkpoints, as far as it is there."""
-    versions = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions

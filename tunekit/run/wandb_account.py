@@ -2,8 +2,12 @@
 login. `python -m tunekit.run.wandb_account`; nothing is sent, and nobody is asked.
 """
 
+import contextlib
 import json
 import os
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -11,11 +15,19 @@ from tunekit.redact import redacted
 from tunekit.run.silence import send_nothing
 
 
+def is_in_netrc(server: str) -> bool:
+    """Whether the file in which `wandb login` leaves its key names a server."""
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with contextlib.suppress(FileNotFoundError, NetrcParseError):
+            return netrc(path).authenticators(urlsplit(server).netloc) is not None
+    return False
+
+
 def main() -> None:
     """Print it."""
     send_nothing()
     import wandb
-    from wandb.sdk.lib.wbauth import read_netrc_auth
 
     try:
         settings = wandb.setup().settings
@@ -23,9 +35,8 @@ def main() -> None:
         first = error.errors()[0]
         print(json.dumps({"problem": redacted(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")}))
         return
-    has_login = bool(
-        settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or read_netrc_auth(host=settings.base_url)
-    )
+    given = settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    has_login = bool(given) or is_in_netrc(settings.base_url)
     print(json.dumps({"mode": settings.mode, "server": settings.base_url, "has_login": has_login}))
     wandb.teardown()
 

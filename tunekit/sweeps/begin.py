@@ -8,7 +8,7 @@ from tunekit.errors import PlanError, RecipeError, TunekitError
 from tunekit.lookup import Lookup
 from tunekit.planner.communication import Range
 from tunekit.planner.facts import Hardware
-from tunekit.planner.plan import Plan
+from tunekit.planner.plan import Plan, gib
 from tunekit.planner.variants import Variant, Variants
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
@@ -17,16 +17,17 @@ from tunekit.run.events import Event
 from tunekit.run.line import when_served
 from tunekit.run.origin import read_recipe
 from tunekit.run.prepare import absolute
+from tunekit.run.room import free_bytes, place_of_run
 from tunekit.sweeps.conduct import conduct
 from tunekit.sweeps.folder import Search, Spec, Sweep
 from tunekit.sweeps.measure import measure_of
 from tunekit.sweeps.study import check_installed
-from tunekit.sweeps.values import Axis, Changes, axes_of, check_number, corners, drawn, grid, to_words, words_of
+from tunekit.sweeps.values import Axis, Changes, Span, axes_of, check_number, corners, drawn, grid, to_words, words_of
 
 
 def sweep(
     source: Source,
-    values: Mapping[str, Sequence[Any] | str],
+    values: Mapping[str, Sequence[Any] | str | Span],
     overrides: Sequence[str] = (),
     *,
     random: int | None = None,
@@ -61,8 +62,9 @@ def sweep(
     recipe = absolute(read_recipe(source, overrides)[0])
     _refuse_own_folders(recipe, axes)
     begun = _planned(recipe, corners(axes) if search == "optuna" else all_changes, parallel)
-    measure = measure_of(begun.plans[0], by)
     num_runs = len(all_changes) or optuna or 0
+    begun.check_disk(num_runs)
+    measure = measure_of(begun.plans[0], by)
     spec = Spec(axes, search, num_runs, seed, measure, begun.parallel, begun.one_device_each)
     made = Sweep.create(recipe, spec, all_changes)
     if on_event is not None:
@@ -117,6 +119,23 @@ class _Planned:
         share = num_runs / len(self.plans)
         return self._sum(seconds, share / self.parallel), self._sum(costs, share)
 
+    def check_disk(self, num_runs: int) -> None:
+        """Refuse so many runs if they would fill the disk together, each of which has room alone.
+
+        Raises:
+            PlanError: They would.
+        """
+        place = place_of_run(self.plans[0].recipe)
+        sizes = [plan.saving.run_bytes or 0 for plan in self.plans]
+        needed, free = sum(sizes) * num_runs // len(sizes), free_bytes(place)
+        if needed > free:
+            raise PlanError(
+                f"{num_runs} runs take up to {gib(needed)} on the disk of {place.absolute()}, and {gib(free)} are free",
+                hint=f"free {gib(needed - free)} there, or try fewer combinations",
+                needed_bytes=needed,
+                limit_bytes=free,
+            )
+
     def _sum(self, ranges: Sequence[Range], factor: float) -> Range | None:
         if len(ranges) < len(self.plans):
             return None
@@ -133,7 +152,9 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
     whole = when_served(probe_hardware())
     num = len(whole.accelerators)
     if parallel is not None and num and parallel > num:
-        raise PlanError(f"--parallel {parallel}: there are {num} accelerators", hint="each run needs one at least")
+        raise PlanError(
+            f"--parallel {parallel}: accelerators that there are: {num}", hint="each run needs one at least"
+        )
     each = num > 1 and parallel != 1
     if each:
         one = whole.model_copy(update={"accelerators": whole.freest(1)})

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 from filelock import Timeout
 
 from tunekit.accelerators import devices
@@ -113,11 +114,15 @@ class _Conductor:
         self._tried: set[int] = set()
         """Numbers of those that this conductor began or went on with: once each."""
         self._live: set[int] = set()
+        self._tagged: set[int] = set()
         self._num_evaluations: dict[int, int] = {}
         """Of each run that goes on, as many as were looked at."""
 
     def run(self) -> None:
         """Until no run is left, or it is to end."""
+        # A conductor that was killed may have started a process that has no folder yet.
+        while self._signals.asked is None and self._is_one_beginning():
+            self._signals.wait(LOOK_SECONDS)
         while True:
             self._look()
             if self._signals.asked is not None:
@@ -128,12 +133,15 @@ class _Conductor:
                     self._begin(trial)
                     continue
             if not self._live:
+                if self._study is not None:
+                    self._study.tell(self._sweep.outcomes())
                 return
             self._signals.wait(LOOK_SECONDS)
 
     def _look(self) -> None:
         """Find the runs that go on, and tell of those that have ended."""
         for trial in self._sweep.trials():
+            self._tag(trial)
             state = self._sweep.state_of(trial)
             if state not in (*OVER, WAITING):
                 self._live.add(trial.number)
@@ -143,6 +151,14 @@ class _Conductor:
             elif trial.number in self._live:
                 self._live.remove(trial.number)
                 self._tell("ended", trial)
+
+    def _tag(self, trial: Trial) -> None:
+        """Tag a run once, whoever has begun it: the user may take the tag away."""
+        run = self._sweep.run_of(trial) if trial.number not in self._tagged else None
+        if run is not None:
+            self._tagged.add(trial.number)
+            if self._sweep.tag not in run.tags:
+                set_tags(run, [*run.tags, self._sweep.tag])
 
     def _next(self) -> Trial | None:
         """The combination that comes next; None where there is none for now."""
@@ -163,10 +179,10 @@ class _Conductor:
         """Begin a run, or go on with it."""
         self._tried.add(trial.number)
         self._tell("begins", trial)
-        words = [*to_words(trial.changes), f"output.dir={json.dumps(str(self._sweep.run_path(trial)))}"]
+        words = [*to_words(trial.changes), self._place_word(trial)]
         try:
             device = self._free_device() if self._spec.one_device_each else None
-            run = start(
+            start(
                 self._sweep.path / RECIPE,
                 words,
                 resume=True,
@@ -180,9 +196,16 @@ class _Conductor:
             return
         if trial.problem is not None:
             self._sweep.write(replace(trial, problem=None))
-        if self._sweep.tag not in run.tags:
-            set_tags(run, [*run.tags, self._sweep.tag])
         self._live.add(trial.number)
+
+    def _place_word(self, trial: Trial) -> str:
+        """The word of a run's command line that no other has."""
+        return f"output.dir={json.dumps(str(self._sweep.run_path(trial)))}"
+
+    def _is_one_beginning(self) -> bool:
+        """Whether there is a process of a run that has no folder yet."""
+        words = {self._place_word(trial) for trial in self._sweep.trials() if self._sweep.run_of(trial) is None}
+        return any(words.intersection(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
     def _free_device(self) -> str:
         """The accelerator that no run of this sweep has, and others use least."""

@@ -78,6 +78,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
     values = [one.trial.changes[key] for one in known]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     is_numeric = len(numbers) == len(values)
+    if not known:
+        axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
     written = list(dict.fromkeys(to_inline_yaml(value) for value in values))
 
     def place(value: Any) -> float:
@@ -106,7 +108,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
         axes.minorticks_off()
     axes.set_xlabel(key)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: Outcome | None) -> None:
@@ -130,6 +133,7 @@ def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: O
     values = [value for one in order if one.run is not None for _, value in measure.points(one.run.events())]
     if values and min(values) > 0 and max(values) >= 100 * min(values) and math.isfinite(max(values)):
         axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel=("evaluation " if measure.is_held_out else "") + measure.name.removeprefix(PREFIX))
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()

@@ -52,7 +52,8 @@ class Study:
 
         check_installed()
         self._sweep, self._spec = sweep, sweep.spec
-        self._direction = "maximize" if self._spec.measure.greater_is_better else "minimize"
+        greater = self._spec.measure.greater_is_better
+        self._direction = optuna.study.StudyDirection.MAXIMIZE if greater else optuna.study.StudyDirection.MINIMIZE
         self._distributions = {key: _distribution(axis) for key, axis in self._spec.axes.items()}
         with _quiet():
             self._study = optuna.create_study(

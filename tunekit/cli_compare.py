@@ -1,0 +1,48 @@
+"""The commands that hold runs against each other: side by side, and a run against its own repetition."""
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tunekit.errors import TunekitError
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN...")],
+    html: Annotated[Path | None, typer.Option("--html", help="Write one page that needs nothing else.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves as a PNG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
+) -> None:
+    """Show runs side by side: in what they differ, what came of them, and their curves."""
+    from tunekit.display import make_console
+    from tunekit.display_comparison import comparison_parts
+    from tunekit.redact import without_secrets
+    from tunekit.run import comparison
+
+    found = comparison.compare(runs)
+    if html is not None:
+        _write(html, found.to_html().encode())
+    if plot is not None:
+        drawn = BytesIO()
+        found.plot().savefig(drawn, dpi=150, format="png")
+        _write(plot, drawn.getvalue())
+    if as_json:
+        print(json.dumps(without_secrets(found.to_dict()), indent=2, ensure_ascii=False))
+        return
+    if html is not None or plot is not None:
+        print(*filter(None, (html, plot)), sep="\n")
+        return
+    console = make_console()
+    console.print(*comparison_parts(found, console.width), sep="\n")
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise TunekitError(
+            f"cannot write '{file}': {error.strerror}", hint="name a file in a folder that exists"
+        ) from error
