@@ -220,7 +220,7 @@ def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> 
     if not told:
         return empty(words("runs.no_checkpoints"))
     rows = []
-    best = next((event["best"] for event in reversed(told.values()) if event.get("best")), {})
+    best: dict[str, Any] = next((event["best"] for event in reversed(told.values()) if event.get("best")), {})
     for step in sorted(told, reverse=True):
         event = told[step]
         is_there = (run.path / "checkpoints" / f"checkpoint-{step}").is_dir()
