@@ -11,7 +11,7 @@ from tunekit.errors import TunekitError
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN...")],
+    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN")],
     html: Annotated[Path | None, typer.Option("--html", help="Write one page that needs nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves as a PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
