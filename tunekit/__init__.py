@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from tunekit.recipe.rewrite import edit_text, short_recipe
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
+    from tunekit.repetition import rerun
+    from tunekit.run.agreement import Agreement
     from tunekit.run.chat import Talk, chat
     from tunekit.run.comparison import Comparison, compare
     from tunekit.run.deleting import delete_run
@@ -77,6 +79,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DATA_SUFFIXES",
     "UNSET",
+    "Agreement",
     "Checkpoint",
     "Comparison",
     "DataPreview",
@@ -150,6 +153,7 @@ __all__ = [
     "recipe_text",
     "redacted",
     "report",
+    "rerun",
     "resume",
     "resume_sweep",
     "serve",
@@ -168,6 +172,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Agreement": "tunekit.run.agreement",
     "DATA_SUFFIXES": "tunekit.data.files",
     "Checkpoint": "tunekit.run.kept",
     "Comparison": "tunekit.run.comparison",
@@ -242,6 +247,7 @@ _HOMES = {
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
     "redacted": "tunekit.redact",
+    "rerun": "tunekit.repetition",
     "report": "tunekit.run.report",
     "resume": "tunekit.api",
     "resume_sweep": "tunekit.sweeps.conduct",

@@ -3,8 +3,9 @@
 What starts runs is in `tunekit.cli_train` and `tunekit.cli_sweep`, what is done with them later in `tunekit.cli_runs`,
 and with their models in `tunekit.cli_after`.
 
-Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend; of a run that was
-stopped 130 after Ctrl-C, 143 after SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
+Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 3 a repetition that
+does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 after
+SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
 """
 
 import json
@@ -16,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunekit.cli_after import chat, export, report
-from tunekit.cli_compare import compare
+from tunekit.cli_compare import compare, rerun
 from tunekit.cli_eval import evaluate
 from tunekit.cli_generate import generate, serve
 from tunekit.cli_migrate import migrate
@@ -325,7 +326,7 @@ def kernels(
     make_console().print(coverage_table(report))
 
 
-for after in (chat, compare, export, generate, report, serve):
+for after in (chat, compare, export, generate, report, rerun, serve):
     app.command(rich_help_panel=AFTER)(after)
 app.command("eval", rich_help_panel=AFTER)(evaluate)
 

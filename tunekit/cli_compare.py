@@ -11,7 +11,7 @@ from tunekit.errors import TunekitError
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN...")],
+    runs: Annotated[list[str], typer.Argument(help="Names or folders of runs.", metavar="RUN")],
     html: Annotated[Path | None, typer.Option("--html", help="Write one page that needs nothing else.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves as a PNG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print recipes' differences and figures as JSON.")] = False,
@@ -37,6 +37,24 @@ def compare(
         return
     console = make_console()
     console.print(*comparison_parts(found, console.width), sep="\n")
+
+
+def rerun(
+    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the new folder in runs/.")] = None,
+) -> None:
+    """Repeat a finished run from its folder, and say whether its losses come out again: exit code 3 where not."""
+    from tunekit import repetition
+    from tunekit.display import Progress
+
+    progress = Progress()
+    try:
+        found = repetition.rerun(run, name=name, on_event=progress)
+    finally:
+        progress.stop()
+    print(*found.lines(), sep="\n")
+    if not found.agrees:
+        raise typer.Exit(3)
 
 
 def _write(file: Path, content: bytes) -> None:

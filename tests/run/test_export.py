@@ -140,7 +140,7 @@ def cut_off(draft) -> None:
         (negate_one, "not what was trained: logits differ"),
         (forget_the_adapter, "not what was trained: logits differ"),
         (other_template, "the chat template of the export renders"),
-        (cut_off, "could not be checked: .*not fully covered"),
+        (cut_off, "are damaged: .*not fully covered"),
     ],
 )
 def test_a_wrong_export_is_refused_and_nothing_is_left_of_it(change, words, runs, tmp_path):

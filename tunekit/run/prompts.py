@@ -55,7 +55,7 @@ def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence
     Args:
         path: A file of rows of any kind that can be trained on.
         system: System prompt of the conversations that have none.
-        taken: Columns that no row may have.
+        taken: Columns that no row may have: that of the answers, and those beside it.
 
     Raises:
         DataError: It cannot be read, or rows of it ask nothing; the first of them are named.
@@ -96,7 +96,8 @@ def _prompt(value: object, where: str, system: str | None, taken: Sequence[str])
     for column, held in value.items():
         plain(held, column)
         if column in taken:
-            raise BadRow(f"the column {column} is there already, and what the model answers is to stand there")
+            remedy = "--column names another one for the answers" if column == taken[0] else "rename it"
+            raise BadRow(f"the column {column} is there already; {remedy}")
     said = asked["prompt"]
     if system is not None and isinstance(said, list) and said[0]["role"] != "system":
         said = with_system(said, system)

@@ -18,7 +18,7 @@ from itertools import groupby
 from math import isfinite
 from operator import lt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tunekit.run.events import Event
 
@@ -405,7 +405,7 @@ def _event(line: bytes) -> Event | None:
         return None
 
 
-def _checked(event: object) -> Event | None:
+def _checked(event: Any) -> Event | None:
     """What stood in a line as an event; None where it is none."""
     is_one = isinstance(event, dict) and isinstance(event.get("event"), str)
     return event if is_one and isinstance(event.get("time"), int | float) else None

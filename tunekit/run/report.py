@@ -241,4 +241,9 @@ def _commands(run: Run) -> list[str]:
     """How it is repeated, shown and gone on with."""
     folder = shlex.quote(str(run.path))
     again = shlex.quote(str(run.path / "recipe.yaml"))
-    return [f"tunekit train {again} output.dir=null", f"tunekit runs show {folder}", f"tunekit chat {folder}"]
+    return [
+        f"tunekit rerun {folder}",
+        f"tunekit train {again} output.dir=null",
+        f"tunekit runs show {folder}",
+        f"tunekit chat {folder}",
+    ]

@@ -133,6 +133,8 @@ class _Conductor:
                     self._begin(trial)
                     continue
             if not self._live:
+                if self._study is not None:
+                    self._study.tell(self._sweep.outcomes())
                 return
             self._signals.wait(LOOK_SECONDS)
 
