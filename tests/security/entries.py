@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import tunekit
 from tunekit import api, clusters
 
 
@@ -23,10 +24,11 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "data": api.data_report,
     "make_run": api.make_run,
     "train": api.train,
+    "sweep": lambda recipe: tunekit.sweep(recipe, {"train.learning_rate": [1e-4, 1e-3]}),
     "slurm": _slurm,
     "sky": _sky,
 }
 """Verbs by name, each of which is given a recipe."""
 
-RUNNING = ("data", "make_run", "train", "slurm", "sky")
+RUNNING = ("data", "make_run", "train", "sweep", "slurm", "sky")
 """Those of them that load what the recipe names, where the others look at headers and rows."""

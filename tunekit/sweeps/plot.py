@@ -114,6 +114,8 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
 
 def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: Outcome | None) -> None:
     """What the runs are compared by over their steps."""
+    from matplotlib.ticker import MaxNLocator
+
     order = ranked(outcomes, measure)
     style = "o-" if measure.is_held_out else "-"
     for place, one in reversed(list(enumerate(order))):
@@ -133,7 +135,7 @@ def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: O
     values = [value for one in order if one.run is not None for _, value in measure.points(one.run.events())]
     if values and min(values) > 0 and max(values) >= 100 * min(values) and math.isfinite(max(values)):
         axes.set_yscale("log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="step", ylabel=("evaluation " if measure.is_held_out else "") + measure.name.removeprefix(PREFIX))
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
