@@ -135,29 +135,35 @@ class Visitor:
             self.values[number] = run
 
     async def tick(self) -> list[float]:
-        """Ask all that the page asks, and return how long each answer took."""
-        return list(await asyncio.gather(*(self._ask(one) for one in self.asked)))
+        """Ask all that the page asks, as one session with one stream of answers, and return how long each took."""
+        asked = dict(await asyncio.gather(*(self._ask(one) for one in self.asked)))
+        times = []
+        where = {"session_hash": self.session}
+        async with self.client.stream("GET", "/gradio_api/queue/data", params=where) as stream:
+            async for line in stream.aiter_lines():
+                message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+                if message.get("msg") == "process_completed":
+                    assert message["success"], message
+                    function, before = asked.pop(message["event_id"])
+                    times.append(time.perf_counter() - before)
+                    self._keep(function, message["output"]["data"])
+                if not asked:
+                    break
+        return times
 
     @property
     def is_told_to_wait(self) -> bool:
         """Whether the page says that what happened is still being read."""
         return any("runs-reading" in value for value in self.values.values() if isinstance(value, str))
 
-    async def _ask(self, function: dict[str, Any]) -> float:
+    async def _ask(self, function: dict[str, Any]) -> tuple[str, tuple[dict[str, Any], float]]:
+        """Put a question: its id, with what it asks and when that was."""
         data = [self.values[number] for number in function["inputs"]]
-        session = f"{self.session}{function['id']}"
         before = time.perf_counter()
-        asked = {"data": data, "fn_index": function["id"], "session_hash": session, "trigger_id": None}
+        asked = {"data": data, "fn_index": function["id"], "session_hash": self.session, "trigger_id": None}
         joined = await self.client.post("/gradio_api/queue/join?", json=asked)
         joined.raise_for_status()
-        async with self.client.stream("GET", "/gradio_api/queue/data", params={"session_hash": session}) as stream:
-            async for line in stream.aiter_lines():
-                message = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
-                if message.get("msg") == "process_completed":
-                    assert message["success"], message
-                    self._keep(function, message["output"]["data"])
-                    break
-        return time.perf_counter() - before
+        return joined.json()["event_id"], (function, before)
 
     def _keep(self, function: dict[str, Any], answers: list[Any]) -> None:
         for number, answer in zip(function["outputs"], answers, strict=True):
