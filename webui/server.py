@@ -37,6 +37,9 @@ def serve(site: Site, *, host: str, port: int, password: str | None, open_browse
         # Gradio reads these where it is imported.
         os.environ["GRADIO_TEMP_DIR"] = folder
         os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+        # For a page of figures that is not served, it would make a table of the last 10,000 answers at each answer.
+        os.environ["GRADIO_ANALYTICS_MAX_EVENTS"] = "1"
+        os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)
         import uvicorn
 
         from webui.app import make_app
