@@ -260,7 +260,7 @@ RECIPES = st.builds(
     )
     | st.builds(DataSection, train=WEIGHTED, weight_by=st.sampled_from(["rows", "tokens"]), shuffle=st.booleans()),
     method=st.builds(
-        SFTMethod, trainer_args=st.fixed_dictionaries({}, optional={"project": TEXTS, "adam_beta1": POSITIVE})
+        SFTMethod, trainer_args=st.fixed_dictionaries({}, optional={"optim_args": TEXTS, "adam_beta1": POSITIVE})
     ),
     adapter=st.just(FullAdapter())
     | st.builds(LoraAdapter, **LORA)

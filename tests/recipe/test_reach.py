@@ -8,7 +8,7 @@ def test_every_place_that_may_name_a_file_is_told_with_its_key():
         {
             "model": {"path": "models/mine", "chat_template": "my.jinja"},
             "data": {"train": [{"path": "a.jsonl"}, {"path": "b/*.csv"}], "eval": "c.jsonl"},
-            "method": {"type": "sft", "trainer_args": {"project": "/var/log"}},
+            "method": {"type": "sft", "trainer_args": {"optim_args": "/var/log"}},
             "output": {"dir": "runs/mine"},
         }
     )
@@ -18,7 +18,7 @@ def test_every_place_that_may_name_a_file_is_told_with_its_key():
         "data.train[0].path": "a.jsonl",
         "data.train[1].path": "b/*.csv",
         "data.eval.path": "c.jsonl",
-        "method.trainer_args.project": "/var/log",
+        "method.trainer_args.optim_args": "/var/log",
         "output.dir": "runs/mine",
     }
 

@@ -61,7 +61,7 @@ def test_a_finished_run_has_everything_in_its_folder(finished):
     names = {path.name for path in run.path.iterdir()}
     assert names == {
         "recipe.yaml", "plan.yaml", "status.json", "events.jsonl", "log.txt", "data", "checkpoints",
-        "fingerprints.json", "model", "ranks",
+        "fingerprints.json", "made_with.json", "model", "ranks",
     }  # fmt: skip
     model = {path.name for path in run.model_path.iterdir()}
     assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja", "README.md"} <= model
