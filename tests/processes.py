@@ -27,6 +27,8 @@ PRELOADED = [
     "tunekit.run.saving",
     "tunekit.run.save",
     "tunekit.run.engine",
+    "tunekit.model.fuse",
+    "deepspeed",
 ]
 """What every process would import by itself, in seconds."""
 
