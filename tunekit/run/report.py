@@ -25,7 +25,7 @@ from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
 from tunekit.run.page import page_of
 from tunekit.run.run import Run
 from tunekit.run.story import Story, story_of
-from tunekit.run.trackers import TITLES
+from tunekit.run.trackers import TITLES, kept_of
 
 MAX_WARNINGS = 50
 """Warnings that are shown, the last ones."""
@@ -239,6 +239,8 @@ def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str,
         failures = [event["message"] for event in events if event.get("tracker") == tracker]
         title = TITLES[tracker]
         brief = [words.removeprefix(f"{title}: ") for words in dict.fromkeys(failures)]
+        if brief and kept_of(story.run, tracker).num_sent == sum(event["event"] in ("log", "eval") for event in events):
+            brief.append("all of its figures have arrived since")
         yield title, places[-1] if places else "nothing has arrived there", brief
 
 
