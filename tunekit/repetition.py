@@ -9,7 +9,8 @@ from tunekit.errors import RunError
 from tunekit.probe.hardware import probe_hardware
 from tunekit.run import fingerprints
 from tunekit.run.agreement import Agreement, agreement_of
-from tunekit.run.events import Event
+from tunekit.run.events import FINAL_PHASES, Event
+from tunekit.run.life import DIED
 from tunekit.run.made_with import changed_texts, made_with, record_versions
 from tunekit.run.origin import check_run_code, write_code
 from tunekit.run.place import place_of
@@ -54,9 +55,10 @@ def _check(story: Story) -> None:
     """Refuse what cannot be repeated."""
     run, plan = story.run, story.plan
     if story.state != "finished":
+        goes_on = f"`tunekit resume {run.path}` goes on with it"
         raise RunError(
             f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat",
-            hint=f"`tunekit resume {run.path}` goes on with it once it has ended",
+            hint=goes_on if story.state in (*FINAL_PHASES, DIED) else "wait for its end",
         )
     anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains by what is there now"
     for event in run.events():

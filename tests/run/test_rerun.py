@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tunekit
-from tests.tiny import save_chats
+from tests.rows import save_rows
+from tests.tiny import save_chats, save_tiny_model
 from tunekit.cli import app
 from tunekit.run.agreement import agreement_of
 
@@ -41,6 +42,32 @@ def test_a_repetition_has_the_same_losses_and_weights_to_the_last_bit(run, repea
     losses = [[event["loss"] for event in one.events() if event["event"] == "log"] for one in (run, again)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     assert json.loads((again.path / "rerun.json").read_text())["agrees"]
+
+
+@pytest.mark.parametrize(
+    ("method", "judged"),
+    [
+        ({"type": "dpo"}, "rewards/margins"),
+        ({"type": "grpo", "rewards": ["numeric_match"], "max_completion_length": 8}, "reward"),
+    ],
+)
+def test_what_is_drawn_from_the_model_is_drawn_again(method, judged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    save_rows(tmp_path / "rows.jsonl", method["type"], num=8)
+    once = tunekit.train(
+        {
+            "model": str(tmp_path / "model"),
+            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
+            "method": method,
+            "train": {"max_steps": 2, "global_batch_size": 8, "logging_steps": 1},
+            "output": {"sample_prompts": []},
+        }
+    )
+    found = tunekit.rerun(once)
+    assert found.agrees and found.first is None and found.same_weights and found.num_values == 4
+    logged = [[event[judged] for event in one.events() if event["event"] == "log"] for one in (once, found.again)]
+    assert len(logged[0]) == 2 and logged[0] == logged[1]
 
 
 def test_the_first_step_whose_loss_differs_is_named(run, repeated, tmp_path):
@@ -97,5 +124,5 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match="there is no whole run to repeat"):
+    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` goes on with it$"):
         tunekit.rerun(other)

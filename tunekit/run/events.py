@@ -29,7 +29,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   may overlap with computing; `exposed_share` (on CUDA) does not
 - `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
   stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
-  figures of several steps, its name as `trend` (see `tunekit.run.trends`)
+  figures of several steps, its name as `trend` (see `tunekit.run.trends`); for a tracker that failed, `tracker`
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
