@@ -7,7 +7,7 @@ from tunekit.run.run import Run
 
 
 def check_readable(run: Run) -> None:
-    """See that status and plan of a run can be read.
+    """See that status, recipe and plan of a run can be read.
 
     Raises:
         RunError: One of them is gone or damaged.
@@ -15,6 +15,8 @@ def check_readable(run: Run) -> None:
     name = "status.json"
     try:
         run.status()["phase"]
+        name = "recipe.yaml"
+        (run.path / name).read_bytes()
         name = "plan.yaml"
         _ = run.plan
     except OSError as error:
