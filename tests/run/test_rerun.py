@@ -21,7 +21,7 @@ def run(tmp_path_factory):
         {
             "model": "pico",
             "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
-            "train": {"max_steps": 3, "global_batch_size": 4, "logging_steps": 1},
+            "train": {"max_steps": 3, "global_batch_size": 4, "logging_steps": 1, "save_steps": 2},
             "output": {"dir": str(folder / "runs" / "one"), "sample_prompts": []},
         }
     )
@@ -42,6 +42,15 @@ def test_a_repetition_has_the_same_losses_and_weights_to_the_last_bit(run, repea
     losses = [[event["loss"] for event in one.events() if event["event"] == "log"] for one in (run, again)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     assert json.loads((again.path / "rerun.json").read_text())["agrees"]
+
+
+def test_a_run_that_was_gone_on_with_as_it_was_is_repeated_from_its_beginning(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(run.path, tmp_path / "runs" / "other")
+    resumed = tunekit.resume(other, from_="2")
+    assert [event["step"] for event in resumed.events() if event["event"] == "resume"] == [2]
+    found = tunekit.rerun(resumed)
+    assert found.agrees and found.first is None and found.num_values == 3
 
 
 @pytest.mark.parametrize(

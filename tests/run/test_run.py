@@ -9,9 +9,12 @@ import sys
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import tunekit
+from tests.run.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tunekit.cli import app
 from tunekit.data.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
@@ -202,6 +205,28 @@ def test_an_unknown_run_is_said_to_be_so(here):
         find_run("nothing")
     with pytest.raises(RunError, match="is not the folder of a run"):
         Run("model")
+
+
+def test_a_name_that_no_run_has_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "pico-sft-20260101-120000")
+    made_run(tmp_path / "runs" / "mine")
+    for said, meant in (("sft", "pico-sft"), ("picosft", "pico-sft"), ("miin", "mine"), ("Pico_SFT", "pico-sft")):
+        with pytest.raises(RunError, match=f"no run '{said}' in runs; did you mean '{meant}'?"):
+            find_run(said)
+    with pytest.raises(RunError, match="no run 'zzz' in runs; `tunekit runs` lists them"):
+        find_run("zzz")
+
+
+def test_one_damaged_status_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "good")
+    made_run(tmp_path / "runs" / "bad")
+    (tmp_path / "runs" / "bad" / "status.json").write_text("")
+    assert [run.name for run in list_runs()] == ["good"] and find_run("goo").name == "good"
+    assert "note: runs/bad/status.json is damaged" in CliRunner().invoke(app, ["runs"]).output
+    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy"):
+        find_run("bad").status()
 
 
 def test_rows_left_out_are_written_down_and_rows_held_out_are_evaluated(here, tmp_path):

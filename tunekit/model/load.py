@@ -127,6 +127,10 @@ def load_model(
                 **({} if head_seed is None else {"num_labels": 1}),
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        folder = Path(section.path)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            words = f"model.path: {section.path!r} holds no weights: there is no *.safetensors in it"
+            raise ModelError(words, hint="put them back, or save the model anew") from error
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "see the log for the whole message",

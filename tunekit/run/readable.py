@@ -1,7 +1,5 @@
 """Whether the small files of a run can be read, before anything expensive relies on them."""
 
-import json
-
 from yaml import YAMLError
 
 from tunekit.errors import RunError
@@ -23,8 +21,6 @@ def check_readable(run: Run) -> None:
         raise RunError(
             f"{run.path / name} cannot be read: {error.strerror}", hint="the run's folder is damaged"
         ) from error
-    except json.JSONDecodeError as error:
-        raise RunError(f"{run.path / name} is damaged: {error}", hint="put it back from a copy") from error
     except (YAMLError, ValueError, TypeError, KeyError) as error:
         why = str(error).strip().replace("\n", " ")
         raise RunError(f"{run.path / name} is damaged: {why[:200]}", hint="put it back from a copy") from error
