@@ -9,11 +9,11 @@ from tunekit.errors import RunError
 from tunekit.probe.hardware import probe_hardware
 from tunekit.run import fingerprints
 from tunekit.run.agreement import Agreement, agreement_of
-from tunekit.run.events import FINAL_PHASES, Event
-from tunekit.run.life import DIED
+from tunekit.run.events import Event
 from tunekit.run.made_with import changed_texts, made_with, record_versions
 from tunekit.run.origin import check_run_code, write_code
 from tunekit.run.place import place_of
+from tunekit.run.prospects import prospects
 from tunekit.run.run import RUNS, Run, check_free
 from tunekit.run.story import Story, story_of
 
@@ -55,11 +55,12 @@ def _check(story: Story) -> None:
     """Refuse what cannot be repeated."""
     run, plan = story.run, story.plan
     if story.state != "finished":
-        goes_on = f"`tunekit resume {run.path}` goes on with it"
         raise RunError(
             f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat",
-            hint=goes_on if story.state in (*FINAL_PHASES, DIED) else "wait for its end",
+            hint=prospects(run) or "wait for its end",
         )
+    if not run.result():
+        raise RunError(f"{run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
     anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains by what is there now"
     for event in run.events():
         if event["event"] == "resume" and (event["changes"] or event.get("weights_only")):

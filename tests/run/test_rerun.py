@@ -133,5 +133,12 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` goes on with it$"):
+    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` goes on from step"):
+        tunekit.rerun(other)
+
+
+def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
+    other = shutil.copytree(run.path, tmp_path / "other")
+    (other / "events.jsonl").unlink()
+    with pytest.raises(tunekit.TunekitError, match=r"events\.jsonl tells of no result"):
         tunekit.rerun(other)

@@ -321,6 +321,19 @@ def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
     assert read_events(log.path, end) == ([], end)
 
 
+def test_a_damaged_event_is_named_by_its_line(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("log", step=1)
+    offset = read_events(log.path)[1]
+    with log.path.open("ab") as stream:
+        stream.write(b'{"event": "log", "step": 2}\n\0\0\0\n{"event": "log", "step": 3}\n')
+    for start in (0, offset):
+        with pytest.raises(
+            RunError, match=r"events\.jsonl:3: the line is damaged: .*; delete it, or put the file back"
+        ):
+            read_events(log.path, start)
+
+
 def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):
     run, _ = finished
     monkeypatch.setitem(sys.modules, "matplotlib", None)

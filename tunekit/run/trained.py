@@ -17,9 +17,9 @@ from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.run.checkpoint import fault_of
-from tunekit.run.events import FINAL_PHASES
 from tunekit.run.inside import is_name
 from tunekit.run.origin import check_run_code
+from tunekit.run.prospects import prospects
 from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
@@ -133,13 +133,10 @@ def _result(run: Run) -> Trained:
     if state != "finished" or not run.model_path.is_dir():
         status = run.status()
         where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-        steps = checkpoints_of(run)
-        hint = f"`tunekit resume {run.path}` goes on with it"
+        steps, hint = checkpoints_of(run), prospects(run) or "wait for its end"
         if state == "finished":
             where = f"{run.name} is finished, and {run.model_path} is gone"
             hint = f"put it back, or `tunekit rerun {run.path}` makes it again"
-        elif state not in FINAL_PHASES and state != "died":
-            hint = "wait for its end"
         if steps:
             hint = f"name one of its checkpoints, such as --checkpoint {steps[-1]}; or {hint}"
         raise RunError(where, hint=hint)
