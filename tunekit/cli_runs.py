@@ -39,7 +39,11 @@ def show_run(
 
     found = find_run(run)
     if plot is not None:
-        found.plot().savefig(plot, dpi=150)
+        try:
+            found.plot().savefig(plot, dpi=150)
+        except OSError as error:
+            hint = "name a file in a folder that exists"
+            raise TunekitError(f"cannot write '{plot}': {error.strerror}", hint=hint) from error
         print(plot)
         return
     console = make_console()

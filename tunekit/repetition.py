@@ -89,7 +89,7 @@ def _check(story: Story) -> None:
 def _made(story: Story, name: str | None) -> Run:
     """The folder of the repetition, with the plan and the rows of the run."""
     run, recipe = story.run, story.recipe
-    if name is not None and (Path(name).name != name or name.startswith(".")):
+    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
         raise RunError(f"{name!r} is no name of a folder in {RUNS}", hint="use letters, digits, - and _")
     folder = None if name is None else str((RUNS / name).absolute())
     output = recipe.output.model_copy(update={"dir": folder})

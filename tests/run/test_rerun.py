@@ -142,3 +142,9 @@ def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
     (other / "events.jsonl").unlink()
     with pytest.raises(tunekit.TunekitError, match=r"events\.jsonl tells of no result"):
         tunekit.rerun(other)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
+def test_a_repetition_lies_in_runs_under_a_name_of_its_own(name, run):
+    with pytest.raises(tunekit.TunekitError, match="is no name of a folder in runs"):
+        tunekit.rerun(run, name=name)

@@ -218,13 +218,25 @@ def test_a_name_that_no_run_has_is_answered_with_the_nearest(tmp_path, monkeypat
         find_run("zzz")
 
 
-def test_one_damaged_status_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch):
+def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "good")
+    told = CliRunner().invoke(app, ["runs", "show", "good", "--plot", "no/loss.png"])
+    assert isinstance(told.exception, tunekit.TunekitError)
+    assert str(told.exception).startswith("cannot write 'no/loss.png': No such file or directory; name a file")
+
+
+def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made_run(tmp_path / "runs" / "good")
     made_run(tmp_path / "runs" / "bad")
+    (tmp_path / "runs" / "good" / "events.jsonl").write_text(
+        '{"event": "log", "time": 1, "step": 1, "loss": 2.5}\n{"ev\n'
+    )
     (tmp_path / "runs" / "bad" / "status.json").write_text("")
     assert [run.name for run in list_runs()] == ["good"] and find_run("goo").name == "good"
-    assert "note: runs/bad/status.json is damaged" in CliRunner().invoke(app, ["runs"]).output
+    listed = CliRunner().invoke(app, ["runs"]).output
+    assert "note: runs/bad/status.json is damaged" in listed and "loss 2.5000" in listed
     with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy"):
         find_run("bad").status()
 
