@@ -8,6 +8,7 @@ PyYAML splits the text into nodes with positions; what a node means is decided h
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -216,7 +217,7 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     """
     reading = _Reading(place)
     try:
-        node = _Nodes(text).get_single_node()
+        node = _composed(text)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = _at(place, before.count("\n"), len(before) - before.rfind("\n") - 1)
@@ -225,6 +226,12 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         raise YAMLProblem(_syntax_problem(error, place)) from error
     return (None if node is None else reading.value(node, ())), reading.places, reading.problems
+
+
+@lru_cache(maxsize=16)
+def _composed(text: str) -> Node | None:
+    """The root of a YAML text; kept, since a run's recipe is read many times while it works. Nobody changes a node."""
+    return _Nodes(text).get_single_node()
 
 
 def node_of(text: str) -> Node | None:
