@@ -79,6 +79,14 @@ def test_what_is_drawn_from_the_model_is_drawn_again(method, judged, tmp_path, m
     assert len(logged[0]) == 2 and logged[0] == logged[1]
 
 
+def test_weights_that_are_gone_are_not_said_to_differ(run, repeated, tmp_path):
+    other = shutil.copytree(run.path, tmp_path / "other")
+    shutil.rmtree(other / "model")
+    found = agreement_of(tunekit.Run(other), repeated[1])
+    assert found.agrees and found.same_weights is None
+    assert "3 losses and measures are the same to the last bit, the run's weights are gone" in list(found.lines())
+
+
 def test_the_first_step_whose_loss_differs_is_named(run, repeated, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     events = [json.loads(line) for line in (other / "events.jsonl").read_text().splitlines()]
