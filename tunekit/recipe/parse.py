@@ -24,6 +24,9 @@ from tunekit.recipe.places import Key, Place, Places, Problem
 MAX_BYTES = 256 * 1024
 """Longest recipe file, in bytes. A recipe is a page; a file of this size is something else, such as data."""
 
+MAX_KEPT_LENGTH = 16 * 1024
+"""Longest text whose nodes are kept for when it is read again, in characters; they take a hundred times its room."""
+
 MAX_VALUES = 50_000
 """Most keys and values that a recipe may have once its aliases are followed."""
 
@@ -217,7 +220,7 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     """
     reading = _Reading(place)
     try:
-        node = _composed(text)
+        node = _kept_node_of(text) if len(text) <= MAX_KEPT_LENGTH else node_of(text)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = _at(place, before.count("\n"), len(before) - before.rfind("\n") - 1)
@@ -228,10 +231,10 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     return (None if node is None else reading.value(node, ())), reading.places, reading.problems
 
 
-@lru_cache(maxsize=16)
-def _composed(text: str) -> Node | None:
-    """The root of a YAML text; kept, since a run's recipe is read many times while it works. Nobody changes a node."""
-    return _Nodes(text).get_single_node()
+@lru_cache(maxsize=4)
+def _kept_node_of(text: str) -> Node | None:
+    """The root of a YAML text, which is kept: a run's recipe is read many times while it works. Nobody changes it."""
+    return node_of(text)
 
 
 def node_of(text: str) -> Node | None:
