@@ -25,7 +25,7 @@ from typing import Any, Literal
 import yaml
 
 from benchmarks.circumstances import in_words
-from tests.processes import PRELOADED, in_processes
+from tests.processes import in_processes
 from tests.run.engines import made
 from tests.tiny import save_tiny_model
 from tunekit.errors import Stopped, TunekitError
@@ -33,16 +33,6 @@ from tunekit.errors import Stopped, TunekitError
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "exact.md"
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "accelerate", "deepspeed")
-
-MODULES = (
-    "tunekit.run.worker",
-    "tunekit.run.callback",
-    "tunekit.run.engine",
-    "tunekit.run.saving",
-    "trl.trainer.dpo_trainer",
-    "trl.trainer.grpo_trainer",
-)
-"""What most of the processes import."""
 
 NUM_ROWS = 22
 BATCH = 8
@@ -504,7 +494,6 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     lines, num_unlike = [], 0
-    PRELOADED.extend(MODULES)
     with tempfile.TemporaryDirectory() as folder:
         for case in dict.fromkeys(case for words in args.only for case in CASES if words in case.name):
             began = time.perf_counter()

@@ -183,9 +183,7 @@ def started(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A process forked from one that has imported the libraries."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [*PRELOADED, "deepspeed", "tunekit.run.worker", "tunekit.run.callback", "tunekit.api"]
-    )
+    context.set_forkserver_preload([*PRELOADED, "tunekit.api"])
     process = context.Process(target=function, args=args, kwargs=kwargs)
     process.start()
     return process

@@ -13,7 +13,23 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch.distributed.fsdp", "peft", "bitsandbytes", "transformers.trainer", "trl.trainer.sft_trainer"]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "peft",
+    "bitsandbytes",
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.grpo_trainer",
+    "tunekit.run.worker",
+    "tunekit.run.callback",
+    "tunekit.run.boundary",
+    "tunekit.run.saving",
+    "tunekit.run.save",
+    "tunekit.run.engine",
+    "tunekit.model.fuse",
+    "deepspeed",
+]
 """What every process would import by itself, in seconds."""
 
 

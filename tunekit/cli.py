@@ -166,6 +166,8 @@ def data(
     from tunekit.display_data import data_report_parts
 
     source, notes = _load(recipe, overrides)
+    if html is not None and not html.parent.is_dir():
+        _write(html, "")  # What cannot be written is said before the rows are read.
     console = make_console()
     progress = Progress(Console(stderr=True))
     try:

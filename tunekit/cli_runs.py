@@ -17,13 +17,15 @@ runs_app = typer.Typer(help="List the runs of this folder; show, tag or delete o
 def _runs(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from tunekit.display import make_console, runs_table
-        from tunekit.run.run import list_runs
+        from tunekit.run.run import damaged_runs, list_runs
 
-        runs = list_runs()
-        if not runs:
+        runs, damaged = list_runs(), damaged_runs()
+        if runs:
+            make_console().print(runs_table(runs))
+        elif not damaged:
             print("no runs here; `tunekit train sft/quickstart` makes one")
-            return
-        make_console().print(runs_table(runs))
+        for run in damaged:
+            print(f"note: {run.path / 'status.json'} is damaged; put it back from a copy, or delete the folder")
 
 
 @runs_app.command("show")
@@ -37,7 +39,11 @@ def show_run(
 
     found = find_run(run)
     if plot is not None:
-        found.plot().savefig(plot, dpi=150)
+        try:
+            found.plot().savefig(plot, dpi=150)
+        except OSError as error:
+            hint = "name a file in a folder that exists"
+            raise TunekitError(f"cannot write '{plot}': {error.strerror}", hint=hint) from error
         print(plot)
         return
     console = make_console()

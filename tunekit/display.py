@@ -38,6 +38,7 @@ from tunekit.run.evaluation import evaluations_of
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
 from tunekit.run.prospects import prospects
+from tunekit.run.reader import last_events
 from tunekit.run.run import Run
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
     table = Table("run", "state", "step", "last", "started", "tags", box=None, padding=(0, 3, 0, 0))
     for run in runs:
         status = run.status()
-        logs = [event for event in run.events() if event["event"] == "log"]
+        logs = [event for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
         learned = judged_by([name for log in logs for name in log])
         values = [log[learned] for log in logs if log.get(learned) is not None]
         style = {"finished": "green", "failed": "red", "died": "red", "interrupted": "yellow"}.get(run.state, "cyan")

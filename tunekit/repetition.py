@@ -13,6 +13,7 @@ from tunekit.run.events import Event
 from tunekit.run.made_with import changed_texts, made_with, record_versions
 from tunekit.run.origin import check_run_code, write_code
 from tunekit.run.place import place_of
+from tunekit.run.prospects import prospects
 from tunekit.run.run import RUNS, Run, check_free
 from tunekit.run.story import Story, story_of
 
@@ -56,8 +57,10 @@ def _check(story: Story) -> None:
     if story.state != "finished":
         raise RunError(
             f"{run.name} is {story.state}, at step {story.step_words}: there is no whole run to repeat",
-            hint=f"`tunekit resume {run.path}` goes on with it once it has ended",
+            hint=prospects(run) or "wait for its end",
         )
+    if not run.result():
+        raise RunError(f"{run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
     anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=null` trains by what is there now"
     for event in run.events():
         if event["event"] == "resume" and (event["changes"] or event.get("weights_only")):
@@ -86,7 +89,7 @@ def _check(story: Story) -> None:
 def _made(story: Story, name: str | None) -> Run:
     """The folder of the repetition, with the plan and the rows of the run."""
     run, recipe = story.run, story.recipe
-    if name is not None and (Path(name).name != name or name.startswith(".")):
+    if name is not None and (not name or Path(name).name != name or name.startswith(".")):
         raise RunError(f"{name!r} is no name of a folder in {RUNS}", hint="use letters, digits, - and _")
     folder = None if name is None else str((RUNS / name).absolute())
     output = recipe.output.model_copy(update={"dir": folder})

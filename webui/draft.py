@@ -199,7 +199,7 @@ def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(text if text.endswith("\n") else f"{text}\n")  # An editor in a page takes it off.
         Path(temporary).replace(path)
     except OSError as error:
         raise tunekit.TunekitError(f"{name}: cannot be written: {error.strerror}") from error

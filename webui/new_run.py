@@ -47,7 +47,7 @@ class NewRun:
             render=False,
         )
         hidden: dict[str, Any] = {"visible": "hidden", "label": words("form.yaml"), "render": False}
-        self.shown = gr.Textbox(elem_id="form-shown", **hidden)
+        self.known = gr.Textbox(elem_id="form-known", **hidden)
         self.faults = gr.Textbox(elem_id="form-faults", **hidden)
         self.tick = gr.Textbox(elem_id="form-tick", **hidden)
         gr.Markdown(f"# {words('form.title')}")
@@ -77,7 +77,7 @@ class NewRun:
         words = self.words
         self.problems = gr.HTML(elem_id="form-problems")
         self.launch = plan_panel.make_launch(words)
-        for component in (self.text, self.shown, self.faults, self.tick):
+        for component in (self.text, self.known, self.faults, self.tick):
             component.render()
         with gr.Accordion(words("form.differences"), open=False):
             self.differences = gr.HTML(elem_id="form-differences")
@@ -100,7 +100,7 @@ class NewRun:
 
     def attach(self, page: gr.Blocks) -> None:
         """Attach what happens between the components."""
-        drafted = [self.text, self.shown, self.tick, self.source, self.notice]
+        drafted = [self.text, self.known, self.tick, self.source, self.notice]
         page.load(self.open, [self.kept], drafted, show_progress="hidden").then(fn=None, js=_FORGET_QUERY)
         self.source.input(self.begin, [self.source], drafted, show_progress="hidden")
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
@@ -126,7 +126,7 @@ class NewRun:
 
     def _render(self) -> None:
         """Make the form anew where the draft has other fields, and not where it has other values."""
-        asked = [self.shown, self.search]
+        asked = [self.known, self.search]
         gr.render(asked, [self.tick.change, self.search.change], show_progress="hidden")(self.fill)
 
     def fill(self, known: str, asked: str) -> None:
@@ -140,14 +140,17 @@ class NewRun:
         form = make_form(entries, faults, self.words, asked)
         keys, fields = list(form.fields), list(form.fields.values())
         folds = [fold for fold, _ in form.folds]
+        # The draft as this very form shows it: fields that come into the page behind somebody's next change say what
+        # was there before it, and that is no wish to have it back.
+        held = gr.Textbox(known, visible="hidden", label=self.words("form.yaml"), elem_id="form-held")
 
-        def changed(text: str, known: str, *given: Any) -> list[Any]:
-            return self.merge(text, known, dict(zip(keys, given, strict=True)))
+        def changed(text: str, shown_here: str, *given: Any) -> list[Any]:
+            return self.merge(text, shown_here, dict(zip(keys, given, strict=True)))
 
-        def settled(found: str, known: str, text: str) -> list[Any]:
+        def settled(found: str, shown_here: str, text: str) -> list[Any]:
             if json.loads(found)["text"] != text:  # It has changed since, and what is found in it now comes next.
-                return [gr.skip()] * (len(keys) + len(folds) + 2)
-            return self.follow(found, known, keys, [inside for _, inside in form.folds])
+                return [gr.skip()] * (len(keys) + len(folds) + 3)
+            return self.follow(found, shown_here, keys, [inside for _, inside in form.folds])
 
         quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
         if fields:
@@ -156,15 +159,15 @@ class NewRun:
             gr.on(
                 changes,
                 changed,
-                [self.text, self.shown, *fields],
-                [self.text, self.shown, self.tick],
+                [self.text, held, *fields],
+                [self.text, held, self.known, self.tick],
                 key="changed",
                 **quiet,
             )
             # What the form is held against comes last: until then, each field shows what was there or what is now.
-            told_of = [*fields, *folds, self.shown, self.tick]
-            self.faults.change(settled, [self.faults, self.shown, self.text], told_of, key="settled", **quiet)
-        edited = [self.text, self.shown, self.tick]
+            told_of = [*fields, *folds, held, self.known, self.tick]
+            self.faults.change(settled, [self.faults, held, self.text], told_of, key="settled", **quiet)
+        edited = [self.text, self.known, self.tick]
         for button, key in form.removes:
             button.click(
                 lambda text, key=key: self.edit(text, key, tunekit.UNSET),
@@ -227,9 +230,9 @@ class NewRun:
             before, now = draft.entries_of(known), draft.entries_of(new)
         except tunekit.TunekitError:
             gr.Warning(self.words("form.mend_yaml"))
-            return [gr.skip(), gr.skip(), gr.skip()]
-        is_other = draft.keys_of(before) != draft.keys_of(now) or text != known
-        return [new, new, _now() if is_other else gr.skip()]
+            return [gr.skip(), gr.skip(), gr.skip(), gr.skip()]
+        is_other = draft.keys_of(before) != draft.keys_of(now) or text.strip() != known.strip()
+        return [gr.skip() if new == text else new, new, new, _now() if is_other else gr.skip()]
 
     def follow(self, found: str, known: str, keys: list[str], folds: list[list[str]]) -> list[Any]:
         """What the form shows of a draft that was checked: its values and what is wrong with them.
@@ -245,9 +248,9 @@ class NewRun:
         try:
             before, now = draft.entries_of(known), draft.entries_of(checked["text"])
         except tunekit.TunekitError:
-            return [*nothing, gr.skip(), gr.skip()]
+            return [*nothing, gr.skip(), gr.skip(), gr.skip()]
         if draft.keys_of(before) != draft.keys_of(now):
-            return [*nothing, checked["text"], _now()]
+            return [*nothing, gr.skip(), checked["text"], _now()]
         faults = faults_by_entry(now, [tunekit.Fault(**one) for one in checked["faults"]])
         was = {entry.key: shown(entry) for entry in before}
         updates = {}
@@ -258,7 +261,7 @@ class NewRun:
                 info=info_of(entry, self.words, fault), elem_classes=classes_of(fault), **value
             )
         opened = [gr.update(open=True) if any(key in faults for key in inside) else gr.skip() for inside in folds]
-        return [*(updates[key] for key in keys), *opened, checked["text"], gr.skip()]
+        return [*(updates[key] for key in keys), *opened, checked["text"], checked["text"], gr.skip()]
 
     def edit(self, text: str, key: str, value: Any) -> list[Any]:
         """The draft with one key changed, and a form of its own."""
@@ -344,4 +347,4 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     parts.attach(page)
     # Below the form and not below both columns, so that what starts the run stays in sight beside the plan too.
     with parts.main:
-        plan_panel.build(page, site, words, parts.text, parts.launch, [parts.shown, parts.tick])
+        plan_panel.build(page, site, words, parts.text, parts.launch, [parts.known, parts.tick])

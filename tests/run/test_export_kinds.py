@@ -140,6 +140,16 @@ def test_a_wrong_merge_is_refused(wrong, right, tmp_path):
         check(replace(subject, folder=str(tmp_path / "out")))
 
 
+def test_what_half_precision_may_have_lost_is_refused_with_another_type_to_try(right, tmp_path):
+    subject, _, before = right
+    shutil.copytree(subject.folder, tmp_path / "out")
+    save_file(before, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        tunekit.TunekitError, match=r"nothing was kept of it: export with --dtype float32, where float16"
+    ):
+        check(replace(subject, folder=str(tmp_path / "out"), dtype="float16"))
+
+
 def test_another_tokenizer_is_refused(right, tmp_path):
     subject, _, _ = right
     shutil.copytree(subject.folder, tmp_path / "out")

@@ -157,13 +157,25 @@ DAMAGES = [
     ("lora", BOTH, lambda run: cut(run / "model/adapter_model.safetensors"), "adapter_model.safetensors is damaged"),
     ("full", ALONE, lambda run: cut(run / "model/model.safetensors"), "the weights of .* are damaged"),
     ("full", BOTH, lambda run: cut(run / "model/config.json"), "is not a valid JSON file"),
-    ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "Should have a `model_type` key"),
+    ("full", ALONE, lambda run: (run / "model/config.json").unlink(), "holds no config.json; put it back"),
+    (
+        "full",
+        BOTH,
+        lambda run: (run / "model/model.safetensors").unlink(),
+        r"there is no \*.safetensors in it; put it back",
+    ),
+    (
+        "full",
+        ALONE,
+        lambda run: [one.unlink() for one in (run / "model").glob("tokenizer*")],
+        "holds no tokenizer; put",
+    ),
     ("lora", ALONE, lambda run: cut(run / "model/tokenizer.json"), "the tokenizer in .* cannot be loaded"),
-    ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "it has no model yet"),
+    ("lora", BOTH, lambda run: shutil.rmtree(run / "model"), "is finished, and .*model is gone; .*put it back, or"),
     ("lora", ALL, lambda run: cut(run / "status.json"), "status.json is damaged"),
     ("lora", ALL, lambda run: (run / "plan.yaml").unlink(), "plan.yaml cannot be read: No such file"),
     ("lora", ALL, lambda run: (run / "plan.yaml").write_text("a: ["), "plan.yaml is damaged"),
-    ("lora", ALL, lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml: file not found"),
+    ("lora", ALL, lambda run: (run / "recipe.yaml").unlink(), "recipe.yaml cannot be read: No such file"),
     ("lora", ALONE, lambda run: (run / "events.jsonl").unlink(), "events.jsonl tells of no result"),
 ]
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_answered_is_refused_before_a_model_is_loaded(
     assert told == [] and list(tmp_path.iterdir()) == [prompts]
 
 
-def test_a_damaged_model_and_an_unfinished_run_are_named_in_one_line(run, tmp_path):
+def test_a_damaged_model_and_a_run_without_one_are_named_in_one_line(run, tmp_path):
     prompts = write(tmp_path / "prompts.jsonl", ROWS[:1])
     shutil.copytree(run.path, tmp_path / "early", ignore=shutil.ignore_patterns("model", "checkpoints"))
     shutil.copytree(run.path, tmp_path / "torn")
@@ -204,7 +204,7 @@ def test_a_damaged_model_and_an_unfinished_run_are_named_in_one_line(run, tmp_pa
     for cut in (tmp_path / "weights" / "model.safetensors", tmp_path / "torn" / "model" / "adapter_model.safetensors"):
         cut.write_bytes(cut.read_bytes()[:1000])
     for name, words in (
-        ("early", "it has no model yet"),
+        ("early", r"is finished, and .*model is gone; put it back, or `tunekit rerun"),
         ("torn", "adapter_model.safetensors is damaged"),
         ("config", "config.json cannot be read"),
         ("tokenizer", "the tokenizer in .* cannot be loaded"),

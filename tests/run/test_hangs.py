@@ -145,7 +145,7 @@ class Forked:
 
     def __init__(self, fault, folder):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, "tunekit.run.worker"])
+        context.set_forkserver_preload(PRELOADED)
         shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.all = []
         for rank in range(2):

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tunekit
-from tests.tiny import save_chats
+from tests.rows import save_rows
+from tests.tiny import save_chats, save_tiny_model
 from tunekit.cli import app
 from tunekit.run.agreement import agreement_of
 
@@ -20,7 +21,7 @@ def run(tmp_path_factory):
         {
             "model": "pico",
             "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
-            "train": {"max_steps": 3, "global_batch_size": 4, "logging_steps": 1},
+            "train": {"max_steps": 3, "global_batch_size": 4, "logging_steps": 1, "save_steps": 2},
             "output": {"dir": str(folder / "runs" / "one"), "sample_prompts": []},
         }
     )
@@ -41,6 +42,49 @@ def test_a_repetition_has_the_same_losses_and_weights_to_the_last_bit(run, repea
     losses = [[event["loss"] for event in one.events() if event["event"] == "log"] for one in (run, again)]
     assert len(losses[0]) == 3 and losses[0] == losses[1]
     assert json.loads((again.path / "rerun.json").read_text())["agrees"]
+
+
+def test_a_run_that_was_gone_on_with_as_it_was_is_repeated_from_its_beginning(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = shutil.copytree(run.path, tmp_path / "runs" / "other")
+    resumed = tunekit.resume(other, from_="2")
+    assert [event["step"] for event in resumed.events() if event["event"] == "resume"] == [2]
+    found = tunekit.rerun(resumed)
+    assert found.agrees and found.first is None and found.num_values == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "judged"),
+    [
+        ({"type": "dpo"}, "rewards/margins"),
+        ({"type": "grpo", "rewards": ["numeric_match"], "max_completion_length": 8}, "reward"),
+    ],
+)
+def test_what_is_drawn_from_the_model_is_drawn_again(method, judged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    save_rows(tmp_path / "rows.jsonl", method["type"], num=8)
+    once = tunekit.train(
+        {
+            "model": str(tmp_path / "model"),
+            "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
+            "method": method,
+            "train": {"max_steps": 2, "global_batch_size": 8, "logging_steps": 1},
+            "output": {"sample_prompts": []},
+        }
+    )
+    found = tunekit.rerun(once)
+    assert found.agrees and found.first is None and found.same_weights and found.num_values == 4
+    logged = [[event[judged] for event in one.events() if event["event"] == "log"] for one in (once, found.again)]
+    assert len(logged[0]) == 2 and logged[0] == logged[1]
+
+
+def test_weights_that_are_gone_are_not_said_to_differ(run, repeated, tmp_path):
+    other = shutil.copytree(run.path, tmp_path / "other")
+    shutil.rmtree(other / "model")
+    found = agreement_of(tunekit.Run(other), repeated[1])
+    assert found.agrees and found.same_weights is None
+    assert "3 losses and measures are the same to the last bit, the run's weights are gone" in list(found.lines())
 
 
 def test_the_first_step_whose_loss_differs_is_named(run, repeated, tmp_path):
@@ -97,5 +141,18 @@ def test_rows_that_were_changed_since_are_named(run):
 def test_a_run_that_has_not_finished_is_not_repeated(run, tmp_path):
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "status.json").write_text(json.dumps({**run.status(), "phase": "interrupted"}))
-    with pytest.raises(tunekit.TunekitError, match="there is no whole run to repeat"):
+    with pytest.raises(tunekit.TunekitError, match=r"no whole run to repeat; `tunekit resume .*` goes on from step"):
         tunekit.rerun(other)
+
+
+def test_a_run_without_its_events_is_not_repeated_in_vain(run, tmp_path):
+    other = shutil.copytree(run.path, tmp_path / "other")
+    (other / "events.jsonl").unlink()
+    with pytest.raises(tunekit.TunekitError, match=r"events\.jsonl tells of no result"):
+        tunekit.rerun(other)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
+def test_a_repetition_lies_in_runs_under_a_name_of_its_own(name, run):
+    with pytest.raises(tunekit.TunekitError, match="is no name of a folder in runs"):
+        tunekit.rerun(run, name=name)

@@ -9,9 +9,12 @@ import sys
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import tunekit
+from tests.run.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tunekit.cli import app
 from tunekit.data.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
@@ -204,6 +207,40 @@ def test_an_unknown_run_is_said_to_be_so(here):
         Run("model")
 
 
+def test_a_name_that_no_run_has_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "pico-sft-20260101-120000")
+    made_run(tmp_path / "runs" / "mine")
+    for said, meant in (("sft", "pico-sft"), ("picosft", "pico-sft"), ("miin", "mine"), ("Pico_SFT", "pico-sft")):
+        with pytest.raises(RunError, match=f"no run '{said}' in runs; did you mean '{meant}'?"):
+            find_run(said)
+    with pytest.raises(RunError, match="no run 'zzz' in runs; `tunekit runs` lists them"):
+        find_run("zzz")
+
+
+def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "good")
+    told = CliRunner().invoke(app, ["runs", "show", "good", "--plot", "no/loss.png"])
+    assert isinstance(told.exception, tunekit.TunekitError)
+    assert str(told.exception).startswith("cannot write 'no/loss.png': No such file or directory; name a file")
+
+
+def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made_run(tmp_path / "runs" / "good")
+    made_run(tmp_path / "runs" / "bad")
+    (tmp_path / "runs" / "good" / "events.jsonl").write_text(
+        '{"event": "log", "time": 1, "step": 1, "loss": 2.5}\n{"ev\n'
+    )
+    (tmp_path / "runs" / "bad" / "status.json").write_text("")
+    assert [run.name for run in list_runs()] == ["good"] and find_run("goo").name == "good"
+    listed = CliRunner().invoke(app, ["runs"]).output
+    assert "note: runs/bad/status.json is damaged" in listed and "loss 2.5000" in listed
+    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy"):
+        find_run("bad").status()
+
+
 def test_rows_left_out_are_written_down_and_rows_held_out_are_evaluated(here, tmp_path):
     lines = (here / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     lines[4] = '{"messages": []}'
@@ -294,6 +331,19 @@ def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
     more, end = read_events(log.path, offset)
     assert [event["step"] for event in more] == [2]
     assert read_events(log.path, end) == ([], end)
+
+
+def test_a_damaged_event_is_named_by_its_line(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("log", step=1)
+    offset = read_events(log.path)[1]
+    with log.path.open("ab") as stream:
+        stream.write(b'{"event": "log", "step": 2}\n\0\0\0\n{"event": "log", "step": 3}\n')
+    for start in (0, offset):
+        with pytest.raises(
+            RunError, match=r"events\.jsonl:3: the line is damaged: .*; delete it, or put the file back"
+        ):
+            read_events(log.path, start)
 
 
 def test_plots_without_matplotlib_name_the_remedy(finished, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs that are reported to trackers: what these show, read with their own means, and what becomes of a run without."""
 
+import html
 import json
 import os
 import sqlite3
@@ -22,6 +23,7 @@ from tunekit import api
 from tunekit.cli import main
 from tunekit.errors import DependencyError, RunError
 from tunekit.run.events import EventLog
+from tunekit.run.report import report
 from tunekit.run.run import Run
 from tunekit.run.trackers import check_trackers, environment_of, kept_of
 
@@ -257,6 +259,19 @@ def test_a_run_that_goes_on_is_the_same_one_there_with_the_recipe_as_its_configu
     }
     (place,) = {event["message"] for event in run.events() if event["event"] == "tracker" and event["name"] == "mlflow"}
     assert place == f"{server.uri}/#/experiments/{mlflow_run.info.experiment_id}/runs/{mlflow_run.info.run_id}"
+
+
+@pytest.mark.slow
+def test_the_report_of_a_run_says_where_it_is_shown_and_what_failed(shown):
+    run, cut_off = shown
+    text = html.unescape(report(run).partition("Where it was reported to")[2].partition("What it ran with")[0])
+    # Where it went on; Weights & Biases has a file of each part.
+    places = {event["name"]: event["message"] for event in run.events() if event["event"] == "tracker"}
+    assert len(places) == 4 and all(words in text for words in places.values())
+    failure = cut_off[-1]["message"].removeprefix("MLflow: ")
+    assert text.count("its last figures are missing there") == 1 and failure in text
+    assert text.count("all of its figures have arrived since") == 1
+    assert text.index("<dt>MLflow") < text.index(failure) < text.index("<dt>trackio")
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import threading
 import time
@@ -16,6 +18,7 @@ from tunekit.cli import app
 from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.run.stopping import stop_run
 from tunekit.sweeps.folder import known_sweep
+from tunekit.sweeps.page import page
 
 pytestmark = pytest.mark.slow
 
@@ -161,6 +164,19 @@ def test_the_pictures_show_every_run_that_has_a_measure(resumed, tmp_path):
     assert page.count("<polyline") == sum(one.value is not None for one in made.outcomes())
     assert "<script" not in page and "2: save_total_limit=2" in page and "· best" in page
     assert command("sweep", "show", made.path, "--plot", tmp_path / "no" / "s.png")[2].startswith("cannot write")
+
+
+def test_what_is_swept_is_nothing_that_all_runs_have_in_common(stopped, tmp_path):
+    # A copy: its page is asked for before any of its runs has begun.
+    made, _, _ = stopped
+    other = tunekit.Sweep(shutil.copytree(made.path, tmp_path / "sweeps" / "other"))
+    text = (other.path / "sweep.yaml").read_text(encoding="utf-8")
+    axes = "axes:\n  adapter.type: [lora, full]\n  train.learning_rate: log:0.0001..0.01\nsearch:"
+    (other.path / "sweep.yaml").write_text(re.sub("axes:.*?search:", axes, text, flags=re.DOTALL), encoding="utf-8")
+    (other.path / "trials.json").write_text("[]", encoding="utf-8")
+    common = page(other).partition("have in common")[2]
+    assert "max_steps: 12" in common and "rows.jsonl" in common
+    assert not any(words in common for words in ("adapter", "rank", "lora", "learning_rate"))
 
 
 def test_stopping_a_sweep_that_is_over_changes_nothing(resumed):

@@ -270,7 +270,7 @@ def test_a_draft_is_saved_once_and_replaced_only_where_that_is_said(site: Site) 
     with pytest.raises(FileExistsError):
         draft.save(site, "mine.yaml", "model: b\n", replace=False)
     assert (site.root / "mine.yaml").read_text() == "model: a\n"
-    draft.save(site, "mine.yaml", "model: b\n", replace=True)
+    draft.save(site, "mine.yaml", "model: b", replace=True)
     assert (site.root / "mine.yaml").read_text() == "model: b\n"
     for name in ("../mine.yaml", "mine.py", "runs/a.yaml", "no/folder.yaml", "", "/tmp/mine.yaml"):
         with pytest.raises(tunekit.TunekitError):

@@ -235,6 +235,18 @@ ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_prefere
 """Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
 
 
+BARE_PROMPTS = (
+    "prompts are given to the model as plain text, without its chat template; for a chat model, write each prompt as a "
+    "list of messages"
+)
+"""What is said where `are_bare` holds."""
+
+
+def are_bare(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether prompts are texts, which TRL gives as they stand to a model that has a template for conversations."""
+    return tokenizer.chat_template is not None and isinstance(rows.rows[0]["prompt"], str)
+
+
 def tokens_of(
     row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[int, list[Sequence[int]]]:

@@ -127,6 +127,11 @@ def load_model(
                 **({} if head_seed is None else {"num_labels": 1}),
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        folder = Path(section.path)
+        missing = [name for name in ("config.json", "*.safetensors") if folder.is_dir() and not any(folder.glob(name))]
+        if missing:
+            words = f"model.path: {section.path!r} is no whole model: there is no {missing[0]} in it"
+            raise ModelError(words, hint="put it back, or save the model anew") from error
         raise ModelError(
             f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
             hint=_about_code(error) or "see the log for the whole message",

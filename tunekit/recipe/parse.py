@@ -8,6 +8,7 @@ PyYAML splits the text into nodes with positions; what a node means is decided h
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -22,6 +23,9 @@ from tunekit.recipe.places import Key, Place, Places, Problem
 
 MAX_BYTES = 256 * 1024
 """Longest recipe file, in bytes. A recipe is a page; a file of this size is something else, such as data."""
+
+MAX_KEPT_LENGTH = 16 * 1024
+"""Longest text whose nodes are kept for when it is read again, in characters; they take a hundred times its room."""
 
 MAX_VALUES = 50_000
 """Most keys and values that a recipe may have once its aliases are followed."""
@@ -216,7 +220,7 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     """
     reading = _Reading(place)
     try:
-        node = _Nodes(text).get_single_node()
+        node = _kept_node_of(text) if len(text) <= MAX_KEPT_LENGTH else node_of(text)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         at = _at(place, before.count("\n"), len(before) - before.rfind("\n") - 1)
@@ -225,6 +229,12 @@ def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         raise YAMLProblem(_syntax_problem(error, place)) from error
     return (None if node is None else reading.value(node, ())), reading.places, reading.problems
+
+
+@lru_cache(maxsize=4)
+def _kept_node_of(text: str) -> Node | None:
+    """The root of a YAML text, which is kept: a run's recipe is read many times while it works. Nobody changes it."""
+    return node_of(text)
 
 
 def node_of(text: str) -> Node | None:

@@ -56,7 +56,7 @@ class Agreement:
         num_values: Losses and measures that were compared.
         first: The first that is not the same to the last bit; None where all are.
         beyond: The first that differs by more than is allowed; None where none does.
-        same_weights: Whether the weights are the same to the last bit.
+        same_weights: Whether the weights are the same to the last bit; None where the run's are gone.
     """
 
     run: Run
@@ -66,12 +66,12 @@ class Agreement:
     num_values: int
     first: Difference | None
     beyond: Difference | None
-    same_weights: bool
+    same_weights: bool | None
 
     @property
     def agrees(self) -> bool:
         """Whether it did, as far as is to be expected."""
-        return self.beyond is None and (self.same_weights or self.tolerance > 0)
+        return self.beyond is None and (self.same_weights is not False or self.tolerance > 0)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -92,9 +92,9 @@ class Agreement:
         if self.otherwise:
             yield f"not expected to the last bit: {'; '.join(self.otherwise)}"
             yield f"allowed for it: {self.tolerance:.0%} of a loss, as each step builds on the rounding before it"
-        weights = "so are the weights" if self.same_weights else "the weights are not"
+        weights = {True: "so are the weights", False: "the weights are not", None: "the run's weights are gone"}
         if self.first is None:
-            yield f"{self.num_values} losses and measures are the same to the last bit, {weights}"
+            yield f"{self.num_values} losses and measures are the same to the last bit, {weights[self.same_weights]}"
         else:
             yield f"the first that differs: {self.first.words()}"
         if self.beyond is not None and self.tolerance > 0:
@@ -115,7 +115,8 @@ def agreement_of(run: Run, again: Run) -> Agreement:
         if was.get((step, name)) != now.get((step, name))
     ]
     beyond = next((one for one in differing if not _is_near(one, tolerance)), None)
-    same = _weights(run.model_path) == _weights(again.model_path)
+    weights = _weights(run.model_path)
+    same = weights == _weights(again.model_path) if weights else None
     return Agreement(run, again, otherwise, tolerance, len(places), next(iter(differing), None), beyond, same)
 
 

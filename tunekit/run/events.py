@@ -29,7 +29,7 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   may overlap with computing; `exposed_share` (on CUDA) does not
 - `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
   stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
-  figures of several steps, its name as `trend` (see `tunekit.run.trends`)
+  figures of several steps, its name as `trend` (see `tunekit.run.trends`); for a tracker that failed, `tracker`
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
@@ -45,10 +45,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunekit.errors import RunError
 from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
@@ -92,14 +93,35 @@ class EventLog:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Events written since a byte offset, and the offset to read on from. A line still being written is left."""
+    """Events written since a byte offset, and the offset to read on from. A line still being written is left.
+
+    Raises:
+        RunError: A line is damaged; it is named.
+    """
     if not path.exists():
         return [], offset
     with path.open("rb") as stream:
         stream.seek(offset)
         whole, newline, _ = stream.read().rpartition(b"\n")
-    events = [json.loads(line) for line in whole.splitlines()]
+    lines = whole.splitlines()
+    try:
+        events = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise _damaged(path, offset, lines) from error
     return events, offset + len(whole) + len(newline)
+
+
+def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
+    """What is said of lines behind a byte offset of which one at least is no JSON."""
+    with path.open("rb") as stream:
+        number = stream.read(offset).count(b"\n")
+    for line in lines:
+        number += 1
+        try:
+            json.loads(line)
+        except ValueError as error:
+            return RunError(f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back")
+    raise AssertionError("all lines are JSON")
 
 
 def _plain(value: Any) -> Any:

@@ -131,6 +131,8 @@ def export(
     converter = None if gguf is None else find_converter()
     log = StringIO()
     with library_words_to(log):
+        # Without one nothing can be exported, and nothing need be loaded to see that.
+        tokenizer_of(found)
         target = None if push is None else check_target(push, private=private, replace=replace)
         if converter is not None:
             check_convertible(converter, found)

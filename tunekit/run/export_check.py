@@ -314,7 +314,10 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", conversation: list[dict[str,
 
 def _differs(what: str, subject: Subject) -> ModelError:
     merge = "the merged weights are" if subject.kind == "merged" else "the export is"
-    return ModelError(f"{merge} not what was trained: {what}", hint="nothing was kept of it")
+    hint = "nothing was kept of it"
+    if subject.kind == "merged" and subject.dtype != "float32":
+        hint = f"{hint}: export with --dtype float32, where {subject.dtype}'s rounding was too much"
+    return ModelError(f"{merge} not what was trained: {what}", hint=hint)
 
 
 def main() -> None:

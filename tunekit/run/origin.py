@@ -31,7 +31,7 @@ from tunekit.recipe.places import Fault, Key, dotted
 from tunekit.recipe.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Conflict
-from tunekit.run.events import FINAL_PHASES
+from tunekit.run.prospects import prospects
 from tunekit.run.run import Run, list_runs
 
 CODE = "code.json"
@@ -239,6 +239,4 @@ def _check_finished(run: Run) -> None:
     if state == "finished":
         return
     where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-    if state in FINAL_PHASES or state == "died":
-        raise RunError(f"model.path: {where}", hint=f"`tunekit resume {run.path}` goes on with it")
-    raise RunError(f"model.path: {where}", hint="wait for its end")
+    raise RunError(f"model.path: {where}", hint=prospects(run) or "wait for its end")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunekit.data.alignment import AlignmentSplit, Room, measure_data
+from tunekit.data.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.data.formats import Row, counted
 from tunekit.data.load import LoadedData, Rows
 from tunekit.data.measure import report_data
@@ -187,7 +187,9 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
     )
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
-    return PreparedRows(splits, facts, (*data.notes, *_left_out(recipe, splits)), data.skipped)
+    bare = [f"{rows.source}: {BARE_PROMPTS}" for rows in data.train if are_bare(rows, tokenizer)]
+    notes = (*data.notes, *bare, *_left_out(recipe, splits))
+    return PreparedRows(splits, facts, notes, data.skipped)
 
 
 def report_on_rows(

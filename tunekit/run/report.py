@@ -25,6 +25,7 @@ from tunekit.run.measures import first_and_last, judged_by, rows_of, words_of
 from tunekit.run.page import page_of
 from tunekit.run.run import Run
 from tunekit.run.story import Story, story_of
+from tunekit.run.trackers import TITLES, kept_of
 
 MAX_WARNINGS = 50
 """Warnings that are shown, the last ones."""
@@ -96,6 +97,7 @@ def report(run: Run | str | Path) -> str:
         warnings=_warnings(events),
         decisions=[(one.topic, one.choice, one.why) for one in plan.reasons],
         changes=list(_changes(events)),
+        reported=list(_reported(story, events)),
         environment=list(_environment(story)),
         commands=_commands(found),
         recipe=dump_recipe(story.recipe),
@@ -227,6 +229,19 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
             yield "restarted", f"from step {event['step']:,}: {event['reason']}"
         elif event["event"] == "stop":
             yield "stopped", str(event["message"])
+
+
+def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
+    """What trackers it was reported to: where it is shown there, and what failed on the way."""
+    known = [event["name"] for event in events if event["event"] == "tracker"]
+    for tracker in dict.fromkeys((*story.recipe.output.report_to, *known)):
+        places = [event["message"] for event in events if event["event"] == "tracker" and event["name"] == tracker]
+        failures = [event["message"] for event in events if event.get("tracker") == tracker]
+        title = TITLES[tracker]
+        brief = [words.removeprefix(f"{title}: ") for words in dict.fromkeys(failures)]
+        if brief and kept_of(story.run, tracker).num_sent == sum(event["event"] in ("log", "eval") for event in events):
+            brief.append("all of its figures have arrived since")
+        yield title, places[-1] if places else "nothing has arrived there", brief
 
 
 def _environment(story: Story) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ A `Run` only reads and writes this folder: it is the same from the process that 
 import html
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import DependencyError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
+from tunekit.recipe.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
@@ -57,6 +59,9 @@ TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
 
 MAX_TAG_LETTERS = 40
+
+_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+"""What stands behind the name of a run: when it began."""
 
 SEEN_SECONDS = 30
 """How long another machine has to see a new file of a run, which the file system of a network may show late."""
@@ -121,8 +126,16 @@ class Run:
         return self.path / "model"
 
     def status(self) -> dict[str, Any]:
-        """Phase, step, process and why the run ended, as last written."""
-        status: dict[str, Any] = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        """Phase, step, process and why the run ended, as last written.
+
+        Raises:
+            RunError: The file that says so is damaged.
+        """
+        file = self.path / "status.json"
+        try:
+            status: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{file} is damaged: {error}", hint="put it back from a copy") from error
         return status
 
     def update_status(self, **changes: Any) -> None:
@@ -259,12 +272,32 @@ class Run:
 
 
 def list_runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted."""
+    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted.
+
+    One whose status is damaged is left out: the others can be worked with.
+    """
+    started = {run: since for run in _runs_in(root) if (since := _started(run)) is not None}
+    return sorted(started, key=lambda run: started[run], reverse=True)
+
+
+def damaged_runs(root: Path = RUNS) -> list[Run]:
+    """The runs in a folder whose status cannot be read."""
+    return [run for run in _runs_in(root) if _started(run) is None]
+
+
+def _runs_in(root: Path) -> list[Run]:
     if not root.is_dir():
         return []
     found = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
-    runs = [Run(path) for path in found if (path / "status.json").is_file()]
-    return sorted(runs, key=lambda run: run.status()["started"], reverse=True)
+    return [Run(path) for path in found if (path / "status.json").is_file()]
+
+
+def _started(run: Run) -> float | None:
+    """When a run was started; None where its status does not say so, or is gone by now."""
+    try:
+        return float(run.status()["started"])
+    except (RunError, FileNotFoundError, KeyError, TypeError, ValueError):
+        return None
 
 
 def find_run(name: str) -> Run:
@@ -282,10 +315,20 @@ def find_run(name: str) -> Run:
             where = (RUNS / name).resolve()
             raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
         return Run(RUNS / name)
-    matching = [run for run in list_runs() if run.name.startswith(name)]
+    runs = list_runs()
+    matching = [run for run in runs if run.name.startswith(name)]
     if not matching:
-        raise RunError(f"no run {name!r} in {RUNS}", hint="`tunekit runs` lists them; a folder's path works too")
+        hint = "`tunekit runs` lists them; a folder's path works too"
+        likely = _likely(name, runs)
+        raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
     return matching[0]
+
+
+def _likely(name: str, runs: Iterable[Run]) -> str | None:
+    """The name most like one that no run has, without the time behind it: what holds it, else what is written alike."""
+    stems = list(dict.fromkeys(_TIME.sub("", run.name) for run in runs))
+    holding = (stem for stem in stems if plain_word(name) in plain_word(stem))
+    return next(holding, None) or near(name, stems)
 
 
 def set_tags(run: Run, tags: Iterable[str]) -> list[str]:

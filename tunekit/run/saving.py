@@ -398,6 +398,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             seconds=saving.seconds,
             best=None if saving.best is None else saving.best.model_dump(),
         )
+        self.record.update_status(save_seconds=saving.seconds)
         for message in saving.warnings:
             self.record.write("warning", message=message)
 

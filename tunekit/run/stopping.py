@@ -20,6 +20,7 @@ from tunekit.run.events import FINAL_PHASES
 from tunekit.run.group import SUPERVISOR
 from tunekit.run.job import read_job
 from tunekit.run.life import DIED, RANKS, beats_in
+from tunekit.run.reader import last_events
 from tunekit.run.run import Run
 from tunekit.run.stop import COMMAND, Request, request, words_of
 
@@ -103,12 +104,11 @@ def _wait(left: "_Left", seconds: float, tell: Callable[[str], None]) -> bool:
 
 
 def _patience_seconds(run: Run) -> float:
-    """How long a run may take to end with a checkpoint, by what its steps and checkpoints took before."""
-    events = run.events()
-    steps = [event["step_seconds"] for event in events if event["event"] == "log"]
-    saves = [event.get("seconds", 0.0) for event in events if event["event"] == "checkpoint"]
+    """How long a run may take to end with a checkpoint, by what its last steps and its last checkpoint took."""
+    steps = [event["step_seconds"] for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
+    save = run.status().get("save_seconds", 0.0)
     together = run.plan.schedule.save_together if run.plan.schedule is not None else 1
-    return float(LEAST_SECONDS + (1 + together) * max(steps, default=0.0) + 2 * max(saves, default=0.0))
+    return float(LEAST_SECONDS + (1 + together) * max(steps, default=0.0) + 2 * save)
 
 
 class _Left:

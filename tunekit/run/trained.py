@@ -17,9 +17,9 @@ from tunekit.recipe.load import reload_recipe
 from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.run.checkpoint import fault_of
-from tunekit.run.events import FINAL_PHASES
 from tunekit.run.inside import is_name
 from tunekit.run.origin import check_run_code
+from tunekit.run.prospects import prospects
 from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
 from tunekit.run.whole import named, steps_of
@@ -133,10 +133,10 @@ def _result(run: Run) -> Trained:
     if state != "finished" or not run.model_path.is_dir():
         status = run.status()
         where = f"{run.name} is {state}, after step {status['step']} of {status['num_steps']}: it has no model yet"
-        steps = checkpoints_of(run)
-        hint = f"`tunekit resume {run.path}` goes on with it"
-        if state not in FINAL_PHASES and state != "died":
-            hint = "wait for its end"
+        steps, hint = checkpoints_of(run), prospects(run) or "wait for its end"
+        if state == "finished":
+            where = f"{run.name} is finished, and {run.model_path} is gone"
+            hint = f"put it back, or `tunekit rerun {run.path}` makes it again"
         if steps:
             hint = f"name one of its checkpoints, such as --checkpoint {steps[-1]}; or {hint}"
         raise RunError(where, hint=hint)
@@ -239,6 +239,8 @@ def tokenizer_of(found: Trained, folder: str | None = None) -> "PreTrainedTokeni
     try:
         return AutoTokenizer.from_pretrained(where, revision=revision, trust_remote_code=found.base.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if Path(where).is_dir() and not any(Path(where).glob("tokenizer*")):
+            raise ModelError(f"{where} holds no tokenizer", hint="put back its tokenizer.json") from error
         first = str(error).partition("\n")[0]
         raise ModelError(f"the tokenizer in {where} cannot be loaded: {first}", hint="it may be damaged") from error
 
@@ -257,7 +259,10 @@ def config_of(found: Trained) -> "PretrainedConfig":
             where, revision=found.base.revision, trust_remote_code=found.base.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{where}: its config.json cannot be read: {str(error).partition(chr(10))[0]}") from error
+        if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
+            raise ModelError(f"{where} holds no config.json", hint="put it back from a copy") from error
+        first = str(error).partition("\n")[0]
+        raise ModelError(f"{where}: its config.json cannot be read: {first}", hint="it may be damaged") from error
 
 
 def stored_dtype(found: Trained) -> Dtype:

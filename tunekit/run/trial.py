@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from tunekit.data.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.formats import Row, counted
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
@@ -111,6 +112,7 @@ class RewardTrial:
         max_completion_length: Longest answer that there could be, in tokens.
         generation_seconds_per_step: For as many answers as an optimizer step has.
         masks_truncated: Whether truncated answers are left out of the loss.
+        is_bare: Whether prompts are texts that the model is given as they stand, though it has a chat template.
     """
 
     groups: tuple[Group, ...]
@@ -119,6 +121,7 @@ class RewardTrial:
     max_completion_length: int
     generation_seconds_per_step: float
     masks_truncated: bool
+    is_bare: bool
 
     @property
     def answers(self) -> list[Answer]:
@@ -142,7 +145,8 @@ class RewardTrial:
 
     def warnings(self) -> list[str]:
         """What speaks against training so, a sentence each."""
-        return [*self._about_signal(), *self._about_length(), *self._about_rewards()]
+        bare = [BARE_PROMPTS] if self.is_bare else []
+        return [*bare, *self._about_signal(), *self._about_length(), *self._about_rewards()]
 
     def _about_signal(self) -> list[str]:
         if self.no_signal_share < _NO_SIGNAL_SHARE:
@@ -247,6 +251,7 @@ def run_trial(
         max_completion_length=method.max_completion_length,
         generation_seconds_per_step=generation_seconds * per_step,
         masks_truncated=method.mask_truncated_completions,
+        is_bare=any(are_bare(rows, tokenizer) for rows in sources),
     )
 
 

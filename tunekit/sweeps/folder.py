@@ -1,6 +1,6 @@
 """A sweep's folder: what is tried, which runs there are, and how they stand. Its runs lie among the others, in `runs/`.
 
-    recipe.yaml   what all runs have in common
+    recipe.yaml   the recipe of which each run changes some values
     sweep.yaml    what is tried, how many runs there are at once, and what they are compared by
     trials.json   the combinations, each with its number; a run's name is the sweep's with that number behind it
     conductor     locked by the process that starts the runs, for as long as it lives
@@ -157,7 +157,7 @@ class Sweep:
 
     @property
     def recipe(self) -> Recipe:
-        """What all runs have in common."""
+        """The recipe of which each run changes some values."""
         return reload_recipe(self.path / RECIPE)
 
     @property

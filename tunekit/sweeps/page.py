@@ -5,10 +5,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tunekit.planner.speed import duration
+from tunekit.recipe.entries import UNSET
+from tunekit.recipe.rewrite import edit_text
+from tunekit.recipe.section import TAG
 from tunekit.recipe.write import to_inline_yaml
 from tunekit.redact import redacted
 from tunekit.run.curves import Line, draw
-from tunekit.sweeps.folder import Outcome, Sweep, heading, short_words
+from tunekit.sweeps.folder import RECIPE, Outcome, Sweep, heading, short_words
 from tunekit.sweeps.plot import MAX_LINES, ranked
 
 HTML = "sweep.html"
@@ -60,7 +63,7 @@ def page(sweep: Sweep) -> str:
         num_hidden=len(order) - len(shown),
         measure=spec.measure.words,
         commands=[f"tunekit sweep show {sweep.path}", f"tunekit resume {sweep.path}"],
-        recipe=(sweep.path / "recipe.yaml").read_text(encoding="utf-8"),
+        recipe=_common_text(sweep),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     return redacted(made)
@@ -70,6 +73,16 @@ def save_page(sweep: Sweep) -> Path:
     """Write the page into the sweep's folder."""
     (sweep.path / HTML).write_text(page(sweep), encoding="utf-8")
     return sweep.path / HTML
+
+
+def _common_text(sweep: Sweep) -> str:
+    """The recipe of a sweep without what its runs differ in."""
+    text = (sweep.path / RECIPE).read_text(encoding="utf-8")
+    for key in sweep.spec.axes:
+        section, _, last = key.rpartition(".")
+        # What else such a section holds may not go with every type.
+        text = edit_text(text, section if last == TAG else key, UNSET)
+    return text
 
 
 def _label(one: Outcome) -> str:
