@@ -129,6 +129,7 @@ def test_a_prompt_shows_what_rewards_read_in_its_row_and_what_they_cannot_use(fo
     assert seen.rows[0].left_out is None
     assert "numeric_match cannot use the column 'answer'" in seen.rows[1].left_out
     assert [sequence.name for row in seen.rows for sequence in row.sequences] == ["prompt", "prompt"]
+    assert any(note.startswith("sums.jsonl: prompts are given to the model as plain text") for note in seen.notes)
 
 
 def test_pages_of_rows_follow_one_another_with_their_places(folder):
@@ -259,3 +260,4 @@ def test_a_preview_is_plain_data_that_goes_from_one_process_to_another():
     seen = tunekit.preview(recipe("example:pairs.jsonl", "dpo"), num_rows=2)
     assert pickle.loads(pickle.dumps(seen)) == seen
     assert json.loads(json.dumps(seen.to_dict()))["rows"][0]["sequences"][0]["name"] == "chosen"
+    assert not any("plain text" in note for note in seen.notes), "its prompts are messages"

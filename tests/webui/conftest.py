@@ -52,7 +52,7 @@ def fill(folder: Path) -> Path:
     pairs = [
         {"prompt": f"Say {word}.", "chosen": f"{word}!", "rejected": "No."} for word in ("sea", "boat", "net", "sail")
     ]
-    sums = [{"prompt": f"What is {a} + {a}?", "answer": str(2 * a)} for a in range(1, 9)]
+    sums = [{"prompt": [{"role": "user", "content": f"What is {a} + {a}?"}], "answer": str(2 * a)} for a in range(1, 9)]
     for name, rows in (("chats.jsonl", chats), ("pairs.jsonl", pairs), ("sums.jsonl", sums)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "trained.yaml").write_text(TRAINED_RECIPE, encoding="utf-8")

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tunekit.data.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.learner import Learner
 from tunekit.data.look import LOOK_RECORDS, formats_for, look_at
 from tunekit.data.preview import (
@@ -106,7 +107,8 @@ def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
         recipe = continued(recipe)
         tokenizer = load_tokenizer(recipe.model)
         if not is_encoded(rows.format):
-            return _Tokens(answered_sequences(rows, tokenizer, room_of(recipe)))
+            notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
+            return _Tokens(answered_sequences(rows, tokenizer, room_of(recipe)), notes)
         show, encoder = trained_sequences(rows, tokenizer, recipe.data.max_length)
     except TunekitError as error:
         return _Tokens(problem=Problem(error.problem, error.hint))
