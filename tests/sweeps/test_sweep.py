@@ -75,10 +75,13 @@ def stopped(workspace):
         os.kill(os.getpid(), signal.SIGINT)
 
     values = {"train.save_total_limit": [2, 3], "train.learning_rate": [1e30, 3e-3]}
+    # What a shell starts in the background ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     told = []
     with pytest.raises(Stopped, match="stopped by the user") as raised:
         tunekit.sweep("mine.yaml", values, ["train.max_grad_norm=1e30"], on_event=told.append)
+    signal.signal(signal.SIGINT, before)
     return tunekit.list_sweeps()[0], told, raised.value
 
 
