@@ -25,7 +25,7 @@ from tunekit.cli_runs import runs_app
 from tunekit.cli_sweep import show_sweep, sweep
 from tunekit.cli_train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
 from tunekit.cli_ui import ui
-from tunekit.errors import PlanError, TunekitError
+from tunekit.errors import PlanError, TunekitError, writing
 from tunekit.redact import Redacting
 from tunekit.run.silence import send_nothing
 
@@ -167,7 +167,8 @@ def data(
 
     source, notes = _load(recipe, overrides)
     if html is not None and not html.parent.is_dir():
-        _write(html, "")  # What cannot be written is said before the rows are read.
+        with writing(html):  # What cannot be written is said before the rows are read.
+            html.touch()
     console = make_console()
     progress = Progress(Console(stderr=True))
     try:
@@ -175,7 +176,9 @@ def data(
     finally:
         progress.stop()
     if html is not None:
-        _write(html, report.to_html())
+        page = report.to_html()
+        with writing(html):
+            html.write_text(page, encoding="utf-8")
     if as_json:
         print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
         return
@@ -349,12 +352,3 @@ def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]
 def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
     """A plan as plain data, or why there is none."""
     return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TunekitError(
-            f"cannot write '{path}': {error.strerror}", hint="name a file in a folder that exists"
-        ) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tunekit.errors import TunekitError
+from tunekit.errors import TunekitError, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,12 +120,8 @@ def report(
     found = find_run(run)
     to = out if out is not None else found.path / "report.html"
     page = reporting.report(found)
-    try:
+    with writing(to):
         to.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise TunekitError(
-            f"cannot write '{to}': {error.strerror}", hint="name a file in a folder that exists"
-        ) from error
     print(to)
 
 

@@ -1,13 +1,12 @@
 """The commands that hold runs against each other: side by side, and a run against its own repetition."""
 
 import json
-from io import BytesIO
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tunekit.errors import TunekitError
+from tunekit.errors import writing
 
 
 def compare(
@@ -24,11 +23,13 @@ def compare(
 
     found = comparison.compare(runs)
     if html is not None:
-        _write(html, found.to_html().encode())
+        page = found.to_html()
+        with writing(html):
+            html.write_text(page, encoding="utf-8")
     if plot is not None:
-        drawn = BytesIO()
-        found.plot().savefig(drawn, dpi=150, format="png")
-        _write(plot, drawn.getvalue())
+        figure = found.plot()
+        with writing(plot):
+            figure.savefig(plot, dpi=150, format="png")
     if as_json:
         print(json.dumps(without_secrets(found.to_dict()), indent=2, ensure_ascii=False))
         return
@@ -55,12 +56,3 @@ def rerun(
     print(*found.lines(), sep="\n")
     if not found.agrees:
         raise typer.Exit(3)
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise TunekitError(
-            f"cannot write '{file}': {error.strerror}", hint="name a file in a folder that exists"
-        ) from error

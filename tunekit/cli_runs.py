@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tunekit.errors import TunekitError
+from tunekit.errors import TunekitError, writing
 
 RunArgument = Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder.", metavar="RUN")]
 
@@ -39,11 +39,9 @@ def show_run(
 
     found = find_run(run)
     if plot is not None:
-        try:
-            found.plot().savefig(plot, dpi=150)
-        except OSError as error:
-            hint = "name a file in a folder that exists"
-            raise TunekitError(f"cannot write '{plot}': {error.strerror}", hint=hint) from error
+        figure = found.plot()
+        with writing(plot):
+            figure.savefig(plot, dpi=150)
         print(plot)
         return
     console = make_console()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunekit.errors import Stopped, TunekitError
+from tunekit.errors import Stopped, TunekitError, writing
 
 if TYPE_CHECKING:
     from tunekit.run.events import Listener
@@ -100,11 +100,8 @@ def show_sweep(
         from tunekit.sweeps.plot import plot as draw
 
         figure = draw(found)
-        try:
+        with writing(plot):
             figure.savefig(plot, dpi=130)
-        except OSError as error:
-            hint = "name a file in a folder that exists"
-            raise TunekitError(f"cannot write '{plot}': {error.strerror}", hint=hint) from error
         print(plot)
         return
     _show(found, as_json=as_json)

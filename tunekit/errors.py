@@ -4,7 +4,9 @@ Everything that tunekit raises on purpose is a `TunekitError`; the command line 
 exits with 2. Any other exception is a defect of tunekit and keeps its traceback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class TunekitError(Exception):
@@ -114,3 +116,17 @@ class Stopped(KeyboardInterrupt):
         self.hint = hint
         self.exit_code = exit_code
         super().__init__(reason if hint is None else f"{reason}; {hint}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file that the user named.
+
+    Raises:
+        TunekitError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = "name a file in a folder that exists"
+        raise TunekitError(f"cannot write '{path}': {error.strerror}", hint=hint) from error
