@@ -64,3 +64,19 @@ def _autocast_ends_with_the_test() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         assert not torch.is_autocast_enabled("cpu"), "the test left autocast on"
+
+
+_elsewhere: set[str] = set()
+"""Modules that are known not to come from a test's folder: thousands, which are looked at once."""
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_a_test_go_with_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the modules that were imported from a test's folder: another test may write, or miss, one of that name."""
+    yield
+    folder = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name in sys.modules.keys() - _elsewhere:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+        else:
+            _elsewhere.add(name)

@@ -1,7 +1,6 @@
 """A user's own function that makes the rows."""
 
 import json
-import sys
 
 import pytest
 
@@ -41,8 +40,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shapers.py").write_text(FUNCTIONS)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    yield tmp_path
-    sys.modules.pop("shapers", None)
+    return tmp_path
 
 
 def refusal(function: str, **section) -> str:

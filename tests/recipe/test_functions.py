@@ -21,9 +21,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "my_needs.py").write_text("import no_such_package_at_all\n")
     (tmp_path / "my_slip.py").write_text("def convert(row)\n    return row\n")
     (tmp_path / "my_fault.py").write_text("1 / 0\n")
-    yield tmp_path
-    for name in [name for name in sys.modules if name.startswith("my_")]:
-        del sys.modules[name]
+    return tmp_path
 
 
 def test_a_function_is_found_from_the_working_directory_which_is_searched_for_that_moment_only(here):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture
 def here(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
-    yield workspace
-    sys.modules.pop("generation_rewards", None)
+    return workspace
 
 
 def recipe(kind="grpo", **method):

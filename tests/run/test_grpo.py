@@ -1,7 +1,6 @@
 """GRPO on a tiny model: rewards of the user's own, whole groups, what it learns, alone and in two processes."""
 
 import json
-import sys
 
 import pytest
 
@@ -66,7 +65,6 @@ def workspace(tmp_path_factory):
 def here(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     yield workspace
-    sys.modules.pop("grpo_rewards", None)
     for file in workspace.glob("seen-*.jsonl"):
         file.unlink()
 

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 
 import pytest
 import torch
@@ -74,8 +73,7 @@ def here(workspace, monkeypatch):
 
     monkeypatch.setattr(torch, "multinomial", draw)
     monkeypatch.chdir(workspace)
-    yield workspace
-    sys.modules.pop("trend_rewards", None)
+    return workspace
 
 
 def trained(rows, method, learning_rate, adapter="lora") -> Run:

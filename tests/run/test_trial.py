@@ -43,8 +43,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture
 def here(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
-    yield workspace
-    sys.modules.pop("trial_rewards", None)
+    return workspace
 
 
 def recipe(*rewards, **method):
