@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(2 * cores, 8)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have xdist give out files in the order of the tests, not by the number of tests in them."""
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, lest one worker be left with them when the others are done.
+
+    Many of these have few tests: xdist would come to them last.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    num_tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

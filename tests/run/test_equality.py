@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("equality")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_every_layout_trains_as_one_process_does(subject, folder, capsys):
     lines, equal = zip(*equality.table_of(subject, folder), strict=True)

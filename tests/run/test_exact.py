@@ -34,6 +34,7 @@ def test_the_sample_is_of_cases_that_are_there():
     assert set(SAMPLE) <= {case.name for case in CASES}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_the_one_in_peace(tmp_path):
     outcome = soaked(tmp_path, {}, steps=40, seed=1, max_kills=2, span_steps=12)
     assert sum(outcome.num_kills) == 2

@@ -107,6 +107,7 @@ def train_within(workspace, recipe, when, room, folder) -> Run:
 
 
 @limits_memory
+@pytest.mark.slow
 def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     run = train_within(workspace, recipe("full") | BY_TRL, "training", 500, tmp_path / "first")
     assert run.state == "failed"
