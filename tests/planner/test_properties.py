@@ -1,6 +1,6 @@
 """What holds for every recipe, model and machine, tried on ones that are drawn."""
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.planner.golden import ROWS, recipe
@@ -33,6 +33,10 @@ models = st.builds(
     layers=st.integers(8, 100),
     vocab=st.sampled_from([32_000, 128_256, 262_144]),
     tied=st.booleans(),
+)
+
+UNTIED = llama_facts(
+    path="drawn", hidden=2048, intermediate=8192, layers=59, heads=16, kv_heads=16, vocab=262_144, tied=False
 )
 
 SHARDED = ("fsdp2", "zero1", "zero2", "zero3")
@@ -91,6 +95,17 @@ def test_copies_of_a_shard_group_need_what_one_group_needs(asked, model, size, c
 
 
 @given(recipes(), models, st.sampled_from(["single", "ddp", "fsdp2", "zero2", "zero3"]), st.booleans())
+@example(recipe(adapter="lora"), UNTIED, "fsdp2", True)  # most is held while it is loaded: no optimizer yet
+def test_the_parts_are_those_of_the_phase_that_needs_most(asked, model, strategy, checkpointing):
+    assume(not (asked.adapter.type == "qlora" and strategy in ("fsdp2", "zero3")))
+    layout = Layout(strategy=strategy, dp_shard_size=8 if strategy not in ("single", "ddp") else 1)
+    estimate = memory(with_recipe(asked, model), layout, 2, checkpointing=checkpointing)
+    tensors = sum(size for part, size in estimate.parts.items() if part not in ("context", "reserve"))
+    assert tensors == estimate.phases[estimate.phase] == max(estimate.phases.values())
+
+
+@given(recipes(), models, st.sampled_from(["single", "ddp", "fsdp2", "zero2", "zero3"]), st.booleans())
+@example(recipe(adapter="lora"), UNTIED, "fsdp2", True)
 def test_longer_sequences_never_need_less(asked, model, strategy, checkpointing):
     assume(not (asked.adapter.type == "qlora" and strategy in ("fsdp2", "zero3")))
     layout = Layout(strategy=strategy, dp_shard_size=8 if strategy not in ("single", "ddp") else 1)

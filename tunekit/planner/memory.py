@@ -196,6 +196,8 @@ def estimate(
     highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
     phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
     phase = max(phases, key=phases.__getitem__)
+    if phase == "load":
+        kept = replace(kept, optimizer=0)
     return MemoryEstimate(
         parts=_parts(kept, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))),
         phase=phase,
