@@ -98,11 +98,14 @@ class ResumeForm:
             found = situation_of(self._site.run(name)).diagnosis
             return "\n".join(found.changes if found else ()), gr.Accordion(open=True)
 
+        follow: dict[str, Any] = {"fn": effects, "inputs": asked, "outputs": self.effects, "show_progress": "hidden"}
         # Each by itself: of several in one, the last may be lost while another is answered.
-        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input, manage.expand):
-            changed(effects, asked, self.effects, show_progress="hidden", trigger_mode="always_last")
+        for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input):
+            changed(**follow, trigger_mode="always_last")
+        # Requests of two events may overtake one another: what was typed while the form opened is asked for again.
+        manage.expand(**follow).then(**follow)
         filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
-        filled.then(effects, asked, self.effects, show_progress="hidden")
+        filled.then(**follow)
         started = self.go_on.click(self._start, [*asked, self.queue], problem)
         started.then(refresh, **again)
 

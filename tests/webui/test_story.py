@@ -87,6 +87,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     step = run.status()["step"]
     assert run.state == "interrupted" and tunekit.checkpoints(run)[0].step == step
     page.locator("#controls-manage > button").click()
+    expect(page.locator("#controls-effects")).to_contain_text("No edits. It goes on as it was.")
     page.get_by_label("Edits").fill(f"train.max_steps={step + 4}")
     expect(page.locator("#controls-effects")).to_contain_text("takes effect")
     page.locator("#controls-go-on").click()
