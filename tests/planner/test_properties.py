@@ -91,11 +91,12 @@ def test_copies_of_a_shard_group_need_what_one_group_needs(asked, model, size, c
     # Copies sum their gradients: that may need a buffer, and never less than one group alone.
     assert one.total_bytes <= four.total_bytes
     assert one.parts["weights"] == four.parts["weights"]
-    assert one.parts["optimizer"] == four.parts["optimizer"]
+    if "load" not in (one.phase, four.phase):  # where most is held as a model is loaded, there is no optimizer yet
+        assert one.parts["optimizer"] == four.parts["optimizer"]
 
 
 @given(recipes(), models, st.sampled_from(["single", "ddp", "fsdp2", "zero2", "zero3"]), st.booleans())
-@example(recipe(adapter="lora"), UNTIED, "fsdp2", True)  # most is held while it is loaded: no optimizer yet
+@example(recipe(adapter="lora", data={"max_length": 256}), UNTIED, "fsdp2", True)  # most is held as it is loaded
 def test_the_parts_are_those_of_the_phase_that_needs_most(asked, model, strategy, checkpointing):
     assume(not (asked.adapter.type == "qlora" and strategy in ("fsdp2", "zero3")))
     layout = Layout(strategy=strategy, dp_shard_size=8 if strategy not in ("single", "ddp") else 1)
