@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # Workers that each start a thread a core get in each other's way, so under xdist each takes one. It is set before
 # torch is imported, and the processes that tests start inherit it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests assert no wall times: an example that is drawn may take as long as a busy machine makes it.
+settings.register_profile("tunekit", deadline=None)
+settings.load_profile("tunekit")
 
 # What is prepared in tests is kept apart from what the user prepared, and shared by the processes that tests start.
 if "TUNEKIT_TEST_CACHE" not in os.environ:

@@ -104,7 +104,7 @@ def test_packed_documents_would_see_each_other_without_their_positions(folder):
     lengths=st.lists(st.integers(min_value=2, max_value=40), min_size=1, max_size=60),
     max_length=st.integers(min_value=40, max_value=100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_packing_loses_and_doubles_nothing(lengths, max_length):
     packs = packed(lengths, max_length)
     found = []

@@ -60,7 +60,7 @@ SOURCES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SOURCES, st.sampled_from(["rows", "tokens"]), st.sampled_from(["first_exhausted", "all_exhausted"]))
 def test_shares_come_as_near_to_the_weights_as_whole_sequences_can(sources, weight_by, stopping_strategy):
     sizes = [np.array(of_source) for of_source, _ in sources]

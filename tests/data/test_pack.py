@@ -25,7 +25,7 @@ def test_the_longest_come_first_and_each_goes_where_it_leaves_the_least_room():
     assert packs_of([6, 7, 4, 2, 1], 8) == [[7, 1], [6, 2], [4]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60))
 def test_no_sequence_is_lost_or_doubled_and_no_pack_too_long(lengths):
     packs = packs_of(lengths, 16)
@@ -33,7 +33,7 @@ def test_no_sequence_is_lost_or_doubled_and_no_pack_too_long(lengths):
     assert all(0 < sum(pack) <= 16 for pack in packs)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
 def test_as_few_packs_are_needed_as_with_trl(lengths):
     rows = datasets.Dataset.from_dict({"input_ids": [[0] * length for length in lengths]})

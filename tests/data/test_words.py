@@ -229,7 +229,7 @@ TEXTS = st.lists(PIECES, max_size=40).map("".join) | st.lists(PIECES, max_size=4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(text=TEXTS)
 def test_any_text_has_the_tokens_and_the_bytes_that_the_tokenizer_gives(name, text):
     encoder, tokenizer = made_encoder(name), family(name)

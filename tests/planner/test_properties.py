@@ -1,6 +1,6 @@
 """What holds for every recipe, model and machine, tried on ones that are drawn."""
 
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.planner.golden import ROWS, recipe
@@ -143,7 +143,6 @@ def test_recomputing_never_needs_more(asked, model, strategy):
 
 
 @given(recipes(), models, machines)
-@settings(deadline=None)
 def test_a_plan_fits_and_comes_out_even_and_is_the_same_again(asked, model, machine):
     hardware = find_machine(machine).hardware()
     before = (asked.model_dump(), hardware.model_dump(), model.model_dump())
@@ -163,7 +162,6 @@ def test_a_plan_fits_and_comes_out_even_and_is_the_same_again(asked, model, mach
 
 
 @given(recipes(), models, st.sampled_from(["", "8x", "2x8x"]))
-@settings(deadline=None)
 def test_what_fits_a_small_card_fits_a_large_one_no_later_in_the_list(asked, model, number):
     tried = []
     for card in ("a100-40gb", "a100-80gb", "h200"):

@@ -282,7 +282,6 @@ RECIPES = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(recipe=RECIPES)
 def test_a_dumped_recipe_reads_back_equal(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert recipe_of(dump_recipe(recipe), tmp_path_factory.getbasetemp()) == recipe
@@ -312,7 +311,7 @@ LAYOUT = [": ", ":", " ", "\n", "\n  ", "\n    - ", "- ", "<<: *a", "\t", "\x85"
 PIECES = st.sampled_from([*KEYS_AND_VALUES.split(), *LAYOUT])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.lists(PIECES, max_size=40).map("".join) | st.text(max_size=40))
 def test_no_text_whatever_ends_in_anything_but_a_recipe_or_its_error(
     text: str, tmp_path_factory: pytest.TempPathFactory

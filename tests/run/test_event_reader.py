@@ -55,7 +55,7 @@ happenings = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(happenings, max_size=60), st.lists(st.integers(1, 200), max_size=20))
 def test_read_in_any_pieces_it_tells_what_the_whole_file_does(tmp_path_factory, entries, cuts):
     whole, growing = (tmp_path_factory.mktemp("events") / "events.jsonl" for _ in range(2))
@@ -72,7 +72,7 @@ def test_read_in_any_pieces_it_tells_what_the_whole_file_does(tmp_path_factory, 
     assert (reader.num_events, reader.read_bytes) == (len(events), len(content))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 9), st.integers(2, 4 * MAX_POINTS), st.integers(0))
 def test_of_a_long_curve_the_extremes_of_every_stretch_and_the_last_point_are_kept(apart, length, seed):
     random = Random(seed)
@@ -103,7 +103,7 @@ def test_of_a_hundred_thousand_steps_a_single_peak_is_seen_and_little_is_kept(tm
     assert reader.read_bytes == path.stat().st_size > 2 * CHUNK_BYTES
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 3 * MAX_POINTS), min_size=1, max_size=6), st.integers(1, 5), st.integers(0))
 def test_points_that_are_added_together_keep_the_extremes_of_every_stretch(sizes, apart, seed):
     random, series, logged, step = Random(seed), Series(), {}, 0
