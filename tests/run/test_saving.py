@@ -299,6 +299,57 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         assert checkpoints(run) == ["checkpoint-6", "checkpoint-8"]
 
 
+def fill(file):
+    """Write to a file until the disk is full."""
+    with file.open("ab", buffering=0) as stream, pytest.raises(OSError, match="No space left on device"):
+        while True:
+            stream.write(b"\0" * 2**10)
+
+
+def work_while_a_checkpoint_takes_all_room(path):
+    """Work as one process that writes a checkpoint of which files take the room that is kept for words, too."""
+    import threading
+
+    import tunekit.run.room
+    from tunekit.run.saving import Saver, draft_of
+
+    write, give, has_taken = Saver._write, tunekit.run.room.give_room, threading.Event()
+    taken = draft_of(path, 4) / f"taken-{os.environ['RANK']}"
+
+    def write_when_all_is_taken(saver, saving):
+        if saving.step == 4:
+            fill(taken)
+            if saver.record.place.is_main:
+                # It may not be done before the training wants to say something.
+                assert has_taken.wait(60)
+        write(saver, saving)
+
+    def give_what_is_taken(run):
+        give(run)
+        if taken.exists():
+            fill(taken)
+            has_taken.set()
+
+    Saver._write, tunekit.run.room.give_room = write_when_all_is_taken, give_what_is_taken
+    try:
+        return work_on_a_disk_that_is_full(path)
+    finally:
+        Saver._write, tunekit.run.room.give_room = write, give
+
+
+def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
+    with small_disk(folder / "full", "20m"):
+        run = Run(made(recipe_for(folder, evaluates=False, runs="full", strategy="fsdp2", num_processes=2)))
+        assert run.plan.saving.in_background
+        told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path, seconds=200)
+        assert len(set(told)) == 1, told
+        assert told[0].startswith("the checkpoint of step 4 could not be written"), told
+        assert "checkpoint-2 is whole" in told[0] and checkpoints(run) == ["checkpoint-2"]
+        # What was logged meanwhile is not lost.
+        assert [event["step"] for event in events(run, "log")][:4] == [1, 2, 3, 4]
+        assert run.status()["step"] > 4
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(strategy, folder):
     """The writes wait until steps have been taken; the weights are those of one process that waits for them."""

@@ -103,6 +103,11 @@ def draft_of(run_folder: Path, step: int) -> Path:
     return run_folder / CHECKPOINTS / f".saving-{step}"
 
 
+def is_being_made(run_folder: Path) -> bool:
+    """Whether the files of a checkpoint are being written, or a save that was cut off has left some."""
+    return any((run_folder / CHECKPOINTS).glob(".saving-*"))
+
+
 def checkpoint_of(run_folder: Path, step: int) -> Path:
     """The folder that it is then."""
     return run_folder / CHECKPOINTS / f"checkpoint-{step}"

@@ -5,13 +5,14 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tunekit.errors import DiskError
 from tunekit.planner.plan import gib
 from tunekit.recipe.schema import Recipe
-from tunekit.run.checkpoint import newest_complete
+from tunekit.run.checkpoint import is_being_made, newest_complete
 from tunekit.run.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -22,6 +23,9 @@ RESERVE = ".room"
 """File of a run folder that is deleted where the disk is full, so that what went wrong can be written down."""
 
 RESERVE_BYTES = 2**18
+
+SETTLE_SECONDS = 60
+"""How long a checkpoint may take to find out that the disk is full, and to go."""
 
 
 def hold_room(run: Run) -> None:
@@ -37,14 +41,28 @@ def give_room(run: Run) -> None:
 
 
 def with_room(run: Run, write: Callable[[], None]) -> None:
-    """Write something small, with the room that was kept for it if there is no other."""
+    """Write something small, with the room that was kept for it if there is no other.
+
+    A checkpoint that is written meanwhile may take that room as well. It fails then, and gives back all that it took.
+    """
     try:
         write()
+        return
     except OSError as error:
         if error.errno not in FULL:
             raise
-        give_room(run)
-        write()
+    give_room(run)
+    until = time.monotonic() + SETTLE_SECONDS
+    while True:
+        # Asked before, since the room may come right after.
+        may_get_room = is_being_made(run.path) and time.monotonic() < until
+        try:
+            write()
+            return
+        except OSError as error:
+            if error.errno not in FULL or not may_get_room:
+                raise
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

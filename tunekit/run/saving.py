@@ -438,6 +438,9 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Whether something went wrong in any process; then all know what."""
         told = [problem for problem in self._tell_all(saving.problem) if problem is not None]
         saving.problem = told[0] if told else None
+        if told and self.record.place.is_main:
+            # Nobody writes any more: what was written makes room for the words about it.
+            shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
         return bool(told)
 
     def _raise(self, saving: _Save) -> None:
@@ -445,8 +448,6 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return
         self._saving, words = None, ("", "")
         if self.record.place.is_main:
-            # What was written makes room for the words about it.
-            shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
             error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
             words = error.problem, error.hint or ""
         problem, hint = self._tell_all(words)[0]
