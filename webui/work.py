@@ -72,9 +72,12 @@ def call(
         try:
             worker.connection.send((Path.cwd(), function, args, options, on_event is not None))
             while True:
-                while until is not None and not worker.connection.poll(_LOOK_SECONDS):
+                # Looked at before each message too: where they come without a pause, none would ever be waited for.
+                while until is not None:
                     if until.is_set():
                         raise Cancelled
+                    if worker.connection.poll(_LOOK_SECONDS):
+                        break
                 kind, value = worker.connection.recv()
                 if kind == "event" and on_event is not None:
                     on_event(value)

@@ -161,7 +161,7 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
         stop.click()
         expect(line).to_contain_text("was interrupted: stopped by `tunekit stop` at step ")
         expect(stop).to_be_hidden()
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
     (run,) = tunekit.list_runs(workspace / "runs")

@@ -1,8 +1,11 @@
 """The data page: what it offers and reads, what it makes of rows, and that nothing in them can hurt it."""
 
 import json
+import multiprocessing
 import re
 import shutil
+import threading
+import time
 
 import pytest
 
@@ -196,6 +199,27 @@ def test_measuring_ends_when_it_is_cancelled(site):
             data_page.cancel("one")
     # Another session's is left alone.
     data_page.cancel("one")
+
+
+def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monkeypatch):
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    ours, theirs = context.Pipe()
+    for message in (("event", 1), ("event", 2), ("result", 3), True):
+        theirs.send(message)
+    monkeypatch.setattr(work, "_idle", [work._Worker(process, ours)])
+    until, told = threading.Event(), []
+
+    def tell(event):
+        told.append(event)
+        until.set()
+
+    with pytest.raises(work.Cancelled):
+        work.call("data_report", on_event=tell, until=until)
+    assert told == [1]
+    process.join(60)
+    assert not process.is_alive()
 
 
 def test_an_upload_is_kept_under_a_safe_name_and_never_over_another(site, tmp_path):
