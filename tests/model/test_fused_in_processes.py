@@ -25,7 +25,8 @@ def halves_of_gradients(kind):
         (architecture, adapter): distance(kind, architecture, adapter, *more)
         for architecture, adapter, *more in CASES[kind]
     }
-    # DDP's models are gone: one that outlives its group waits for a thread of gloo's that waits for Python (torch 2.13).
+    # By now DDP's models are gone: one that outlives its group may wait for a thread of gloo's that waits for Python's
+    # lock (torch 2.13).
     dist.destroy_process_group()
     return far
 
