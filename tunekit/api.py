@@ -27,6 +27,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.resumption import resumed, run_of
 from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
+from tunekit.run.claim import claimed
 from tunekit.run.events import Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
 from tunekit.run.line import when_served
@@ -199,7 +200,7 @@ def train(
         recipe, notes = read_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
         earlier = run_of(recipe)
         if earlier is not None and resume:
-            return resumed(earlier, recipe=recipe, on_event=on_event)
+            return _going_on(earlier, recipe=recipe, on_event=on_event)
         if earlier is not None and recipe.output.dir is None:
             on = f"`tunekit resume {earlier.path}` goes on with it"
             notes.append(f"a run of this recipe has ended early: {on}")
@@ -251,7 +252,7 @@ def resume(
 
     def make() -> Run:
         found = run if isinstance(run, Run) else find_run(str(run))
-        return resumed(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
+        return _going_on(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
 
     if not nodes:
         return _start(make, on_event, queue=queue)
@@ -280,6 +281,16 @@ def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], N
     from tunekit.run.stopping import stop_run
 
     return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
+
+
+def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:
+    """A run that is ready to go on and says so already, before another process may look whether it is over."""
+    from tunekit.run.launch import begin
+
+    with claimed(run):
+        resumed(run, overrides, **how)
+        begin(run)
+    return run
 
 
 def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *, queue: bool) -> Run:

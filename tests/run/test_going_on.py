@@ -25,6 +25,7 @@ from tunekit.recipe.load import reload_recipe
 from tunekit.resumption import resumed
 from tunekit.run import fingerprints
 from tunekit.run.checkpoint import newest_complete
+from tunekit.run.deleting import delete_run
 from tunekit.run.prospects import prospects
 from tunekit.run.run import Run
 
@@ -109,6 +110,27 @@ def test_a_run_that_is_made_longer_equals_one_that_was_so_from_the_beginning(sho
     (event,) = events(run, "resume")
     assert (event["step"], event["changes"]) == (SHORT, [f"train.max_steps {SHORT} -> {LONG}"])
     assert reload_recipe(run.path / "recipe-1.yaml") == short.recipe
+
+
+def test_one_process_goes_on_with_a_run_and_none_deletes_it_meanwhile(short, tmp_path):
+    """Others come when it has seen that the run is over, and has not said yet that it goes on."""
+    run, told = copied(short, tmp_path / "run"), []
+
+    def come_between(event):
+        if event["event"] == "plan":
+            command = [sys.executable, "-m", "tunekit", "resume", str(run.path), f"train.max_steps={LONG}"]
+            told.append(subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL))
+            with pytest.raises(RunError, match="another process is about to go on with run, or deletes it"):
+                delete_run(run)
+
+    api.resume(run, [f"train.max_steps={LONG}"], on_event=come_between)
+    (other,) = told
+    assert other.returncode == 2 and "another process is about to go on with run" in " ".join(other.stderr.split())
+    assert run.state == "finished" and len(events(run, "resume")) == 1
+    assert [event["step"] for event in events(run, "log")] == list(range(1, LONG + 1))
+    # Nobody has it any more.
+    delete_run(run)
+    assert not run.path.exists()
 
 
 def test_epochs_can_be_added_instead_of_steps(short, long, tmp_path):

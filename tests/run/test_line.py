@@ -14,7 +14,7 @@ import tunekit
 from tests.tiny import save_chats
 from tunekit.planner.machines import find_machine
 from tunekit.run.events import FINAL_PHASES
-from tunekit.run.line import Ticket, tickets, when_served
+from tunekit.run.line import Ticket, tickets, turn, when_served
 from tunekit.run.run import Run
 
 pytestmark = pytest.mark.slow
@@ -121,6 +121,17 @@ def test_a_run_that_waits_is_stopped_and_leaves_the_line(begin):
     tunekit.stop(first)
     again = tunekit.start_resume(first, queue=True)
     assert until(lambda: again.state == "training")
+
+
+def test_a_run_that_does_not_wait_is_told_to_have_begun_on_an_accelerator_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    recipe = {"model": "pico", "data": {"train": str(tmp_path / "rows.jsonl")}, "train": {"max_steps": 2}}
+    run = Run.create(tunekit.plan(recipe | {"output": {"dir": str(tmp_path / "run")}}, on="h100"))
+    told = []
+    with turn(run, waits=False, listener=told.append):
+        assert told == [{"event": "begun", "run": run}]
+        assert [ticket.run for ticket in tickets()] == [str(run.path)]
 
 
 def test_an_idle_device_is_taken_before_one_that_has_to_be_waited_for(tmp_path, monkeypatch):

@@ -272,6 +272,26 @@ def test_rows_without_a_trained_token_end_before_a_run_begins(here):
     assert len(list_runs()) == runs
 
 
+def test_a_run_that_ends_while_it_is_looked_at_has_not_died(tmp_path, monkeypatch):
+    """Its status is read, then it says that it has finished and is gone, then its process is looked for."""
+    run, read = made_run(tmp_path / "run"), Run.status
+    program = "import sys; from tunekit.run.run import Run; run = Run(sys.argv[1]); run.begin(); print('begun')\n"
+    program += "input(); run.update_status(phase='finished')"
+    command = [sys.executable, "-u", "-c", program, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        assert run.state == "starting"
+
+        def read_before_it_ends(self):
+            status = read(self)
+            if process.poll() is None:
+                process.communicate("\n")
+            return status
+
+        monkeypatch.setattr(Run, "status", read_before_it_ends)
+        assert run.state == "finished"
+
+
 def test_a_killed_run_is_seen_to_have_died(here):
     code = (
         "import os, signal, sys, tunekit\n"

@@ -19,7 +19,15 @@ from tests.processes import in_processes
 from tests.run.engines import made, work_in, worked
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.errors import PlanError, RunError
-from tunekit.run.checkpoint import MANIFEST, clear_drafts, fault_of, newest_complete, superseded, take_newest
+from tunekit.run.checkpoint import (
+    MANIFEST,
+    clear_drafts,
+    fault_of,
+    newest_complete,
+    publish_result,
+    superseded,
+    take_newest,
+)
 from tunekit.run.run import Run
 
 STEPS = 8
@@ -206,6 +214,27 @@ def test_what_a_save_that_was_cut_off_left_is_taken_away_and_what_it_replaced_co
     clear_drafts(copied.path)
     assert checkpoints(copied) == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
     assert newest_complete(copied.path).step == 8
+
+
+def test_a_result_is_published_although_an_earlier_one_was_cut_off_while_it_took_away_what_it_replaced(
+    tmp_path, monkeypatch
+):
+    def publish(words):
+        (tmp_path / "draft").mkdir()
+        (tmp_path / "draft" / "weights").write_text(words)
+        publish_result(tmp_path / "draft", tmp_path / "model")
+
+    def cut_off(folder, **how):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    publish("first")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", cut_off)
+        publish("second")
+    publish("third")
+    assert (tmp_path / "model" / "weights").read_text() == "third"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_only_whole_checkpoints_count_as_kept(copied):

@@ -167,6 +167,8 @@ def publish_result(draft: Path, to: Path) -> None:
         to_disk(path)
     before = to.with_name(f".replaced-{to.name}")
     if to.exists():
+        # One that was cut off here may have left a part of what it replaced.
+        shutil.rmtree(before, ignore_errors=True)
         to.rename(before)
     draft.rename(to)
     to_disk(to.parent)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.recipe.methods import DistillationMethod
+from tunekit.run.claim import claimed
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.life import DIED
 from tunekit.run.run import Run, list_runs
@@ -27,22 +28,27 @@ def delete_run(run: Run) -> None:
         run: The run. It is none any more afterwards.
 
     Raises:
-        RunError: It is not over, or another run beside it starts from its model, or its folder is not a run's alone.
+        RunError: It is not over, another process is about to go on with it, another run beside it starts from its
+            model, or its folder is not a run's alone.
     """
     folder = run.path.absolute()
-    _check_over(run)
-    _check_alone(folder)
-    users = [other.name for other in list_runs(folder.parent) if other.name != run.name and _starts_from(other, folder)]
-    if users:
-        raise RunError(
-            f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model",
-            hint="delete what starts from it first",
-        )
     gone = folder.with_name(f"{GONE}{os.getpid()}-{folder.name}")
-    try:
-        folder.rename(gone)
-    except OSError as error:
-        raise RunError(f"{run.path} cannot be deleted: {error.strerror}", hint="let its folder be written") from error
+    with claimed(run):
+        _check_over(run)
+        _check_alone(folder)
+        beside = [other for other in list_runs(folder.parent) if other.name != run.name]
+        users = [other.name for other in beside if _starts_from(other, folder)]
+        if users:
+            raise RunError(
+                f"{run.name} cannot be deleted: {', '.join(users)} start{'s' * (len(users) == 1)} from its model",
+                hint="delete what starts from it first",
+            )
+        try:
+            folder.rename(gone)
+        except OSError as error:
+            raise RunError(
+                f"{run.path} cannot be deleted: {error.strerror}", hint="let its folder be written"
+            ) from error
     for left in folder.parent.glob(f"{GONE}*"):
         shutil.rmtree(left, ignore_errors=True)
     if gone.exists():

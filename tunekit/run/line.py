@@ -110,7 +110,7 @@ def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
             ticket = held.enter_context(_ticket(run, devices, waits=waits))
             if waits:
                 _wait(run, ticket, listener)
-        elif listener is not None:
+        if not waits and listener is not None:
             listener({"event": "begun", "run": run})
         yield
 

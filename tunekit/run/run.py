@@ -45,7 +45,7 @@ from tunekit.run.alive import identity_of
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside, is_name
 from tunekit.run.job import read_job, state_of
-from tunekit.run.life import beats_in, state_of_processes
+from tunekit.run.life import DIED, beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 
 if TYPE_CHECKING:
@@ -168,6 +168,14 @@ class Run:
         `stuck` where the process that is to say so lives, and does not.
         """
         status = self.status()
+        state = self._state_by(status)
+        if state == DIED and (later := self.status()) != status:
+            # It said how it ended, and was gone, between the look at its status and that at its processes.
+            state = self._state_by(later)
+        return state
+
+    def _state_by(self, status: dict[str, Any]) -> str:
+        """What the run is at whose status was read."""
         phase = str(status["phase"])
         job = read_job(self.path)
         if job is not None and phase != "finished":
