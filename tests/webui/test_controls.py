@@ -8,13 +8,14 @@ import sys
 from html import unescape
 from urllib.parse import parse_qs, urlparse
 
+import gradio as gr
 import pytest
 
 import tunekit
 from tests.run.folders import made_run
 from tests.webui.conftest import TIMEOUT_MS
 from webui import situation
-from webui.controls import line_of, tags_in
+from webui.controls import _Shown, _tag, line_of, look, tags_in
 from webui.diagnosis import card
 from webui.resume_form import choices_of, effects_table, lines_of
 from webui.site import Site
@@ -126,6 +127,22 @@ def test_tags_of_all_runs_are_offered(site, workspace):
     tunekit.set_tags(first, ["good", "lora"])
     tunekit.set_tags(second, ["bad", "good"])
     assert tags_in(site) == ["bad", "good", "lora"]
+
+
+def test_tags_that_were_typed_are_not_taken_from_the_disk_by_an_answer_that_comes_late(site, workspace):
+    run = made_run(workspace / "runs" / "a")
+    with gr.Blocks():
+        shown = _Shown(gr.Textbox(), gr.HTML(), gr.HTML())
+    late, *_ = look(site, EN, run.name, " []", shown)
+    _tag(site, run.name, ["good"], " []")
+    # The answer shows none, which the page tells as a change.
+    _tag(site, run.name, [], late)
+    assert run.tags == ["good"]
+    newest, *_ = look(site, EN, run.name, late, shown)
+    _tag(site, run.name, ["good"], newest)
+    assert run.tags == ["good"]
+    _tag(site, run.name, [], newest)
+    assert run.tags == []
 
 
 LONG = """\
