@@ -58,12 +58,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Check quarantine marks, keep one shard, and begin with the longest files, lest one worker be left with them."""
+    """Mark what is not quick, keep one shard, and begin with the longest files, lest one worker be left with them."""
     durations = tiers.read_durations()
     for item in items:
         if mark := item.get_closest_marker("quarantined"):
             tiers.check_quarantine(item.nodeid, mark)
             item.add_marker("slow")
+    tiers.mark_samples(items)
     if shard := config.getoption("shard"):
         mine = tiers.files_of_shard(shard, {tiers.file_of(item.nodeid) for item in items}, durations)
         config.hook.pytest_deselected(items=[item for item in items if tiers.file_of(item.nodeid) not in mine])

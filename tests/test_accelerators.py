@@ -44,6 +44,7 @@ def test_devices_of_rocm_are_named_by_its_own_variable(found):
     assert chosen(["1"], rocm) == {"HIP_VISIBLE_DEVICES": "GPU-aa22"}
 
 
+@pytest.mark.slow
 def test_without_accelerators_there_is_the_processor_and_nothing_else():
     (device,) = tunekit.devices()
     assert device.uuid == "cpu" and 0 < device.free_bytes <= device.total_bytes

@@ -90,6 +90,7 @@ def test_results_become_a_table(tmp_path):
     assert "| 8b lora 2048 | 12,000 (50%, 16 GiB) | - |" in block
 
 
+@pytest.mark.slow
 def test_the_tables_are_printed_by_a_command():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tables"], capture_output=True, text=True, check=True, cwd=ROOT

@@ -1,4 +1,4 @@
-"""The commands as a user runs them: real processes, their output, their exit codes."""
+"""The commands as a user runs them: their output and their exit codes; what a process alone shows is slow."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.run.run import Run, list_runs
 
@@ -45,7 +46,14 @@ def command(*arguments):
 
 
 def tunekit(folder, *arguments):
-    return subprocess.run(command(*arguments), cwd=folder, capture_output=True, text=True, check=False)
+    return run_command(*arguments, cwd=folder)
+
+
+def in_process(folder, *arguments, **environment):
+    """Run a command in a process of its own."""
+    return subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +82,11 @@ def test_help_lists_the_commands_by_task(workspace):
     assert order == sorted(order)
 
 
+@pytest.mark.slow
 def test_a_well_known_model_is_planned_for_without_a_network_and_not_trained(workspace, tmp_path):
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     arguments = ("double.yaml", "model.path=google/gemma-3-270m-it", "adapter.type=lora", "train.global_batch_size=1")
-    planned, refused = (
-        subprocess.run(
-            command(verb, *arguments), cwd=workspace, capture_output=True, text=True, check=False, env=environment
-        )
-        for verb in ("plan", "train")
-    )
+    planned, refused = (in_process(workspace, verb, *arguments, **offline) for verb in ("plan", "train"))
     assert planned.returncode == 0, planned.stderr
     assert "268 M parameters" in planned.stdout
     assert "from tunekit's own table" in " ".join(planned.stdout.split())
@@ -101,9 +105,12 @@ def test_train_prints_plan_progress_summary_and_answers(trained):
     assert "before" in trained and "after" in trained and "double 0" in trained
 
 
-def test_train_keeps_the_libraries_words_out_of_the_terminal(trained):
+@pytest.mark.slow
+def test_train_keeps_the_libraries_words_out_of_the_terminal(workspace):
+    answer = in_process(workspace, "train", "double.yaml")
+    assert answer.returncode == 0, answer.stderr
     for noise in ("Warning", "warn(", "it/s", "kernels-community"):
-        assert noise not in trained
+        assert noise not in answer.stdout
 
 
 def test_training_again_makes_another_run(trained, workspace):
@@ -139,6 +146,7 @@ def test_plan_says_what_fits_where_before_all_else(workspace):
     assert re.search(r"^precision +bfloat16 products", answer.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_plan_in_a_terminal_draws_memory_in_colours(workspace):
     output = in_terminal(workspace, "plan", "double.yaml", "--on", "8xh100")
     assert re.search(r"\x1b\[38;[\d;]+m█+", output)
@@ -195,15 +203,10 @@ def test_fit_finds_the_largest_and_says_what_stops_it(workspace):
     assert "there are no more than 16 rows" in batch.stdout
 
 
+@pytest.mark.slow
 def test_fit_finds_well_known_models_without_a_network(workspace, tmp_path):
-    answer = subprocess.run(
-        command("plan", "double.yaml", "--fit", "model", "--on", "t4", "--json"),
-        cwd=workspace,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
-    )
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    answer = in_process(workspace, "plan", "double.yaml", "--fit", "model", "--on", "t4", "--json", **offline)
     assert answer.returncode == 0, answer.stderr
     beyond, largest, *others = json.loads(answer.stdout)["variants"]
     assert "does not fit T4 16 GB" in beyond["refused"] and beyond["note"] == "next"
@@ -231,6 +234,7 @@ def test_data_shows_counts_lengths_and_samples_in_which_trained_text_is_marked(w
     assert "double 1<" not in answer.stdout
 
 
+@pytest.mark.slow
 def test_data_in_a_terminal_colours_what_is_trained(workspace):
     output = in_terminal(workspace, "data", "double.yaml", "--rows", "1")
     assert re.search(r"\x1b\[32m0\x1b\[0m\x1b\[1;32m<\|im_end\|>", output)
@@ -331,6 +335,7 @@ def test_recipes_can_be_listed_copied_and_checked(tmp_path):
     assert tunekit(tmp_path, "check", "quickstart.yaml").returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
     process = subprocess.Popen(
         command("train", "double.yaml", "train.max_steps=2000", "output.name=stopped"),
@@ -352,6 +357,7 @@ def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
     assert run.state == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_terminal_sees_a_live_bar(workspace):
     output = in_terminal(workspace, "train", "double.yaml", "output.name=seen")
     assert re.search(r"step +6/6", output)

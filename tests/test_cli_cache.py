@@ -3,11 +3,11 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.data.load import load_data
 from tunekit.recipe.load import load_recipe
@@ -37,8 +37,7 @@ def caches(tmp_path, monkeypatch) -> Path:
 
 
 def data(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tunekit", "data", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_command("data", *arguments)
 
 
 def test_what_is_kept_is_shown_the_largest_first_with_its_total(caches):

@@ -201,6 +201,7 @@ def test_our_own_metadata_has_the_extra_that_brings_plots() -> None:
     assert all(by_name[name].bounds for name in ("torch", "transformers", "trl", "peft", "matplotlib"))
 
 
+@pytest.mark.slow
 def test_diagnosis_imports_no_torch() -> None:
     code = "import sys; from tunekit.doctor import diagnose; diagnose(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

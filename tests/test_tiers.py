@@ -22,6 +22,16 @@ def test_a_shard_that_is_none_is_refused(shard):
         tiers.files_of_shard(shard, FILES, FILES)
 
 
+@pytest.mark.parametrize(("num_kept", "num_left"), [(3, 9), (12, 0), (20, 0)])
+def test_cases_that_stay_quick_cover_every_value_and_then_most_pairs(num_kept, num_left):
+    cases = [{"adapter": adapter, "option": option} for adapter in range(3) for option in range(4)]
+    left = tiers.leave_out_of_quick(cases, num_kept)
+    assert len(left) == num_left
+    kept = [case for number, case in enumerate(cases) if number not in left]
+    assert {case["adapter"] for case in kept} == {0, 1, 2}
+    assert len({case["option"] for case in kept}) == min(num_kept, 4)
+
+
 def test_quarantine_says_why_and_since_when():
     tiers.check_quarantine("x", pytest.mark.quarantined(reason="a port is taken", since="2026-11-23").mark)
     for mark in (

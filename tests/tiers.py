@@ -7,8 +7,9 @@ affects is chosen by `tests/affected.py`.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,42 @@ def files_of_shard(shard: str, files: Collection[str], durations: Mapping[str, f
         shards[lightest].add(path)
         loads[lightest] += durations.get(path, UNKNOWN_SECONDS)
     return shards[index]
+
+
+def leave_out_of_quick(cases: Sequence[Mapping[str, int]], num_kept: int) -> set[int]:
+    """Return which cases of a parametrized test are left to the full tier.
+
+    Those that stay cover as many values of each parameter as so many cases can, then as many pairs of values.
+
+    Args:
+        cases: For each case, the index of its value by parameter.
+        num_kept: How many stay.
+    """
+    covered: set[tuple[tuple[str, int], ...]] = set()
+    kept: list[int] = []
+
+    def gain(number: int) -> tuple[int, int]:
+        values, pairs = ({*combinations(sorted(cases[number].items()), size)} - covered for size in (1, 2))
+        return len(values), len(pairs)
+
+    for _ in range(min(num_kept, len(cases))):
+        best = max((number for number in range(len(cases)) if number not in kept), key=gain)
+        kept.append(best)
+        for size in (1, 2):
+            covered |= {*combinations(sorted(cases[best].items()), size)}
+    return set(range(len(cases))) - set(kept)
+
+
+def mark_samples(items: Iterable[pytest.Item]) -> None:
+    """Mark those cases of a test marked `sample(N)` slow that are not among its N."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        (num_kept,) = cases[0].get_closest_marker("sample").args
+        for number in leave_out_of_quick([case.callspec.indices for case in cases], num_kept):
+            cases[number].add_marker("slow")
 
 
 def check_quarantine(nodeid: str, mark: pytest.Mark) -> None:

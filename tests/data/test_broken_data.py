@@ -736,6 +736,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [False, True])
 def test_without_a_network_a_hub_name_gets_one_clear_line_at_once(offline, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE, "HF_HOME": str(tmp_path)}

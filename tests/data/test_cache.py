@@ -139,6 +139,7 @@ def write_at_once(barrier, queue):
     queue.put((str(prepared.path), len(prepared.dataset())))
 
 
+@pytest.mark.slow
 def test_writers_at_once_end_with_one_whole_entry_of_each_kind():
     context = multiprocessing.get_context("fork")
     barrier, queue = context.Barrier(4), context.Queue()

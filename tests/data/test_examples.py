@@ -19,6 +19,7 @@ FILES = (
 )
 
 
+@pytest.mark.slow
 def test_the_script_makes_the_files_as_they_are(tmp_path):
     subprocess.run([sys.executable, EXAMPLES / "make.py", tmp_path], check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)

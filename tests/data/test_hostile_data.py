@@ -105,6 +105,7 @@ LINES: dict[str, tuple[str, Callable[[], bytes], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_of_fifty_megabytes_is_read_or_refused_in_proportion(name, tmp_path):
     file, content, answer = LINES[name]
@@ -118,12 +119,14 @@ def test_a_line_of_fifty_megabytes_is_read_or_refused_in_proportion(name, tmp_pa
     assert grown_mib < 12 * LENGTH // 2**20 or not STATUS.exists()
 
 
+@pytest.mark.slow
 def test_a_header_of_many_columns_is_compared_in_one_pass(tmp_path):
     header = ",".join(f"c{i}" for i in range(200_000))
     said, _ = read(tmp_path / "a.csv", f"{header},c7,\na\n".encode())
     assert said == "a.csv:1: the header names c7 twice; rename one of them"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "content", "last"),
     [

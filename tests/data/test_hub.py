@@ -135,6 +135,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 def test_datasets_and_files_of_the_hub_are_read_as_the_source_says(tmp_path):
     with serving(servers.Hub) as address:
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}

@@ -171,6 +171,7 @@ print(len(num_chars), sum(num_chars), peak_mib() - before if STATUS.exists() els
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".parquet"])
 def test_a_hundred_megabytes_are_read_in_little_memory(web, kind):
     line = b'{"text":"%06d' + b"x" * 1990 + b'"}\n'

@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import importlib, pkgutil, sys
 
 sys.modules["triton"] = None
 import torch
+
+import pytest
 
 from tunekit import kernels
 
@@ -24,6 +28,7 @@ print(rms_norm(x, torch.tensor([1.0, 2.0]), eps=0.0).tolist())
 """
 
 
+@pytest.mark.slow
 def test_without_triton_the_torch_forms_are_there():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -34,6 +34,7 @@ def _product(x_ptr, y_ptr, rows: tl.constexpr, columns: tl.constexpr):
     tl.store(y_ptr + row[:, None] * rows + row[None, :], tl.dot(x, tl.trans(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", LIMITS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_is_within_the_limits_and_as_the_table_says(name, arch):

@@ -154,6 +154,7 @@ def test_wider_types_of_weight_and_residual_are_kept(path):
     assert [tensor.grad.dtype for tensor in (x, weight, residual)] == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_costs_no_sums(path, monkeypatch):
     wanted = []
 

@@ -261,6 +261,7 @@ def head_of(trainer):
 PROCESSES = [("sft", "ddp", "full"), ("dpo", "ddp", "lora"), ("sft", "fsdp2", "full"), ("dpo", "fsdp2", "lora")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy", "adapter"), PROCESSES)
 def test_two_processes_train_as_one(name, strategy, adapter, folder):
     few = {"train": {"max_steps": 3, "global_batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3}}

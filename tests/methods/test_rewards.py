@@ -566,6 +566,7 @@ def test_rewards_have_names_of_their_own_in_the_metrics() -> None:
     assert reward_names(named) == ["exact_match_1", "os.path:join", "math", "posixpath:join", "exact_match_2", "split"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "reward"),
     [("jsonschema", {"type": "json_schema", "column": "s"}), ("math_verify", "math"), ("pyseccomp", "code")],

@@ -359,6 +359,7 @@ def test_programs_run_beside_each_other() -> None:
     assert found == {number: [number == 2] for number in range(8)}
 
 
+@pytest.mark.slow
 def test_a_user_without_rights_has_a_sandbox_too(tmp_path: Path) -> None:
     """In a container without privileges there is neither root nor a user namespace."""
     code = (

@@ -67,6 +67,7 @@ def whole(gradient):
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_two_processes_have_the_gradients_of_one(kind):
     for far in in_processes(2, halves_of_gradients, kind, seconds=200):

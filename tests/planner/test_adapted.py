@@ -51,6 +51,7 @@ def assert_every_phase_is_traced(how: Step, *, rel: float) -> None:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
@@ -58,6 +59,7 @@ def test_every_phase_of_an_adapter_is_what_is_traced(adapter, dtype, checkpointi
     assert_every_phase_is_traced(step(adapter, dtype=dtype, checkpointing=checkpointing), rel=0.025)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("adapter", TABLES.values(), ids=TABLES)
@@ -82,6 +84,7 @@ def test_the_weights_around_a_norm_of_dora_are_there_however_few_the_tokens(toke
     assert estimated.phases["last layer"] - rest == pytest.approx(traced, rel=0.05)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", ["dropout", "dropout on two", "dora", "dora and dropout"])
 def test_the_peak_of_fsdp2_is_what_is_traced(adapter, checkpointing):

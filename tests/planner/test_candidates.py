@@ -213,6 +213,7 @@ def test_main_memory_that_is_known_is_counted():
         resolve(asked, hardware.model_copy(update={"cpu": cpu}), LLAMA_8B, ROWS)
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_updated_by_the_optimizers_that_are_said_to():
     """Each optimizer that runs on a CPU, in two real processes, on weights that FSDP2 has divided."""
     on_cpu = [name for name in get_args(Optim) if not name.startswith("paged_")]

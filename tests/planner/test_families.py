@@ -41,6 +41,7 @@ def step(family: str, adapter: FullAdapter | LoraAdapter, *, checkpointing: bool
     return Step(family, tuple(sizes.items()), adapter, batch=2, length=1024, checkpointing=checkpointing)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])
 @pytest.mark.parametrize("family", sorted(TRACED))

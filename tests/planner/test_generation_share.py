@@ -199,6 +199,7 @@ def planned(spent: Spent) -> Step:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_work_of_a_step_is_what_torch_counts(runs, name):
     spent, step = runs[name], planned(runs[name])
@@ -211,6 +212,7 @@ def test_the_work_of_a_step_is_what_torch_counts(runs, name):
     assert step.flops_per_token * step.num_tokens - old == pytest.approx(spent.training_flops, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_cache_is_as_large_as_the_tensors_in_it(runs, name):
     facts = probe_model(runs[name].recipe.model)
@@ -219,6 +221,7 @@ def test_the_cache_is_as_large_as_the_tensors_in_it(runs, name):
     assert found == runs[name].cache_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SETTINGS)[1:])
 def test_the_share_of_generating_is_as_planned_with_the_speed_of_another_setting(runs, name):
     """Within a third: twice the tokens, or answers that are generated for each step, would be farther off."""

@@ -37,6 +37,7 @@ def allocated(model, hidden_dtype, weight_dtype, dtype, gradients):
         return tracker.peaks["forward"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", [LLAMA_1B, LLAMA_8B], ids=["1B", "8B"])
 @pytest.mark.parametrize(
     ("adapter", "dtype"), [(FullAdapter(), "bfloat16"), (FullAdapter(), "float32"), (LoraAdapter(), "bfloat16")]

@@ -74,6 +74,7 @@ def passes(method, adapter, batch=16) -> Passes:
     return passes_of(method, adapter, ROWS, global_batch_size=batch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -89,6 +90,7 @@ def test_every_phase_is_what_trls_loss_allocates(adapter, method, checkpointing)
     assert max(estimated.phases[phase] for phase in known) == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("method", "adapter", "dtype", "checkpointing"),
     [
@@ -115,6 +117,7 @@ def test_without_triton_whole_logits_are_there_more_often():
     assert max(estimated.phases.values()) == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("method", ["dpo", "grpo with a reference"])
 def test_the_peak_of_qwen_in_float32_is_what_trls_loss_allocates(method, adapter):
@@ -127,6 +130,7 @@ def test_the_peak_of_qwen_in_float32_is_what_trls_loss_allocates(method, adapter
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 2, "vocab_size": 4000}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("prompt", "completion"), [(128, 16), (32, 128)], ids=["long prompts", "long answers"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -259,6 +263,7 @@ def test_each_prompt_of_distillation_has_one_answer():
 TEACHER = {**SIZES, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("adapter", "dtype", "beta"), [("full", "bfloat16", 0.5), ("lora", "bfloat16", 1.0), ("lora", "float32", 1.0)]
 )

@@ -38,6 +38,7 @@ def phases_of(step: Step) -> tuple[dict[str, int], dict[str, int]]:
     return known, {phase: estimated.phases[phase] for phase in known}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["at once", "accumulated"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])
@@ -50,6 +51,7 @@ def test_every_phase_is_what_is_traced(family, tied, adapter, checkpointing, acc
     assert estimated == {phase: pytest.approx(size, rel=0.01) for phase, size in traced.items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", ["even", "padded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapter", [FullAdapter(), LoraAdapter(rank=16)], ids=["full", "lora"])

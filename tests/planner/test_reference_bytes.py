@@ -18,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_second_model_is_planned_where_there_is_one(case, tmp_path):
     method, adapter, is_kept = CASES[case]

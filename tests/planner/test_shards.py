@@ -63,6 +63,7 @@ def peaks_of(sharded: ShardedStep) -> tuple[int, int]:
     return trace(sharded).peak_bytes, estimate_of(sharded.step, sharded.layout).tensor_bytes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
@@ -82,6 +83,7 @@ def test_every_phase_of_fsdp2_is_what_is_traced(tied, adapter, checkpointing, la
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sync_each_batch", [False, True], ids=["whole", "synced"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["two tables", "tied"])
@@ -91,6 +93,7 @@ def test_gradients_of_micro_batches_lie_there_as_traced(tied, adapter, sync_each
     assert estimated == pytest.approx(traced, rel=0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_families_are_what_is_traced(family, adapter):
@@ -98,12 +101,14 @@ def test_families_are_what_is_traced(family, adapter):
     assert estimated == pytest.approx(traced, rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 def test_float32_is_what_is_traced(adapter):
     traced, estimated = peaks_of(sharded("llama", adapter, dtype="float32"))
     assert estimated == pytest.approx(traced, rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 def test_tensors_with_fewer_rows_than_there_are_devices_are_padded(adapter):
     step = sharded("llama", adapter, num_shards=512)
@@ -115,6 +120,7 @@ def test_tensors_with_fewer_rows_than_there_are_devices_are_padded(adapter):
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.01)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     "adapter",
@@ -127,6 +133,7 @@ def test_mixtures_are_what_is_traced(family, adapter, checkpointing):
     assert estimated == pytest.approx(traced, rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "layout",
@@ -148,6 +155,7 @@ def test_adapters_of_experts_are_divided_by_the_rows_that_they_have(num_shards):
     assert estimated.tensor_bytes == pytest.approx(traced.peak_bytes, rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["one batch", "several"])
 @pytest.mark.parametrize("adapter", [FULL, LORA], ids=["full", "lora"])
 def test_every_phase_of_ddp_is_what_is_traced(adapter, accumulates):

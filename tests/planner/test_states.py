@@ -114,6 +114,7 @@ def stored_bytes(parameters) -> int:
     return total
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("name", NAMES)
@@ -181,12 +182,14 @@ def assert_held_as_planned(section, adapter, optim, tmp_path):
     assert states_bytes(planned, optim) == held.states
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("adapter", ["full", "lora and embedding"])
 @pytest.mark.parametrize("optim", [optim for optim in get_args(Optim) if not optim.startswith("paged")])
 def test_every_optimizer_holds_what_is_planned(optim, adapter, sections, tmp_path):
     assert_held_as_planned(sections["llama"], ADAPTERS[adapter], optim, tmp_path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit", "adafactor"])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])

@@ -181,6 +181,7 @@ def without_network(cache, code):
     return answer.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", ["probe_model", "sketch_model"])
 def test_a_hub_name_without_network_is_one_line_and_no_retry(probe, tmp_path):
     code = f"try: {probe}(ModelSection(path='some-org/some-model'))\nexcept ModelError as error: print(error)"
@@ -190,6 +191,7 @@ def test_a_hub_name_without_network_is_one_line_and_no_retry(probe, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_well_known_model_is_planned_for_without_network_but_not_trained(tmp_path):
     code = (
         "section = ModelSection(path='meta-llama/Llama-3.1-8B-Instruct')\n"

@@ -70,6 +70,7 @@ def test_one_node_needs_no_words():
         assert with_nodes(node(), environment) == node()
 
 
+@pytest.mark.slow
 def test_what_torchrun_tells_its_processes_is_understood():
     """By torchrun itself, of this machine's torch."""
     code = (

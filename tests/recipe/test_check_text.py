@@ -74,6 +74,7 @@ def test_a_text_that_is_too_large_is_refused() -> None:
     assert fault.problem == "is larger than 256 KiB"
 
 
+@pytest.mark.slow
 def test_a_text_is_checked_without_torch() -> None:
     code = f"import sys, tunekit; assert tunekit.check_text({GOOD!r})[0]; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

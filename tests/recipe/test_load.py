@@ -326,6 +326,7 @@ def test_no_text_whatever_ends_in_anything_but_a_recipe_or_its_error(
 # What reading a recipe costs
 
 
+@pytest.mark.slow
 def test_reading_recipes_imports_no_torch_and_none_of_its_family(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text(GOOD + "method: {type: sft, trainer_args: {adam_bta1: 0.8}}\ntrain: {lr: 1}\n")
     script = (

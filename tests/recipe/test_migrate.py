@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tunekit.errors import PlanError, RecipeError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.migrate.migration import migrate
@@ -677,8 +678,7 @@ def test_a_configuration_that_could_be_of_two_tools_asks_whose_it_is() -> None:
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tunekit", "migrate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run_command("migrate", *arguments)
 
 
 def test_the_command_prints_the_report_and_writes_a_recipe_that_is_not_there_yet() -> None:

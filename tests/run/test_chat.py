@@ -142,6 +142,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_the_process_goes_with_the_one_that_talks_however_that_ends(runs):
     folder = str(runs["lora"].path)
     with subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, text=True) as holder:

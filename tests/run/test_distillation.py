@@ -68,6 +68,7 @@ def test_the_divergence_from_a_teacher_falls(here, adapter):
     assert (run.model_path / "README.md").read_text().count("divergence from the teacher") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_with_the_same_answers(here):
     whole = tunekit.train(recipe(here))
     resumed = cut_off_and_resumed(recipe(here), after=9)

@@ -194,10 +194,12 @@ def test_log_probabilities_of_weights_that_are_not_there_yet_are_refused(here):
         api.plan(recipe(adapter="full", method=method, parallel=spread))
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(here, finished):
     in_two_processes(recipe(parallel={"num_processes": 2, "strategy": "ddp"}), finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "method"), [("zero3", {}), ("fsdp2", BEFOREHAND)])
 def test_a_reference_in_parts_gives_the_losses_of_a_whole_one(here, whole, strategy, method):
     spread = {"num_processes": 2, "strategy": strategy}

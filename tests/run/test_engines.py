@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "model", "num", "parallel", "train", "synced"),
     CASES,
@@ -104,6 +105,7 @@ def test_divided_weights_are_trained_and_saved_as_those_of_one_process(
     assert engine["local_share"] == pytest.approx(1 / 2, abs=0.01)
 
 
+@pytest.mark.slow
 def test_fsdp2_saves_the_parts_of_all_put_together(folder):
     """What each process held at the end is laid side by side here, and a checkpoint has all that goes on."""
     run = Run(made(recipe_for(folder, train={"max_steps": 4, "save_steps": 2}, strategy="fsdp2", num_processes=2)))
@@ -124,6 +126,7 @@ def test_fsdp2_saves_the_parts_of_all_put_together(folder):
         assert {name for name in whole if f"optimizer.state.{name}.{state}" in stored} == whole.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "raw", "refused", "parallel"),
     [

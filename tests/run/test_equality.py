@@ -49,6 +49,7 @@ def test_every_layout_trains_as_one_process_does(subject, folder, capsys):
     assert all(equal), table
 
 
+@pytest.mark.slow
 def test_offloading_with_fsdp2_cannot_run_on_a_cpu(folder):
     """As the table says: the plan refuses it, and the libraries fail where the plan is forced."""
     recipe = recipe_of(LORA, folder, micro_batch_size=2)
@@ -62,6 +63,7 @@ def test_offloading_with_fsdp2_cannot_run_on_a_cpu(folder):
         in_processes(2, equality.work_in, str(run.path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subject", [LORA, LORA_PACKED, DPO], ids=lambda subject: subject.name)
 def test_a_step_is_the_same_however_it_is_cut_in_one_process(subject, folder):
     runs = [
@@ -74,6 +76,7 @@ def test_a_step_is_the_same_however_it_is_cut_in_one_process(subject, folder):
         assert run.num_tokens == runs[0].num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_stream_trains_alike_in_two_processes(packing, folder):
     subject = dataclasses.replace(LORA, name=f"stream, packing {packing}", packing=packing)
@@ -113,6 +116,7 @@ def work_with_repeated_rows(path):
     equality.work_in(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [work_with_mean_over_rows, work_with_repeated_rows])
 def test_the_table_would_show_a_fault(fault, folder, monkeypatch):
     recipe = recipe_of(LORA, folder, micro_batch_size=2)
@@ -124,6 +128,7 @@ def test_the_table_would_show_a_fault(fault, folder, monkeypatch):
     assert found.weights > 10 * equality.MAX_WEIGHTS
 
 
+@pytest.mark.slow
 def test_what_fills_an_epoch_is_counted_as_a_token_each(folder):
     """The only difference of what is logged: rows that fill the last step of an epoch have one token."""
     alone, spread = (

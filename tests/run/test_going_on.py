@@ -112,6 +112,7 @@ def test_a_run_that_is_made_longer_equals_one_that_was_so_from_the_beginning(sho
     assert reload_recipe(run.path / "recipe-1.yaml") == short.recipe
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_with_a_run_and_none_deletes_it_meanwhile(short, tmp_path):
     """Others come when it has seen that the run is over, and has not said yet that it goes on."""
     run, told = copied(short, tmp_path / "run"), []
@@ -467,6 +468,7 @@ def test_what_ended_before_its_first_checkpoint_begins_in_its_folder(full, folde
     torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_command_asks(named_recipe):
     main, there = pty.openpty()
     command = [sys.executable, "-m", "tunekit", "train", "mine.yaml"]

@@ -162,6 +162,7 @@ def test_answers_are_used_for_as_many_steps_as_the_recipe_says(here):
     assert len(logged(run)) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_groups_of_a_step(here):
     run = api.make_run(recipe("low", "seen", parallel={"num_processes": 2, "strategy": "ddp"}))
     in_processes(2, work_here, str(here), str(run.path.resolve()))

@@ -175,6 +175,7 @@ def test_all_processes_leave_a_step_out_that_one_of_them_sees(engine, folder, ca
     assert ours == {step: usual[step] for step in (1, 3, 4, 6)}
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_process_ends_all_before_the_step_and_the_checkpoint_is_good(folder):
     run = Run(made(recipe_for(folder, "stopped", parallel=TWO, logging_steps=100)))
     told = in_processes(2, worked_faulty, run.path, Fault("loss", 5, rank=1))
@@ -192,6 +193,7 @@ def test_a_loss_of_one_process_ends_all_before_the_step_and_the_checkpoint_is_go
     assert numbers_at([told[1][0]]) == numbers_in(told[0][1][-1]["texts"])
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_and_leaves_the_step_out_when_it_comes_again(folder, skipping):
     run = Run(made(recipe_for(folder, "rolled", non_finite="rollback")))
     faults = Fault("gradient", 2), Fault("loss", 5, micro_batch=3)
@@ -240,6 +242,7 @@ def test_where_memory_runs_out_in_one_process_all_go_on_with_half_the_micro_batc
     assert all(torch.allclose(before[name], found, atol=2e-4) for name, found in weights(run).items())
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_again_ends_the_run(folder):
     recipe = recipe_for(folder, "shorter", retry_out_of_memory=True, micro_batch_size=8)
     run = Run(made(recipe))

@@ -142,6 +142,7 @@ def join(folder, *overrides, nodes=1):
     return str(run.path.resolve()), losses(run)
 
 
+@pytest.mark.slow
 def test_all_processes_work_on_the_run_that_the_first_has_made(workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     first, second = in_processes(2, join, workspace, "output.name=shared")
@@ -154,6 +155,7 @@ def test_all_processes_work_on_the_run_that_the_first_has_made(workspace, monkey
     assert run.plan.layout.num_processes == 2
 
 
+@pytest.mark.slow
 def test_where_there_is_no_run_the_first_process_says_why_and_the_others_end_with_its_code(workspace):
     told = in_processes(3, join, workspace, "output.name=none")
     assert told[0].endswith(
@@ -162,6 +164,7 @@ def test_where_there_is_no_run_the_first_process_says_why_and_the_others_end_wit
     assert told[1:] == ["code 2", "code 2"]
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_see_the_folder_is_named(workspace):
     """Two folders of one name, by which process looks: as where nodes have disks of their own."""
     for rank in (0, 1):

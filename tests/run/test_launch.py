@@ -264,6 +264,7 @@ class Ended:
 NO_WORD = "ended with exit code {} and no word of why"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "told", "shown"),
     [

@@ -294,10 +294,12 @@ def further(workspace, sft):
         return Run(tunekit.train(continued_dpo()).path.resolve())
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_further_alike_in_parts(here, further):
     in_two_processes(continued_dpo(parallel={"num_processes": 2, "strategy": "zero3"}), further)
 
 
+@pytest.mark.slow
 def test_after_a_break_two_processes_are_held_to_the_adapter_of_the_first_run(here, further):
     run = Run(made(continued_dpo(parallel={"num_processes": 2, "strategy": "fsdp2"})))
     in_processes(2, cut_off, run.path)

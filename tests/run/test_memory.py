@@ -127,6 +127,7 @@ def test_what_would_have_fitted_does_fit(workspace, tmp_path):
     assert train_within(workspace, changed_recipe, "training", 500, tmp_path / "second").state == "finished"
 
 
+@pytest.mark.slow
 @limits_memory
 @pytest.mark.parametrize(
     ("when", "said"), [("loading", "loading: CPU"), ("log", "evaluation after step 1: CPU")], ids=["load", "evaluate"]

@@ -199,6 +199,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_first_losses_are_those_of_the_paper_in_float64(workspace, trained, name):
     exact, run = causal(workspace), trained(name)

@@ -87,6 +87,7 @@ def tokens_of(question, answer):
     return sum(1 + len(role) + 1 + len(text) + 1 + 1 for role, text in (("user", question), ("assistant", answer)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy, workspace):
     run = make_run(recipe_for(workspace, strategy=strategy, max_steps=5))
@@ -119,6 +120,7 @@ def test_tokens_of_all_ranks_are_counted_once_and_their_padding_is_not(strategy,
     assert [event["step"] for event in run.events() if event["event"] == "ranks"] == saved
 
 
+@pytest.mark.slow
 def test_an_epoch_that_does_not_divide_counts_every_token(workspace):
     run = make_run(recipe_for(workspace, num=2, num_epochs=1))
     in_processes(2, work_on, str(run.path))
@@ -126,6 +128,7 @@ def test_an_epoch_that_does_not_divide_counts_every_token(workspace):
     assert run.result()["num_tokens"] == sum(tokens_of(*row) for row in ROWS) + 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_keeps_the_others_waiting_is_named(workspace, tmp_path):
     recipe = recipe_for(workspace, global_batch_size=8, micro_batch_size=1, max_steps=2 * WINDOW_STEPS)
     run = make_run({**recipe, "output": {"dir": str(tmp_path / "run"), "sample_prompts": []}})
@@ -166,6 +169,7 @@ def sums_by_hand(plan):
     return profiled, clocked[2], trace.found
 
 
+@pytest.mark.slow
 def test_exchanges_of_one_step_are_as_long_as_by_the_clock(workspace):
     plan = tunekit.plan(recipe_for(workspace))
     early, late = in_processes(2, sums_by_hand, plan)

@@ -70,6 +70,7 @@ def recipe_for(kind, model_folder, data, folder, **train):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
 def test_result_loads_elsewhere_and_gives_the_same_logits(kind, model_folder, data, tmp_path):
     run, model = train_and_keep_model(recipe_for(kind, model_folder, data, tmp_path / "run"))

@@ -74,6 +74,7 @@ def saved(run):
     return load_file(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("adapter", "num", "parallel"),
     [

@@ -70,6 +70,7 @@ def recipe(folder, adapter="lora"):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_a_run_that_was_cut_off_goes_on_with_the_same_answers(here, adapter):
     whole = tunekit.train(recipe(here, adapter))

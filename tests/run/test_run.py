@@ -272,6 +272,7 @@ def test_rows_without_a_trained_token_end_before_a_run_begins(here):
     assert len(list_runs()) == runs
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_while_it_is_looked_at_has_not_died(tmp_path, monkeypatch):
     """Its status is read, then it says that it has finished and is gone, then its process is looked for."""
     run, read = made_run(tmp_path / "run"), Run.status
@@ -292,6 +293,7 @@ def test_a_run_that_ends_while_it_is_looked_at_has_not_died(tmp_path, monkeypatc
         assert run.state == "finished"
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_seen_to_have_died(here):
     code = (
         "import os, signal, sys, tunekit\n"

@@ -270,6 +270,7 @@ def small_disk(path, size):
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_would_fill_the_disk_is_refused_before_its_rows_are_read(folder):
     with small_disk(folder / "refused", "3m"):
         asked = recipe_for(folder, runs="refused")
@@ -295,6 +296,7 @@ def work_on_a_disk_that_is_full(path):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "parallel"),
     [
@@ -366,6 +368,7 @@ def work_while_a_checkpoint_takes_all_room(path):
         Saver._write, tunekit.run.room.give_room = write, give
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
     with small_disk(folder / "full", "20m"):
         run = Run(made(recipe_for(folder, evaluates=False, runs="full", strategy="fsdp2", num_processes=2)))
@@ -379,6 +382,7 @@ def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
         assert run.status()["step"] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(strategy, folder):
     """The writes wait until steps have been taken; the weights are those of one process that waits for them."""

@@ -77,6 +77,7 @@ def ask(client, run, **options):
     return client.chat.completions.create(model=run.name, **given)
 
 
+@pytest.mark.slow
 def test_a_client_gets_the_greedy_answer_of_the_run_under_its_name(client, run, expected):
     assert [model.id for model in client.models.list()] == [run.name]
     answer = ask(client, run)
@@ -84,6 +85,7 @@ def test_a_client_gets_the_greedy_answer_of_the_run_under_its_name(client, run, 
     assert answer.model == run.name and answer.usage.completion_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_streamed_answer_is_the_same_in_pieces(client, run, expected):
     chunks = list(ask(client, run, stream=True))
     pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
@@ -91,12 +93,14 @@ def test_a_streamed_answer_is_the_same_in_pieces(client, run, expected):
     assert chunks[-1].choices[0].finish_reason in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_answers_are_drawn_where_a_temperature_is_asked_for(client, run):
     drawn = {ask(client, run, temperature=1.5, seed=seed).choices[0].message.content for seed in (1, 2, 3)}
     again = {ask(client, run, temperature=1.5, seed=seed).choices[0].message.content for seed in (1, 2, 3)}
     assert drawn == again and len(drawn) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -113,12 +117,14 @@ def test_what_cannot_be_answered_is_told_to_the_client(client, run, options, wor
         client.chat.completions.create(**{"model": run.name, "messages": MESSAGES} | options)
 
 
+@pytest.mark.slow
 def test_the_example_that_it_prints_is_answered(server):
     address, body = re.search(r"curl (\S+) .*-d '(.*)'", server[1], re.DOTALL).groups()
     told = httpx2.post(address, json=json.loads(body))
     assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_pages_of_other_sites_and_other_routes_get_nothing(client):
     url = str(client.base_url).removesuffix("/v1/")
     foreign = httpx2.post(f"{url}/v1/chat/completions", headers={"Origin": "http://elsewhere.example"}, json={})
@@ -128,6 +134,7 @@ def test_pages_of_other_sites_and_other_routes_get_nothing(client):
         assert httpx2.post(f"{url}/{route}", json={"model": "other"}).status_code == 404
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_in_the_middle_of_an_answer_and_without_a_complaint(server, client, run):
     process, _ = server
     endless = ask(client, run, stream=True, max_tokens=900, extra_body={"logit_bias": {"2": -100.0}})

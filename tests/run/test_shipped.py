@@ -1,11 +1,6 @@
-"""Shipped recipes train: ten steps by their own settings, on a tiny model of their architecture and a few rows.
-
-Each method with each adapter and each other choice is trained once here, on the one or the other architecture. What
-differs from one of these in sizes or in its architecture alone is trained by the slow tests.
-"""
+"""Shipped recipes train: ten steps by their own settings, on a tiny model of their architecture and a few rows."""
 
 import math
-from collections import Counter
 
 import pytest
 
@@ -18,8 +13,6 @@ from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
 
 NUM_STEPS = 10
-NUMBERS = {"max_completion_length", "teacher", "beta", "simpo_gamma", "rewards", "num_generations"}
-"""Fields of a method that say how much, not what."""
 
 
 def architecture(recipe: Recipe) -> str:
@@ -28,34 +21,6 @@ def architecture(recipe: Recipe) -> str:
     return "llama" if known is None else str(known.config["model_type"])
 
 
-def choices(recipe: Recipe) -> str:
-    """What a recipe chooses besides numbers and its architecture, in a form that tells recipes apart."""
-    return repr(
-        (
-            recipe.adapter.type,
-            recipe.method.model_dump(exclude=NUMBERS),
-            recipe.data.packing,
-            recipe.train.optim,
-            recipe.train.lr_scheduler_type,
-        )
-    )
-
-
-def chosen() -> list[str]:
-    """A recipe for each different choice, so that every architecture has its turn."""
-    groups: dict[str, list[str]] = {}
-    for recipe in list_recipes():
-        groups.setdefault(choices(load_recipe(recipe.name)), []).append(recipe.name)
-    used: Counter[str] = Counter()
-    found = []
-    for names in groups.values():
-        name = min(names, key=lambda name: used[architecture(load_recipe(name))])
-        used[architecture(load_recipe(name))] += 1
-        found.append(name)
-    return found
-
-
-CHOSEN = chosen()
 NAMES = [recipe.name for recipe in list_recipes()]
 
 
@@ -69,9 +34,8 @@ def workspace(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in CHOSEN else pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_recipe_trains_ten_steps(name, workspace, monkeypatch):
     monkeypatch.chdir(workspace)
     recipe = load_recipe(name)

@@ -160,6 +160,7 @@ def test_a_job_whose_time_is_up_saves_and_is_queued_again_and_ends_as_if_nothing
     assert _losses(run) == pytest.approx(_losses(straight), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_job_is_queued_until_it_starts_and_died_when_it_is_gone_without_an_end(slurm, recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
     script = write_script(run, nodes, Wishes(partition="all", sbatch_args=("--hold",)))
@@ -170,6 +171,7 @@ def test_a_job_is_queued_until_it_starts_and_died_when_it_is_gone_without_an_end
     _wait_for(lambda: run.state == "died", 30, lambda: _ask("squeue"))
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_does_not_take_fails_with_its_words(slurm, recipe, tmp_path):
     run, nodes = _run(recipe, tmp_path / "run")
     with pytest.raises(RunError, match="invalid partition specified: nowhere"):
@@ -177,6 +179,7 @@ def test_a_job_that_slurm_does_not_take_fails_with_its_words(slurm, recipe, tmp_
     assert run.state == "failed"
 
 
+@pytest.mark.slow
 def test_the_printed_script_asks_for_the_nodes_of_the_plan(recipe, tmp_path):
     """Planned for machines that are not here, with a name that the shell and Slurm would each read otherwise."""
     folder = tmp_path / "it's 100% mine"
@@ -223,6 +226,7 @@ def test_what_starts_a_job_is_this_python(recipe, tmp_path):
     assert f"{sys.executable} -m tunekit.run.launch {run.path}" in write_script(run, nodes, Wishes()).read_text()
 
 
+@pytest.mark.slow
 def test_the_command_says_where_it_can_launch_and_prints_what_it_would_submit(recipe, tmp_path):
     given = tmp_path / "double.yaml"
     given.write_text(yaml.safe_dump({**recipe, "output": {"dir": str(tmp_path / "run")}}))

@@ -194,6 +194,7 @@ def calm(folder, tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "sign", "ranks"),
     [(1, signal.SIGINT, (0,)), (2, signal.SIGTERM, (1,)), (2, signal.SIGUSR1, (0, 1))],
@@ -218,6 +219,7 @@ def test_a_signal_ends_all_after_a_step_with_a_checkpoint_that_is_gone_on_from_e
     torch.testing.assert_close(saved(run), calm(num), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_two_signals_that_are_one_wish_save_and_the_second_wish_does_not(folder, tmp_path):
     """A scheduler tells all processes, and the launcher hands it on to them: that is one SIGTERM, not two."""
     once, twice = made(folder, num=2), made(folder, num=2)
@@ -239,6 +241,7 @@ def test_two_signals_that_are_one_wish_save_and_the_second_wish_does_not(folder,
     assert twice.state == "interrupted" and twice.status()["exit_reason"].endswith("no checkpoint")
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_step(folder, tmp_path, calm):
     data = {"eval": str(folder / "rows.jsonl")}
     run = made(folder, num=2, eval_steps=3, data=data)
@@ -254,6 +257,7 @@ def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_st
     torch.testing.assert_close(saved(run), calm(2), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_what_has_no_steps_ends_at_once(folder, tmp_path):
     run = made(folder, num=2)
     with Working(run, tmp_path, 2, Slow("loading", 60.0)) as working:
@@ -263,6 +267,7 @@ def test_what_has_no_steps_ends_at_once(folder, tmp_path):
     assert run.state == "interrupted" and run.status()["exit_reason"] == "stopped by SIGTERM at step 0, no checkpoint"
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_longer_than_the_grace_is_not_waited_for(folder, tmp_path):
     """The others wait for a rank that is slow, in an exchange that Python's signals do not reach."""
     run = made(folder, num=2, grace_seconds=6.0, save_steps=2)
@@ -277,6 +282,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_not_waited_for(folder, tmp_p
     assert "no checkpoint" in run.status()["exit_reason"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_where_the_process_that_trains_is_killed(folder):
     """Neither the processes that make its micro-batches, which go on where a terminal or a scheduler tells all."""
     run = made(folder, max_steps=100_000)
@@ -305,6 +311,7 @@ def _wait_for_step(run, step, seconds=150):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path):
     run, told = made(folder, num=2), []
     with Working(run, tmp_path, 2, Slow("step", 0.2)) as working:
@@ -322,6 +329,7 @@ def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_react_is_named_and_killed(folder, tmp_path, monkeypatch):
     run, told = made(folder), []
     monkeypatch.setattr("tunekit.run.stopping.LEAST_SECONDS", 1)
@@ -338,6 +346,7 @@ def test_a_process_that_does_not_react_is_named_and_killed(folder, tmp_path, mon
     assert run.state == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_run(folder, tmp_path):
     """What is asked for is the process that the folder names, and it has ended."""
     run = made(folder)

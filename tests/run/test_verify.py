@@ -101,6 +101,7 @@ def train_in_16_bits():
     look_with(lambda trainer: trainer.model.to(bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "strategy", "found"),
     [
@@ -116,6 +117,7 @@ def test_another_engine_than_the_planned_one_is_found_in_every_process(fault, st
     assert in_processes(2, faulty, run, fault) == [found, found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
@@ -137,6 +139,7 @@ def test_float16_on_a_cpu_is_refused_and_found_if_it_is_not(folder):
         worked(run)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_runs(folder):
     from tunekit.run.run import Run
 

@@ -164,6 +164,7 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
     assert not sentinel.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "HF_ENDPOINT"])
 def test_a_plan_sets_no_variable_that_loads_other_code(name, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -108,6 +108,7 @@ def test_plain_data_keeps_its_shape(canary):
     assert without_secrets(given) == {"step": 3, "words": [f"a {REDACTED}", None], CANARY: 1.5}
 
 
+@pytest.mark.slow
 def test_what_processes_write_is_redacted_line_by_line(canary):
     log = io.BytesIO()
     with redacting_pipe(log) as output:
@@ -182,6 +183,7 @@ def test_no_secret_is_in_anything_that_a_run_writes(workspace, tmp_path, monkeyp
     assert CANARY not in printed and HUB not in printed
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_anything_that_a_run_that_fails_writes_prints_or_shows(workspace, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(recipe_for(str(tmp_path / "run"), "failing", max_restarts=1)))

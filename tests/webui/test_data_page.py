@@ -201,6 +201,7 @@ def test_measuring_ends_when_it_is_cancelled(site):
     data_page.cancel("one")
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monkeypatch):
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=time.sleep, args=(600,), daemon=True)

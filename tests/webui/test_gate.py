@@ -53,6 +53,7 @@ def start(url):
     return f"{url}/gradio_api/queue/join?", {"data": [], "fn_index": number, "session_hash": "test", "event_data": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::"])
 def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
     command = [sys.executable, "-m", "tunekit", "ui", "--host", host, "--no-open", "--root", str(tmp_path)]
@@ -63,6 +64,7 @@ def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
     assert "Traceback" not in answer.stderr and not answer.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("content", "words"), [(None, "cannot be read"), (b"", "nothing in it"), (b"\xff", "cannot")])
 def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, content, words):
     file = tmp_path / "password"
@@ -83,6 +85,7 @@ def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, c
     assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
+@pytest.mark.slow
 def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_server):
     for path in ("/config", "/gradio_api/info", "/runs/", "/theme.css", f"/gradio_api/file={quote('/etc/passwd')}"):
         answer = httpx.get(locked_server + path)
@@ -94,6 +97,7 @@ def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_ser
     assert httpx.get(f"{locked_server}/zh/runs", headers={"Accept": "text/html"}).headers["location"].startswith("/zh/")
 
 
+@pytest.mark.slow
 def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
     with httpx.Client(base_url=locked_server) as client:
         wrong = client.post("/login?next=%2Fruns", data={"password": PASSWORD + "s"})
@@ -110,12 +114,14 @@ def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
     assert httpx.get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("onward", ["//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example", "/\tx"])
 def test_a_login_leads_to_no_other_site(locked_server, onward):
     answer = httpx.post(f"{locked_server}/login?next={quote(onward, safe='')}", data={"password": PASSWORD})
     assert answer.headers["location"] == "/"
 
 
+@pytest.mark.slow
 def test_passwords_cannot_be_tried_for_long(serve, root):
     url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD).url
     codes = [httpx.post(f"{url}login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 2)]
@@ -123,6 +129,7 @@ def test_passwords_cannot_be_tried_for_long(serve, root):
     assert httpx.post(f"{url}login", data={"password": PASSWORD}).status_code == 429
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers",
     [
@@ -142,6 +149,7 @@ def test_a_page_of_another_site_can_start_nothing(open_server, headers):
     assert httpx.post(where, json=what, headers=own).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_page_of_another_site_reads_nothing_but_may_link_here(open_server):
     foreign = {"Sec-Fetch-Site": "cross-site"}
     assert httpx.get(f"{open_server}/config", headers={**foreign, "Sec-Fetch-Mode": "no-cors"}).status_code == 403
@@ -152,11 +160,13 @@ def test_a_page_of_another_site_reads_nothing_but_may_link_here(open_server):
     assert "frame-ancestors 'self' http://localhost:*" in followed.headers["content-security-policy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["elsewhere.example", "127.0.0.1.elsewhere.example:80", "192.168.0.2", ""])
 def test_a_name_that_was_pointed_to_this_machine_is_not_answered_to(open_server, host):
     assert httpx.get(f"{open_server}/config", headers={"Host": host}).status_code in (400, 421)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["/gradio_api/file=", "/zh/gradio_api/file=", "/file=", "/gradio_api/file/"])
 def test_no_way_of_asking_for_a_file_leads_to_one(open_server, root, way):
     secret, own = root.parent / "secret.txt", root / "chats.jsonl"
@@ -169,6 +179,7 @@ def test_no_way_of_asking_for_a_file_leads_to_one(open_server, root, way):
             assert answer.status_code != 200 or "text/html" in answer.headers["content-type"], path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../secret.txt", "/etc/passwd", "..\\secret", "a/../../b", "x\0y", "." * 300])
 def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, root, name):
     before = sorted(path for path in root.parent.rglob("*") if not path.is_symlink())
@@ -179,6 +190,7 @@ def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, r
         assert Path(kept).resolve() == Path(kept) and "tunekit-ui-" in kept
 
 
+@pytest.mark.slow
 def test_a_wall_screen_takes_nothing(wall_screen):
     assert httpx.post(f"{wall_screen}/gradio_api/upload", files={"files": b"x"}).status_code == 403
 
@@ -198,6 +210,7 @@ STARTING = {
 """What starts, changes, deletes or reads much, by the names of its functions."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_fonts_of_the_pages_are_there_with_the_letters_of_english_in_each_weight(open_server, language):
     for file in FONTS.values():
@@ -217,6 +230,7 @@ def test_a_wall_screen_has_no_function_that_starts_changes_or_deletes(root, monk
     assert not offered(Site(root, read_only=True)) & STARTING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../secret.txt", "link.txt", "chats.jsonl"])
 def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browser(open_server, root, name):
     functions = httpx.get(f"{open_server}/config").json()["dependencies"]
@@ -231,6 +245,7 @@ def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browse
     assert not (root / "uploads").exists() and OUTSIDE not in told
 
 
+@pytest.mark.slow
 def test_no_secret_is_told_of(serve, root):
     url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD, HF_TOKEN="hf_sesame_open_sesame_open_sesame").url
     with httpx.Client(base_url=url) as client:

@@ -38,6 +38,7 @@ def read_whole(run: tunekit.Run) -> tunekit.EventReader:
                 return reader
 
 
+@pytest.mark.slow
 def test_a_long_history_is_read_elsewhere_to_the_same_curves(long_run):
     alone = tunekit.EventReader(long_run.path / "events.jsonl")
     alone.read()
@@ -50,6 +51,7 @@ def test_a_long_history_is_read_elsewhere_to_the_same_curves(long_run):
         assert later is reader and later.series["loss"].last.value == 9.0
 
 
+@pytest.mark.slow
 def test_many_that_ask_at_once_share_one_reader(long_run):
     seen = []
 
@@ -64,6 +66,7 @@ def test_many_that_ask_at_once_share_one_reader(long_run):
     assert len(seen) == 8 and len({id(reader) for reader in seen}) == 1
 
 
+@pytest.mark.slow
 def test_until_all_is_read_a_page_says_how_far_it_is(long_run):
     site, no_curves, first = site_of(long_run), 3, 4
     answer = looked(site, long_run.name)
@@ -75,6 +78,7 @@ def test_until_all_is_read_a_page_says_how_far_it_is(long_run):
     assert f'"x":{NUM_STEPS}' in loss and answer[no_curves].visible is False
 
 
+@pytest.mark.slow
 def test_a_history_that_is_taken_away_meanwhile_is_empty(long_run):
     with history_of(long_run) as reader:
         assert reader.is_behind
@@ -83,6 +87,7 @@ def test_a_history_that_is_taken_away_meanwhile_is_empty(long_run):
     assert read_whole(long_run).series == {}
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_losses_of_their_steps_after_many_more(trained_run, tmp_path: Path):
     before = {one.step: (one.loss, one.eval_loss) for one in tunekit.checkpoints(trained_run)}
     losses = {event["step"]: event["loss"] for event in trained_run.events() if event["event"] == "log"}

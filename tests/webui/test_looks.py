@@ -14,6 +14,7 @@ def test_what_a_browser_kept_and_is_no_setting_is_left_out(kept):
     assert looks_in(kept) == FIRST
 
 
+@pytest.mark.slow
 def test_settings_of_charts_and_runs_beside_outlive_a_reload(trained_run, workspace, serve, open_page):
     expect.set_options(timeout=TIMEOUT_MS)
     shutil.copytree(trained_run.path, workspace / "runs" / "other")

@@ -22,6 +22,7 @@ def site(workspace):
     return Site(root=workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     ["chats.jsonl", "*.jsonl", "example:pirate", "Org/dataset", "https://host/rows.jsonl", "s3://bucket/*.jsonl"],
@@ -30,6 +31,7 @@ def test_what_is_in_the_workspace_or_elsewhere_can_be_named(site, train):
     check_reach(site, recipe(data={"train": train}, output={"dir": "runs/mine"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [
@@ -66,6 +68,7 @@ def test_a_machine_is_described_in_the_workspace_alone(site):
         check_machine(site, "/etc/mine.yaml")
 
 
+@pytest.mark.slow
 def test_a_run_is_not_continued_with_edits_that_lead_out(site, trained_run):
     site = Site(root=trained_run.path.parent.parent)
     check_edits(site, trained_run, ["train.max_steps=99", "parallel.nvme_path=swap"])

@@ -21,6 +21,7 @@ def server(serve, tmp_path_factory):
     return serve(fill(tmp_path_factory.mktemp("server") / "workspace"))
 
 
+@pytest.mark.slow
 def test_a_visit_of_every_page_asks_no_other_machine_and_has_no_errors(server, browser):
     context = browser.new_context()
     page = context.new_page()
@@ -36,6 +37,7 @@ def test_a_visit_of_every_page_asks_no_other_machine_and_has_no_errors(server, b
     assert not faults
 
 
+@pytest.mark.slow
 def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_page):
     page = open_page(f"{server.url}runs?run=nothing")
     page.locator("#shell-language").click()
@@ -44,6 +46,7 @@ def test_the_other_language_shows_the_same_page_of_the_same_run(server, open_pag
     assert page.locator("nav a[aria-current=page]").inner_text() == "运行"
 
 
+@pytest.mark.slow
 def test_two_visitors_do_not_see_each_others_drafts(server, open_page):
     from playwright.sync_api import expect
 
@@ -57,6 +60,7 @@ def test_two_visitors_do_not_see_each_others_drafts(server, open_page):
     expect(ones).to_contain_text("rank: 24", timeout=TIMEOUT_MS)
 
 
+@pytest.mark.slow
 def test_the_process_that_serves_loads_no_torch(server):
     urllib.request.urlopen(f"{server.url}runs").read()
     maps = Path(f"/proc/{server.process.pid}/maps").read_text(encoding="utf-8")
@@ -65,6 +69,7 @@ def test_the_process_that_serves_loads_no_torch(server):
         assert library not in maps, library
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, ending):
     environment = os.environ | {"TMPDIR": str(tmp_path / "temporary")}
@@ -80,6 +85,7 @@ def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, endi
     assert not list((tmp_path / "temporary").glob("tunekit-ui-*"))
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for options, words in (
@@ -91,6 +97,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
             assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
+@pytest.mark.slow
 def test_the_page_comes_up_as_the_readme_has_it(tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from urllib.parse import urlparse
 
-import pytest
-
 import tunekit
 from tests.webui.conftest import TIMEOUT_MS
 
@@ -31,7 +29,6 @@ def has_moved(page, before):
     return page.evaluate(DRAWN)
 
 
-@pytest.mark.slow
 def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_run, tmp_path, serve, open_page):
     from playwright.sync_api import expect
 
