@@ -53,6 +53,7 @@ from tunekit.run.trainer import (
     load_policy,
     loads_bare_reference,
 )
+from tunekit.run.upstream import check_upstream
 from tunekit.run.watchdog import Watchdog, gone_words
 
 if TYPE_CHECKING:
@@ -272,6 +273,7 @@ def _build(
 ) -> "tuple[Trainer, PreTrainedTokenizerBase]":
     """Load what the folder names, and build the trainer around it."""
     check_run_code(run)
+    check_upstream(recipe.method.type)
     forget_overrides(recipe.train.optim)
     from tunekit.model.adapters import keep_trained_in_float32, num_trained
     from tunekit.model.compiling import compile_layers, to_float8

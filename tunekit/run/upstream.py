@@ -1,0 +1,177 @@
+"""Check the names of other libraries that a run overrides, before anything is loaded.
+
+A run replaces methods of a trainer on the trainer that it holds, some of them private. Where a version renames one, the
+assignment would go unnoticed and the library's own method would run: rows in another order, a checkpoint that is not
+restored. So each name has to be there, take the arguments that it took, and be used by the library's own code.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.metadata import version
+from types import CodeType, FunctionType
+from typing import Any
+
+from tunekit.errors import DependencyError
+from tunekit.recipe.trainer_args import CONFIGS
+
+TRAINER = {
+    "_get_train_sampler": "train_dataset",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_rng_state": "checkpoint",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "_get_output_dir": "trial",
+    "_save_checkpoint": "model trial",
+    "_save": "output_dir state_dict",
+    "_save_rng_state": "output_dir",
+    "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
+    "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+    "_get_grad_norm": "model grad_norm",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+    "get_batch_samples": "epoch_iterator num_batches device",
+    "training_step": "model inputs num_items_in_batch",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+}
+"""Methods of transformers' `Trainer` and their parameters (transformers 5.17 to 5.23)."""
+
+STATES = ("_tr_loss", "_globalstep_last_logged", "create_model_card")
+"""Other names of every trainer."""
+
+_GENERATES = ("_generate_single_turn", "_buffered_inputs", "_step", "_logs", "_metrics", "_compute_loss")
+_MEASURES = ("_metrics", "_total_train_tokens")
+_EXPERIMENTAL = ("_stored_metrics",)
+
+OF_METHOD = {
+    "sft": (*_MEASURES, "_get_num_items_in_batch"),
+    "dpo": (*_MEASURES, "_precompute_ref_logps", "_precompute_model_hash"),
+    "kto": (*_MEASURES, "_precompute_ref_logps", "_precompute_model_hash"),
+    "orpo": _EXPERIMENTAL,
+    "cpo": _EXPERIMENTAL,
+    "reward": _MEASURES,
+    "grpo": (*_GENERATES, "_calculate_rewards", "_get_per_token_logps_and_entropies", "_entropy_bonus_enabled"),
+    "rloo": (*_GENERATES, "_calculate_rewards", "_get_per_token_logps_and_entropies"),
+    "distillation": _GENERATES,
+}
+"""Names of TRL's trainers, by method (trl 1.16)."""
+
+ACCELERATOR = ("backward", "prepare", "deepspeed_ulysses_dl_adapter")
+"""Methods of Accelerate's `Accelerator` that transformers' `Trainer` calls (accelerate 1.15)."""
+
+FIELDS = {
+    "accelerate.utils.FullyShardedDataParallelPlugin": "mixed_precision_policy",
+    "accelerate.utils.DataLoaderConfiguration": "dispatch_batches",
+}
+"""Fields of Accelerate's settings that are set on the object (accelerate 1.15)."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A name that is not what a run overrides.
+
+    Attributes:
+        owner: The class, such as `transformers.Trainer`.
+        name: The name.
+        problem: What is wrong with it.
+    """
+
+    owner: str
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.name} {self.problem}"
+
+
+def check_upstream(method: str) -> None:
+    """Check the names that a run of a method overrides against the installed libraries.
+
+    Args:
+        method: The method's type.
+
+    Raises:
+        DependencyError: A name is missing, is used by nobody, or takes other arguments.
+    """
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    problems = [
+        *trainer_problems(Trainer, trainer_class(method), method),
+        *accelerator_problems(Trainer, Accelerator),
+        *field_problems(FIELDS),
+    ]
+    if problems:
+        libraries = ("transformers", "trl", "accelerate")
+        installed = ", ".join(f"{name} {version(name)}" for name in libraries)
+        raise DependencyError(
+            f"tunekit overrides names that {installed} do not have as it knows them: " + "; ".join(map(str, problems)),
+            hint="install versions that this tunekit was tested with, or a newer tunekit",
+        )
+
+
+def trainer_class(method: str) -> type:
+    """Return TRL's trainer of a method."""
+    package, file, config = CONFIGS[method]
+    module = import_module(f"{package}.{file.removesuffix('_config.py').replace('/', '.')}_trainer")
+    found = vars(module)[config.removesuffix("Config") + "Trainer"]
+    assert isinstance(found, type)
+    return found
+
+
+def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed]:
+    """Yield the names of a trainer that are not as a run overrides them.
+
+    Args:
+        base: Transformers' `Trainer`.
+        trainer: TRL's class of the method.
+        method: The method's type.
+    """
+    used_by_base, used = names_used(base), names_used(trainer)
+    for name, parameters in TRAINER.items():
+        owner = f"transformers.{base.__name__}"
+        if name not in used_by_base:
+            yield Renamed(owner, name, "is not called")
+        elif not callable(inspect.getattr_static(base, name, None)):
+            yield Renamed(owner, name, "is not there")
+        else:
+            took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
+            if took != parameters.split():
+                yield Renamed(owner, name, f"takes ({', '.join(took)}), not ({', '.join(parameters.split())})")
+    for name in (*STATES, *OF_METHOD[method]):
+        if name not in used:
+            yield Renamed(f"trl.{trainer.__name__}", name, "is not used")
+
+
+def accelerator_problems(trainer: type, accelerator: type) -> Iterator[Renamed]:
+    """Yield the names of Accelerate's class that transformers' does not call, or that are not there."""
+    used = names_used(trainer)
+    for name in ACCELERATOR:
+        if name not in used or inspect.getattr_static(accelerator, name, None) is None:
+            yield Renamed(f"accelerate.{accelerator.__name__}", name, "is not called by transformers' Trainer")
+
+
+def field_problems(wanted: Mapping[str, str]) -> Iterator[Renamed]:
+    """Yield the fields, by dotted path of their dataclass, that are not there."""
+    for path, name in wanted.items():
+        module, _, owner = path.rpartition(".")
+        if name not in {field.name for field in fields(vars(import_module(module))[owner])}:
+            yield Renamed(path, name, "is no field")
+
+
+def names_used(cls: type) -> set[str]:
+    """Return the names of attributes, and of globals, in the code of a class and of those that it builds on."""
+    functions = (_code(value) for base in cls.__mro__ for value in vars(base).values())
+    return {name for code in functions if code is not None for name in _names(code)}
+
+
+def _code(value: Any) -> CodeType | None:
+    function = value.fget if isinstance(value, property) else inspect.unwrap(value) if callable(value) else value
+    return function.__code__ if isinstance(function, FunctionType) else None
+
+
+def _names(code: CodeType) -> Iterable[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
