@@ -315,7 +315,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         free = shutil.disk_usage(filler.parent).free
         # The first checkpoint fits, the second does not.
         filler.write_bytes(b"\0" * (free - int(1.5 * size) - 2**19))
-        told = in_processes(num, work_on_a_disk_that_is_full, run.path, seconds=200)
+        told = in_processes(num, work_on_a_disk_that_is_full, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
         assert "No space left on device" in told[0] and "checkpoint-2 is whole" in told[0]
@@ -370,7 +370,7 @@ def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
     with small_disk(folder / "full", "20m"):
         run = Run(made(recipe_for(folder, evaluates=False, runs="full", strategy="fsdp2", num_processes=2)))
         assert run.plan.saving.in_background
-        told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path, seconds=200)
+        told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
         assert "checkpoint-2 is whole" in told[0] and checkpoints(run) == ["checkpoint-2"]
