@@ -18,6 +18,7 @@ import tunekit.run.save
 from tests.processes import in_processes
 from tests.run.engines import made, work_in, worked
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit.errors import PlanError, RunError
 from tunekit.run.checkpoint import (
     MANIFEST,
@@ -350,7 +351,7 @@ def work_while_a_checkpoint_takes_all_room(path):
             fill(taken)
             if saver.record.place.is_main:
                 # It may not be done before the training wants to say something.
-                assert has_taken.wait(60)
+                assert has_taken.wait(LIMIT_SECONDS)
         write(saver, saving)
 
     def give_what_is_taken(run):
@@ -399,16 +400,12 @@ def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(
 
 def work_slowly(path):
     """Work as one process that begins to write when two more steps are taken; return the step at which it did."""
-    import time
-
     from tunekit.run.saving import Saver
 
     write, steps = Saver._write, []
 
     def write_later(saver, saving):
-        until = time.monotonic() + 60
-        while saver.trainer.state.global_step < min(saving.step + 2, STEPS) and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: saver.trainer.state.global_step >= min(saving.step + 2, STEPS))
         steps.append(saver.trainer.state.global_step)
         write(saver, saving)
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import tunekit
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS
 from tunekit.cli import app
 from tunekit.probe.model import PICO
 
@@ -134,7 +135,7 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer_and_without_a_complaint(serve
     pieces = (chunk.choices[0].delta.content for chunk in endless)
     assert any(piece for piece in pieces)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_SECONDS) == 0
     assert process.stdout.read() == ""
 
 
