@@ -1,6 +1,5 @@
 """What a run of several processes reports: real groups of them, beside what can be counted without them."""
 
-import os
 import platform
 import time
 
