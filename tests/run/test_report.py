@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from torch import distributed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tunekit
 from tests.processes import in_processes
@@ -17,7 +18,7 @@ from tunekit.run.callback import rates
 from tunekit.run.communication import TRACED_STEP, Trace, covered_seconds, exposed_seconds
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
-from tunekit.run.timing import WINDOW_STEPS, slow_ranks
+from tunekit.run.timing import WINDOW_STEPS, Timing, slow_ranks
 from tunekit.run.worker import work
 
 MORE_BYTES = 2**27
@@ -29,16 +30,21 @@ PAUSE_SECONDS = 2.0
 ROWS = [("say " * (1 + n % 7), f"{n}") for n in range(22)]
 
 
-def braked(compute):
-    """A computation that takes four times as long, and a bit more, as on a device that is too hot or shared."""
+def brake(layer):
+    """Have a layer take four times as long, and a bit more, as on a device that is too hot or shared with another."""
+    began = seconds = 0.0
 
-    def compute_slowly(*args, **kwargs):
+    def wait(*_):
+        nonlocal began
+        time.sleep(0.005 + 3 * seconds)
         began = time.perf_counter()
-        result = compute(*args, **kwargs)
-        time.sleep(0.001 + 3 * (time.perf_counter() - began))
-        return result
 
-    return compute_slowly
+    def note(*_):
+        nonlocal seconds
+        seconds = time.perf_counter() - began
+
+    layer.register_forward_pre_hook(wait)
+    layer.register_forward_hook(note)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +81,19 @@ def work_with_rank_1_on_the_brake(folder):
     if place_of().rank != 1:
         work_on(folder)
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Linear, "forward", braked(torch.nn.Linear.forward))
+    attach = Timing.attach
+
+    def attach_and_brake(timing, trainer, optimizer):
+        attach(timing, trainer, optimizer)
+        for layer in trainer.model_wrapped.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                brake(layer)
+
+    Timing.attach = attach_and_brake
+    try:
         work_on(folder)
+    finally:
+        Timing.attach = attach
 
 
 def tokens_of(question, answer):

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
