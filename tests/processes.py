@@ -3,15 +3,16 @@
 A user's processes are started by torchrun, which tests of the launch do too. What is computed is the same.
 """
 
-import contextlib
 import multiprocessing
 import os
-import random
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.waiting import LIMIT_SECONDS
 
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -33,14 +34,13 @@ PRELOADED = [
 """What every process would import by itself, in seconds."""
 
 
-def in_processes(num: int, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
+def in_processes(num: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function in `num` processes that find each other as torchrun's do, and return what each of them gave.
 
     Args:
         num: Processes.
         function: A function of a module, called with `args`.
         args: Its arguments; they are pickled.
-        seconds: How long all may take together.
 
     Raises:
         AssertionError: One of them failed; the words are those of the first that did. The others are ended.
@@ -48,7 +48,7 @@ def in_processes(num: int, function: Callable[..., Any], *args: Any, seconds: fl
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port = free_port()
+    port = own_port()
     workers, pipes = [], []
     for rank in range(num):
         here, there = context.Pipe(duplex=False)
@@ -66,18 +66,18 @@ def in_processes(num: int, function: Callable[..., Any], *args: Any, seconds: fl
         workers.append(worker)
         pipes.append(here)
     try:
-        return _answers(pipes, seconds)
+        return _answers(pipes)
     finally:
         for worker in workers:
             worker.join(10)
             worker.kill()
 
 
-def _answers(pipes: list[Connection], seconds: float) -> list[Any]:
+def _answers(pipes: list[Connection]) -> list[Any]:
     answers: dict[Connection, Any] = {}
     while len(answers) < len(pipes):
-        ready = wait([pipe for pipe in pipes if pipe not in answers], timeout=seconds)
-        assert ready, f"{len(pipes) - len(answers)} of {len(pipes)} processes gave no answer in {seconds} s"
+        ready = wait([pipe for pipe in pipes if pipe not in answers], timeout=LIMIT_SECONDS)
+        assert ready, f"{len(pipes) - len(answers)} of {len(pipes)} processes gave no answer"
         for pipe in ready:
             try:
                 failure, answer = pipe.recv()
@@ -98,10 +98,25 @@ def _call(pipe: Connection, environment: dict[str, Any], function: Callable[...,
         pipe.send((None, answer))
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on: below those that the system gives to whoever connects."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+_held: list[socket.socket] = []
+"""Sockets that keep a port for a test until these tests end."""
+
+
+def own_port() -> int:
+    """A port of this machine for one test alone: nobody else is given it, whoever listens there and stops again.
+
+    A socket is bound to it that never listens. Linux lets a server listen beside that where both allow the address to
+    be used again, as servers do, and gives the port to nobody who asks for any. Elsewhere the port is only looked for.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    holder = socket.socket(family)
+    if family == socket.AF_INET6:
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    port = int(holder.getsockname()[1])
+    if sys.platform == "linux":
+        _held.append(holder)
+    else:
+        holder.close()
+    return port

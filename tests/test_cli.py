@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit.run.run import Run, list_runs
 
 RECIPE = """\
@@ -338,7 +338,7 @@ def test_recipes_can_be_listed_copied_and_checked(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
     process = subprocess.Popen(
-        command("train", "double.yaml", "train.max_steps=2000", "output.name=stopped"),
+        command("train", "double.yaml", "train.max_steps=100000", "output.name=stopped"),
         cwd=workspace,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -350,7 +350,7 @@ def test_ctrl_c_ends_the_run_with_130_and_the_status_says_so(workspace):
         if line.startswith("step 1/"):
             break
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in errors
     run = next(run for run in list_runs(workspace / "runs") if run.name.startswith("stopped"))
@@ -372,10 +372,9 @@ def in_terminal(folder: Path, *arguments) -> str:
         os.chdir(folder)
         os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color")
         os.execv(sys.executable, command(*arguments))
-    output, deadline = b"", time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if not select.select([terminal], [], [], 1)[0]:
-            continue
+    output = b""
+    while True:
+        assert select.select([terminal], [], [], LIMIT_SECONDS)[0], output[-3000:]
         try:
             block = os.read(terminal, 65536)
         except OSError:

@@ -4,14 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 import tunekit
+from tests.run.watching import Hold
 from tests.tiny import save_chats
+from tests.waiting import until
 from tunekit.detached import CONSOLE
 from tunekit.errors import RecipeError, RunError, TunekitError
 from tunekit.run.events import FINAL_PHASES
@@ -32,18 +33,9 @@ def workspace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def ended(run, seconds=120):
+def ended(run):
     """How a run ended that is waited for."""
-    return until(lambda: run.state if run.state in FINAL else None, seconds)
-
-
-def until(look, seconds=120):
-    """What there is to see, once there is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.05)
-    return found
+    return until(lambda: state if (state := run.state) in FINAL else None)
 
 
 def test_a_detached_run_is_there_at_once_and_trains_to_the_end_by_itself(workspace):
@@ -68,10 +60,13 @@ def test_a_mapping_and_a_loaded_recipe_start_as_their_file_does(workspace):
     assert ended(run) == "finished"
 
 
-def test_a_run_goes_on_when_its_starter_is_killed(workspace):
+def test_a_run_goes_on_when_its_starter_is_killed(workspace, tmp_path):
+    # It does not come to its end before.
+    hold = Hold(tmp_path / "hold", "/log.txt")
     program = "import tunekit; print(tunekit.start('mine.yaml', ['train.max_steps=30']).path, flush=True); input()"
     starter = subprocess.Popen(
         [sys.executable, "-c", program],
+        env=os.environ | hold.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -81,6 +76,7 @@ def test_a_run_goes_on_when_its_starter_is_killed(workspace):
     os.killpg(starter.pid, signal.SIGKILL)
     starter.wait()
     assert run.state not in FINAL
+    hold.go_on()
     assert ended(run) == "finished"
 
 
@@ -118,15 +114,19 @@ def test_a_detached_run_is_stopped_in_its_first_moment_and_at_any_other(workspac
     assert run.state == "interrupted"
 
 
-def test_a_run_that_was_stopped_goes_on_detached(workspace):
-    run = tunekit.start("mine.yaml", ["train.max_steps=60"])
+def test_a_run_that_was_stopped_goes_on_detached(workspace, tmp_path, monkeypatch):
+    run = tunekit.start("mine.yaml", ["train.max_steps=100000"])
     until(lambda: any(event["event"] == "log" for event in run.events()))
     tunekit.stop(run)
     step = run.status()["step"]
-    assert run.state == "interrupted" and 0 < step < 60
-    again = tunekit.start_resume(run)
+    assert run.state == "interrupted" and 0 < step < 100_000
+    hold = Hold(tmp_path / "hold", "/log.txt")
+    with monkeypatch.context() as environment:
+        environment.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
+        again = tunekit.start_resume(run, [f"train.max_steps={step + 5}"])
     assert again.path.resolve() == run.path.resolve() and again.state not in FINAL
-    assert ended(run) == "finished" and run.status()["step"] == 60
+    hold.go_on()
+    assert ended(run) == "finished" and run.status()["step"] == step + 5
     with pytest.raises(RunError, match="finished"):
         tunekit.start_resume(run)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.tiny import make_tokenizer, save_chats
+from tests.waiting import LIMIT_SECONDS
 from tunekit.data import cache
 from tunekit.data import prepare as preparing
 from tunekit.data.load import load_rows
@@ -146,7 +147,7 @@ def test_writers_at_once_end_with_one_whole_entry_of_each_kind():
     writers = [context.Process(target=write_at_once, args=(barrier, queue)) for _ in range(4)]
     for writer in writers:
         writer.start()
-    found = {queue.get(timeout=60) for _ in writers}
+    found = {queue.get(timeout=LIMIT_SECONDS) for _ in writers}
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.data.memory import STATUS
+from tests.waiting import LIMIT_SECONDS
 
 LENGTH = 50_000_000
 LONG = b"x" * LENGTH
@@ -35,7 +36,7 @@ def read(path, content: bytes) -> tuple[object, int]:
     """What is said of a file, or its rows, their last place and their length; and the memory it took in MiB."""
     path.write_bytes(content)
     command = [sys.executable, "-c", READ, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     path.unlink()  # pytest keeps the folders of its last runs
     assert done.returncode == 0, done.stderr
     said, grown_mib = json.loads(done.stdout)

@@ -12,6 +12,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import tunekit
 from tests.data.memory import STATUS
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS
 from tunekit import api
 from tunekit.data.look import LINE_BYTES, LOOK_BYTES
 from tunekit.errors import DataError
@@ -241,7 +242,8 @@ print(json.dumps([*said, peak_mib() - before if STATUS.exists() else 0]))
 def test_a_file_that_is_made_to_hurt_is_looked_at_in_bounded_memory(name, folder):
     file, content, problem = HOSTILE[name]
     (folder / file).write_bytes(content())
-    done = subprocess.run([sys.executable, "-c", READ, file], capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-c", READ, file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     (folder / file).unlink()
     assert done.returncode == 0, done.stderr
     num_rows, what, bad, grown_mib = json.loads(done.stdout)

@@ -3,7 +3,6 @@ in what is said of them."""
 
 import gzip
 import re
-import socket
 import sys
 import time
 
@@ -13,6 +12,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.data.servers import PASSWORD, USER, web_server
+from tests.processes import own_port
 from tunekit.data.load import load_data
 from tunekit.data.remote import clear_downloads, downloads_root, is_url, list_downloads, shown, without_user
 from tunekit.errors import DataError, DependencyError
@@ -205,15 +205,9 @@ def test_what_was_half_written_is_no_copy_and_goes_with_the_copies(web):
     assert list_downloads() == [] and clear_downloads() == 0
 
 
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
 def test_a_server_that_is_not_there_is_told_at_once(host):
-    host = f"{host}:{closed_port()}"
+    host = f"{host}:{own_port()}"
     message = refusal(f"http://{host}/rows.jsonl")
     assert re.fullmatch(
         rf"data\.train\.path: 'http://{host}/rows\.jsonl' cannot be reached \(\[Errno -?\d+\] .+\); "

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from tests.data.servers import serving, web_server
+from tests.waiting import LIMIT_SECONDS
 from tunekit.data.files import OPENERS
 from tunekit.data.remote import list_downloads
 from tunekit.data.sources import find_files
@@ -142,7 +143,7 @@ def test_rows_are_there_before_the_rest_of_the_file():
             self.send_header("Content-Length", str(len(first) + len(ROWS)))
             self.end_headers()
             self.wfile.write(first)
-            if was_read.wait(30):
+            if was_read.wait(LIMIT_SECONDS):
                 self.wfile.write(ROWS)
 
         def log_message(self, *args):

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -20,6 +19,7 @@ import pytest
 
 from tests.data.servers import serving
 from tests.tiny import make_tokenizer, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit.data.formats import Row
 from tunekit.data.rows import Rows, RowStore
 from tunekit.errors import DataError, DependencyError, ModelError, RecipeError, RunError
@@ -403,6 +403,7 @@ class Endpoint:
         replies: A text, or a status, for the next requests; then `{"score": 5}`.
         asked: The bodies of the requests.
         keys: Their `Authorization`.
+        least_at_once: Requests that have to be there together before any is answered.
     """
 
     def __init__(self) -> None:
@@ -410,14 +411,16 @@ class Endpoint:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.num_at_once = self.most_at_once = 0
-        self.lock = threading.Lock()
+        self.least_at_once = 1
+        self.lock = threading.Condition()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         with self.lock:
             self.num_at_once += 1
             self.most_at_once = max(self.most_at_once, self.num_at_once)
+            self.lock.notify_all()
+            assert self.lock.wait_for(lambda: self.most_at_once >= self.least_at_once, LIMIT_SECONDS)
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        time.sleep(0.02)
         with self.lock:
             self.asked.append(body)
             self.keys.append(handler.headers["Authorization"])
@@ -463,7 +466,7 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_judge_is_asked_about_each_answer_at_once_and_its_score_is_a_share() -> None:
     with an_endpoint() as (endpoint, url):
-        endpoint.replies = ['{"score": 10}'] * 4
+        endpoint.replies, endpoint.least_at_once = ['{"score": 10}'] * 4, 2
         answers = [[{"role": "assistant", "content": f"answer {number}"}] for number in range(8)]
         given = judged(judging(url, num_parallel=4), answers, CHATS[:8])
     assert sorted(given) == [0.5] * 4 + [1.0] * 4

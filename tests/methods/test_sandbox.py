@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_SECONDS
 from tunekit.methods.rewards.sandbox import check_sandbox, passed_tests
 
 SECRET = "the parent's secret"
 
 
-def passes(program: str, *tests: str, timeout_seconds: float = 10.0, memory_bytes: int = 2**29) -> list[bool]:
+def passes(program: str, *tests: str, timeout_seconds: float = LIMIT_SECONDS, memory_bytes: int = 2**29) -> list[bool]:
     return passed_tests(
         program, list(tests or ["assert f(2) == 4"]), timeout_seconds=timeout_seconds, memory_bytes=memory_bytes
     )
@@ -31,7 +32,7 @@ def is_refused(*attempts: str, errors: tuple[str, ...] = ("PermissionError",)) -
         program += f"def f{number}():\n    try:\n{lines}\n        return 'it worked'\n"
         program += "    except BaseException as error:\n        return type(error).__name__\n"
         tests.append(f"assert f{number}() in {errors!r}")
-    passed = passes(program, *tests, timeout_seconds=30)
+    passed = passes(program, *tests)
     assert [attempt for attempt, one in zip(attempts, passed, strict=True) if not one] == []
 
 
@@ -312,8 +313,9 @@ def test_what_never_ends_is_ended(program: str) -> None:
 
 
 def test_tests_that_passed_in_time_count() -> None:
-    program = "def f(x):\n    while x > 2: pass\n    return x"
-    assert passes(program, "assert f(1) == 1", "f(3)", "assert f(2) == 2", timeout_seconds=1) == [True, False, False]
+    # The first has long passed when time is up, also on a machine that is busy; the second costs it nothing.
+    program = "import time\ndef f(x):\n    while x > 2: time.sleep(3600)\n    return x"
+    assert passes(program, "assert f(1) == 1", "f(3)", "assert f(2) == 2", timeout_seconds=10) == [True, False, False]
 
 
 def test_memory_is_limited() -> None:
@@ -372,7 +374,9 @@ def test_a_user_without_rights_has_a_sandbox_too(tmp_path: Path) -> None:
         "[libc.prctl(24, cap, 0, 0, 0) for cap in range(64)]\n"  # drops every capability for all that follows
         "os.setgroups([]) if os.getuid() == 0 else None\n"
         "check_sandbox()\n"
-        "print(passed_tests('def f(x): return x * 2', ['assert f(2) == 4'], timeout_seconds=10, memory_bytes=2**29))"
+        "print(passed_tests('def f(x): return x * 2', ['assert f(2) == 4'], timeout_seconds=600, memory_bytes=2**29))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+    )
     assert done.stdout == "[True]\n", done.stderr

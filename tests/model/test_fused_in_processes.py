@@ -70,6 +70,6 @@ def whole(gradient):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_two_processes_have_the_gradients_of_one(kind):
-    for far in in_processes(2, halves_of_gradients, kind, seconds=200):
+    for far in in_processes(2, halves_of_gradients, kind):
         assert len(far) == len(CASES[kind])
         assert max(far.values()) < TIGHT, far

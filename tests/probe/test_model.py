@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.tiny import save_tiny_model, save_tiny_model_with_vision
+from tests.waiting import LIMIT_SECONDS
 from tunekit.errors import ModelError
 from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.model import ModelSection
@@ -176,7 +177,7 @@ def without_network(cache, code):
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(cache)}
     command = [sys.executable, "-c", imports + code]
-    answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_SECONDS, check=True)
     assert answer.stderr == ""
     return answer.stdout.strip()
 

@@ -29,7 +29,7 @@ def made(recipe: dict[str, Any], layout: dict[str, Any] | None = None, **changes
 
 def work_in(folder: Path, num: int, look: "Callable[..., Any] | None" = None) -> list[Any]:
     """Work on a run in `num` processes, and return what `look(trainer)` gives in each when the model is saved."""
-    return in_processes(num, worked, folder, look, seconds=200)
+    return in_processes(num, worked, folder, look)
 
 
 def worked(folder: Path, look: "Callable[..., Any] | None" = None) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.processes import PRELOADED, free_port
+from tests.processes import PRELOADED, own_port
 from tests.run.engines import worked
 
 
@@ -125,7 +125,7 @@ class Forked:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = free_port()
+        port = own_port()
         self._processes = [context.Process(target=_run, args=(folder, num, rank, port, faults)) for rank in range(num)]
 
     def __enter__(self) -> "Forked":

@@ -10,12 +10,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.waiting import until
 
 NET = "10.77.0"
 """Beginning of the addresses. They are known in the namespaces only."""
@@ -82,10 +83,13 @@ class Namespaces:
         first = f"{shlex.join(['mount', *mount])} && " if mount else ""
         words = f"{first}exec {shlex.join([sshd, '-D', '-f', str(config), '-E', str(log)])}"
         self.daemons.append(subprocess.Popen(self.inside(index, "sh", "-c", words)))
-        deadline = time.monotonic() + 10
-        while "Server listening" not in (log.read_text(encoding="utf-8") if log.exists() else ""):
-            assert self.daemons[-1].poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
-            time.sleep(0.02)
+
+        def listens() -> bool:
+            told = log.read_text(encoding="utf-8") if log.exists() else ""
+            assert self.daemons[-1].poll() is None, told
+            return "Server listening" in told
+
+        until(listens)
 
     def environment(self) -> dict[str, str]:
         """Variables for a command that is to find the hosts by ssh."""

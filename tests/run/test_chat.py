@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunekit
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS
 from tunekit.probe.model import PICO
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where are you from?"}]
@@ -135,22 +136,23 @@ def test_a_closed_talk_leaves_no_process_and_no_memory(runs):
 
 
 HOLDER = """
-import sys, time, tunekit
+import sys, tunekit
 talk = tunekit.chat(sys.argv[1], device="cpu")
 print(talk.pid, "torch" in sys.modules, flush=True)
-time.sleep(600)
+input()
 """
 
 
 @pytest.mark.slow
 def test_the_process_goes_with_the_one_that_talks_however_that_ends(runs):
     folder = str(runs["lora"].path)
-    with subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, text=True) as holder:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, folder], text=True, **pipes) as holder:
         pid, loaded_torch = holder.stdout.readline().split()
         worker = psutil.Process(int(pid))
         assert loaded_torch == "False", "only the process that holds the model needs torch"
         holder.kill()
-    worker.wait(60)
+    worker.wait(LIMIT_SECONDS)
 
 
 def test_a_process_that_dies_is_told_of(runs):

@@ -13,6 +13,7 @@ from tests.run.engines import made
 from tests.run.faulty import Fault, Forked, faulty
 from tests.run.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import until
 from tunekit import api
 from tunekit.errors import DataError, MemoryShortError, NonFiniteError, RunError, StandstillError
 from tunekit.run.launch import supervise
@@ -128,13 +129,16 @@ def test_the_rank_that_failed_first_is_named_and_not_the_one_that_waited_for_it(
 
 
 def test_a_killed_process_is_told_as_such_and_the_run_can_go_on_once_it_has_a_checkpoint(folder):
-    recipe = recipe_for(folder, "killed", max_steps=10_000)
+    recipe = recipe_for(folder, "killed", max_steps=100_000)
     code = f"import tunekit; tunekit.train({recipe!r})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as process:
         checkpoints = folder / "killed" / "checkpoints"
-        while not list(checkpoints.glob("checkpoint-*")):
+
+        def has_one():
             assert process.poll() is None
-            os.sched_yield()
+            return list(checkpoints.glob("checkpoint-*"))
+
+        until(has_one)
         process.send_signal(signal.SIGKILL)
     run = Run(folder / "killed")
     found = tunekit.diagnose_run(run)

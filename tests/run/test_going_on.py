@@ -18,6 +18,7 @@ from transformers import get_cosine_schedule_with_warmup
 
 from tests.run.engines import work_in, worked
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit import api
 from tunekit.display import run_report
 from tunekit.errors import RunError
@@ -481,7 +482,7 @@ def test_on_a_terminal_the_command_asks(named_recipe):
         with contextlib.suppress(OSError):
             while True:
                 shown += os.read(main, 1000)
-        assert process.wait(120) == 0, shown.decode()
+        assert process.wait(LIMIT_SECONDS) == 0, shown.decode()
     assert b"ended after step 3 of 4" in shown
     assert named_recipe.state == "finished"
 

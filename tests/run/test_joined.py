@@ -7,21 +7,22 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.processes import free_port, in_processes
+from tests.processes import in_processes, own_port
 from tests.run.test_launch import RECIPE, losses, work_in_place
+from tests.run.watching import Hold
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit import api
 from tunekit.errors import DataError, PlanError, RunError, StandstillError
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.load import load_recipe
 from tunekit.run import joined
-from tunekit.run.attempts import ASK_SECONDS, go_on_with, open_for_attempt
+from tunekit.run.attempts import go_on_with, open_for_attempt
 from tunekit.run.joined import meeting_point, train_joined
 from tunekit.run.place import Place, place_of
 from tunekit.run.record import Record
@@ -222,30 +223,41 @@ def test_a_run_is_shared_by_the_processes_of_a_launcher(workspace, name):
 def ended_once(folder, rank, step, processes):
     """Kill a rank of a run once it has a checkpoint."""
     manifest = folder / "checkpoints" / f"checkpoint-{step}" / "manifest.json"
-    while not manifest.exists():
+
+    def is_there():
         assert all(process.poll() is None for process in processes), "it ended too early"
-        time.sleep(0.05)
+        return manifest.exists()
+
+    until(is_there)
     beat = json.loads((folder / "ranks" / f"rank-{rank}.json").read_text(encoding="utf-8"))
     os.kill(beat["pid"], signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspace):
+def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspace, tmp_path):
     """Two agents on this machine, as on two nodes. The one whose process is well does not count the restart."""
+    hold = Hold(tmp_path, "checkpoint-40")
     changes = ["train.max_steps=60", "train.save_steps=20"]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=7"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{own_port()}", "--rdzv-id=7"]
     words = ["-m", "tunekit", "train", "double.yaml", "output.dir=elastic", *changes]
     with (workspace / "agents.txt").open("w+", encoding="utf-8") as told:
         agents = [
-            subprocess.Popen([*agent, *meeting, *words], cwd=workspace, stdout=told, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*agent, *meeting, *words],
+                cwd=workspace,
+                env=os.environ | hold.environment(),
+                stdout=told,
+                stderr=subprocess.STDOUT,
+            )
             for _ in range(2)
         ]
         try:
             ended_once(workspace / "elastic", 1, 20, agents)
-            ends = time.monotonic() + 400
-            while time.monotonic() < ends and any(process.poll() is None for process in agents):
-                time.sleep(0.05)
+            hold.go_on()
+            for process in agents:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LIMIT_SECONDS)
         finally:
             codes = [process.poll() for process in agents]
             for process in agents:
@@ -263,19 +275,32 @@ def test_agents_of_two_nodes_go_on_with_the_run_after_a_rank_was_killed(workspac
         assert losses(run) == losses(whole)
 
 
+class Asked:
+    """A store that counts how often it is asked whether something was said."""
+
+    def __init__(self):
+        self.store, self.num_checks = torch.distributed.HashStore(), 0
+        self.set, self.get = self.store.set, self.store.get
+
+    def check(self, keys):
+        self.num_checks += 1
+        return self.store.check(keys)
+
+
 def test_an_attempt_waits_for_its_own_processes_and_not_for_what_those_before_have_said(monkeypatch):
     """What is left in the agent's store is of a process that had heard; the one in its place comes later."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
-    agents = torch.distributed.HashStore()
+    agents = Asked()
     places = [Place(rank=rank, num_processes=2) for rank in range(2)]
     for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
+            before = agents.num_checks
             first = threads.submit(open_for_attempt, agents, places[0])
-            time.sleep(5 * ASK_SECONDS)
+            until(lambda before=before: agents.num_checks > before + 10)
             assert not first.done()
             second = threads.submit(open_for_attempt, agents, places[1])
-            stores = [meeting.result(timeout=60) for meeting in (first, second)]
+            stores = [meeting.result(timeout=LIMIT_SECONDS) for meeting in (first, second)]
         stores[0].set("word", "of this attempt")
         assert stores[1].get("word") == b"of this attempt"
 

@@ -1,6 +1,7 @@
 """The life of a group of processes on one machine: what ends it, what is said of it, and that nothing is left."""
 
 import contextlib
+import itertools
 import os
 import pty
 import select
@@ -8,14 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import tunekit
 from tests.processes import in_processes
+from tests.run.watching import Hold
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit import api
 from tunekit.errors import ExchangeError, RunError, StandstillError
 from tunekit.run import group
@@ -63,35 +66,26 @@ def workers_of(pid):
     return found
 
 
-def are_gone(processes, seconds=30):
-    """Whether processes end by themselves; a zombie has."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not any(
-            p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes if psutil.pid_exists(p.pid)
-        ):
-            return True
-        time.sleep(0.1)
-    return False
+def are_gone(processes):
+    """Whether processes have ended."""
+    return all(is_gone(process) for process in processes)
 
 
 class Terminal:
     """A command in a terminal of its own, as a user sits before it."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, **environment):
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.chdir(folder)
             # A shell starts what runs in the background with the signal ignored, and the tests may run there.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color")
+            os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color", **environment)
             os.execv(sys.executable, [sys.executable, "-m", "tunekit", *arguments])
         self.seen = ""
 
-    def read_until(self, words, seconds=120):
-        until = time.monotonic() + seconds
+    def read_until(self, words):
         while words not in self.seen:
-            assert time.monotonic() < until, self.seen[-3000:]
             assert self._read() is not None, self.seen[-3000:]
 
     def press(self, key):
@@ -105,8 +99,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self):
-        if not select.select([self.file], [], [], 0.5)[0]:
-            return ""
+        assert select.select([self.file], [], [], LIMIT_SECONDS)[0], self.seen[-3000:]
         try:
             block = os.read(self.file, 65536).decode(errors="replace")
         except OSError:
@@ -124,14 +117,18 @@ def newest(workspace, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), [("early", "loading the model"), ("late", "  lr ")])
-def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_are_steps(workspace, name, words):
-    terminal = Terminal(workspace, "train", "double.yaml", *MANY, f"output.name={name}")
+def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_are_steps(
+    workspace, tmp_path, name, words
+):
+    # What is to end while it loads never comes to the end of that by itself.
+    held = Hold(tmp_path, "model/config.json", supervised=True).environment() if name == "early" else {}
+    terminal = Terminal(workspace, "train", "double.yaml", *MANY, f"output.name={name}", **held)
     terminal.read_until(words)
     workers = workers_of(terminal.pid)
     assert set(workers) == {0, 1}
     terminal.press(CTRL_C)
     assert terminal.code() == 130
-    assert are_gone(workers.values(), 0.5)
+    assert are_gone(workers.values())
     assert "Traceback" not in terminal.seen and "go on with: tunekit resume" in terminal.seen
     run = newest(workspace, name)
     step = run.status()["step"]
@@ -141,8 +138,10 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_
     assert [event["phase"] for event in run.events() if event["event"] == "phase"][-1] == "interrupted"
 
 
-def test_ctrl_c_before_there_is_a_run_leaves_none(workspace):
-    terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=none")
+def test_ctrl_c_before_there_is_a_run_leaves_none(workspace, tmp_path):
+    # It never comes to the end of the rows by itself.
+    held = Hold(tmp_path, "rows.jsonl").environment()
+    terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=none", **held)
     terminal.read_until("reading the data")
     terminal.press(CTRL_C)
     assert terminal.code() == 130
@@ -160,8 +159,8 @@ def test_the_end_of_the_supervisor_ends_all_processes(workspace, sign, state):
         workers = workers_of(process.pid)
         assert set(workers) == {0, 1}
         process.send_signal(sign)
-        process.communicate(timeout=60)
-    assert are_gone(workers.values())
+        process.communicate(timeout=LIMIT_SECONDS)
+    until(lambda: are_gone(workers.values()))
     assert process.returncode == (143 if sign == signal.SIGTERM else -signal.SIGKILL)
     assert newest(workspace, name).state == state
 
@@ -172,18 +171,15 @@ def test_a_process_that_cannot_react_ends_with_its_group(here):
     with (run.path / group.LOG).open("ab") as log, Group(words, run.plan.environment, log, num=2):
         workers = workers_of(os.getpid())
         workers[1].suspend()
-        while workers[1].status() != psutil.STATUS_STOPPED:
-            time.sleep(0.05)
-    assert are_gone(workers.values(), 0.5)
+        until(lambda: workers[1].status() == psutil.STATUS_STOPPED)
+    assert are_gone(workers.values())
 
 
 def kill_worker(rank, sign=signal.SIGKILL):
     """Send a signal to one of the processes as soon as it is there."""
 
     def kill():
-        while rank not in workers_of(os.getpid()):
-            time.sleep(0.05)
-        workers_of(os.getpid())[rank].send_signal(sign)
+        until(lambda: workers_of(os.getpid()).get(rank)).send_signal(sign)
 
     threading.Thread(target=kill, daemon=True).start()
 
@@ -240,11 +236,12 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(here):
     assert workers_of(os.getpid()) == {}
 
 
-def test_the_first_error_counts_but_not_one_that_another_process_caused(here):
+def test_the_first_error_counts_but_not_one_that_another_process_caused(here, monkeypatch):
+    clock = itertools.count(1.0)
+    monkeypatch.setattr("tunekit.run.record.time", SimpleNamespace(time=lambda: next(clock)))
     run = api.make_run("double.yaml", ["output.name=errors"])
     for rank, error in ((0, ExchangeError("lost")), (2, RunError("first")), (1, RunError("second"))):
         Record(run, Place(rank=rank, num_processes=3)).write_error(error)
-        time.sleep(0.01)
     assert [words["problem"] for words in errors_of(run)] == ["first", "second", "lost"]
 
 
@@ -307,22 +304,24 @@ def uninterrupted(workspace):
         return losses(Run(run.path.resolve()))
 
 
-def kill_once(step):
-    """A listener that kills a process, once, after a checkpoint."""
-    done = []
+@pytest.fixture
+def kill_once(tmp_path, monkeypatch):
+    """A listener that kills a process, once, between the checkpoints of steps 2 and 4."""
+    hold = Hold(tmp_path / "hold", "checkpoint-4", supervised=True)
+    monkeypatch.syspath_prepend(str(hold.folder))
 
     def kill(event):
-        if event["event"] == "log" and event["step"] == step and not done:
-            done.append(step)
+        if event["event"] == "log" and event["step"] == 3 and hold.holds:
             workers_of(os.getpid())[1].kill()
+            hold.go_on()
 
     return kill
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here, uninterrupted):
+def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here, uninterrupted, kill_once):
     overrides = ["parallel.num_processes=2", "parallel.max_restarts=1", "output.name=restarted"]
-    run = tunekit.train("double.yaml", overrides, on_event=kill_once(3))
+    run = tunekit.train("double.yaml", overrides, on_event=kill_once)
     assert run.state == "finished"
     assert losses(run) == uninterrupted
     (restart,) = [event for event in run.events() if event["event"] == "restart"]
@@ -333,9 +332,9 @@ def test_a_killed_rank_is_made_up_for_by_a_restart_from_the_last_checkpoint(here
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_is_resumed_in_its_folder(here, uninterrupted):
+def test_a_run_that_failed_is_resumed_in_its_folder(here, uninterrupted, kill_once):
     with pytest.raises(RunError, match="rank 1 was ended by SIGKILL"):
-        tunekit.train("double.yaml", ["parallel.num_processes=2", "output.name=failed"], on_event=kill_once(3))
+        tunekit.train("double.yaml", ["parallel.num_processes=2", "output.name=failed"], on_event=kill_once)
     run = newest(here, "failed")
     command = [sys.executable, "-m", "tunekit", "resume", run.name]
     answer = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)

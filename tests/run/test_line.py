@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 import tunekit
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit.planner.machines import find_machine
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.line import Ticket, tickets, turn, when_served
@@ -41,6 +41,8 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
+    # However long their last checkpoint takes, it is waited for.
+    monkeypatch.setattr("tunekit.run.stopping.LEAST_SECONDS", LIMIT_SECONDS)
     begun = []
 
     def begin(name, num_steps):
@@ -56,15 +58,6 @@ def begin(tmp_path, monkeypatch):
     yield begin
     for run in begun:
         tunekit.stop(run, now=True)
-
-
-def until(look, seconds=120):
-    """What there is to see, once there is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.05)
-    return found
 
 
 def place(run):

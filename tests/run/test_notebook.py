@@ -6,6 +6,7 @@ from jupyter_client.manager import start_new_kernel
 
 from tests.run.test_launch import RECIPE, are_gone
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.group import SUPERVISOR
 from tunekit.run.run import list_runs
@@ -14,7 +15,7 @@ from tunekit.run.run import list_runs
 def reply(client, request):
     """What the kernel answers to a request."""
     while True:
-        message = client.get_shell_msg(timeout=60)
+        message = client.get_shell_msg(timeout=LIMIT_SECONDS)
         if message["parent_header"].get("msg_id") == request:
             return message["content"]
 
@@ -24,14 +25,14 @@ def test_an_interrupt_of_the_kernel_ends_the_run_and_leaves_no_process(tmp_path)
     save_tiny_model(tmp_path / "model")
     save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
     (tmp_path / "double.yaml").write_text(RECIPE, encoding="utf-8")
-    manager, client = start_new_kernel(cwd=str(tmp_path))
+    manager, client = start_new_kernel(startup_timeout=LIMIT_SECONDS, cwd=str(tmp_path))
     try:
         code = "import tunekit\n"
         code += "def show(event):\n    if event['event'] == 'log': print('step', event['step'], flush=True)\n"
         training = client.execute(code + "tunekit.train('double.yaml', ['train.max_steps=100000'], on_event=show)")
         shown = ""
         while "step 1\n" not in shown:
-            message = client.get_iopub_msg(timeout=120)
+            message = client.get_iopub_msg(timeout=LIMIT_SECONDS)
             assert message["msg_type"] != "error", message["content"]
             shown += message["content"].get("text", "")
         kernel = psutil.Process(manager.provisioner.process.pid)
@@ -39,7 +40,7 @@ def test_an_interrupt_of_the_kernel_ends_the_run_and_leaves_no_process(tmp_path)
         assert len(workers) == 1
         manager.interrupt_kernel()
         assert reply(client, training)["ename"] == "Stopped"
-        assert are_gone(workers, 0.5)
+        assert are_gone(workers)
         (run,) = list_runs(tmp_path / "runs")
         assert run.state == "interrupted" and newest_complete(run.path).step == run.status()["step"] > 0
         # The kernel goes on.

@@ -4,14 +4,15 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.processes import in_processes
+from tests.run.watching import Hold
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import until
 from tunekit import api
 from tunekit.errors import DependencyError
 from tunekit.run.cluster import nodes_of
@@ -24,14 +25,20 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def address():
+def hold(tmp_path_factory):
+    """What holds Ray's processes up at the end of the run of two, until one of them was killed."""
+    return Hold(tmp_path_factory.mktemp("hold"), "run-2/checkpoints/.saving-120")
+
+
+@pytest.fixture(scope="module")
+def address(hold):
     """The address of a cluster with three slots, until the last test of this module."""
     # Ray's sockets lie below, whose paths may have 107 characters: pytest's folders are too deep for them.
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        yield from _cluster(Path(folder))
+        yield from _cluster(Path(folder), hold)
 
 
-def _cluster(folder):
+def _cluster(folder, hold):
     (folder / "ray").mkdir()
     environment = pytest.MonkeyPatch()
     # It tells nobody, and leaves nothing behind in the user's home and in /tmp.
@@ -40,6 +47,7 @@ def _cluster(folder):
     environment.setenv("RAY_TMPDIR", str(folder))
     # By itself it starts workers at the niceness of 15, which wait for all tests that run beside this one.
     environment.setenv("RAY_worker_niceness", "0")
+    environment.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80 * MIB, "temp_dir": str(folder / "ray")}
@@ -71,24 +79,21 @@ def _work(folder):
     work(Run(folder), place=place_of())
 
 
-def _kill_one_process_after(run, step):
-    """Kill one of the processes that train, once the run is so far."""
-    # Looked for while the run has far to go: on a busy machine that takes as long as many steps.
-    while run.status()["step"] < 1:
-        time.sleep(0.02)
+def _kill_one_process_after(run, step, hold):
+    """Kill one of the processes that train, once the run is so far, and let the others go on to its end."""
+    until(lambda: run.status()["step"] >= step)
     ours = {one.pid for one in psutil.Process().children(recursive=True)}
     seen = [one for one in psutil.process_iter(["cmdline"]) if one.pid in ours]
     training = [one for one in seen if "RayTrainWorker" in "".join(one.info["cmdline"] or ())]
     assert len(training) == 2, training
-    while run.status()["step"] < step:
-        time.sleep(0.002)
     training[0].kill()
+    hold.go_on()
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_though_one_of_them_is_killed(address, tmp_path):
+def test_two_processes_train_as_one_does_though_one_of_them_is_killed(address, hold, tmp_path):
     run = _run(tmp_path, "parallel.num_processes=2", "parallel.max_restarts=1")
-    killer = threading.Thread(target=_kill_one_process_after, args=(run, 61), daemon=True)
+    killer = threading.Thread(target=_kill_one_process_after, args=(run, 61, hold), daemon=True)
     killer.start()
     told = []
     train_on_ray(run, address, told.append)

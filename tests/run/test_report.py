@@ -1,15 +1,13 @@
 """What a run of several processes reports: real groups of them, beside what can be counted without them."""
 
-import os
 import platform
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from accelerate import PartialState
 from torch import distributed
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tunekit
 from tests.processes import in_processes
@@ -20,25 +18,33 @@ from tunekit.run.callback import rates
 from tunekit.run.communication import TRACED_STEP, Trace, covered_seconds, exposed_seconds
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
-from tunekit.run.timing import WINDOW_STEPS, slow_ranks
+from tunekit.run.timing import WINDOW_STEPS, Timing, slow_ranks
 from tunekit.run.worker import work
 
 MORE_BYTES = 2**27
 """What one process holds besides: many times that by which two may differ, or be alike, by chance."""
 
+PAUSE_SECONDS = 2.0
+"""By which a process comes late: what a busy machine takes besides is little of it."""
+
 ROWS = [("say " * (1 + n % 7), f"{n}") for n in range(22)]
 
-BRAKE = """
-import os, pathlib, signal, sys, time
-pid, status = int(sys.argv[1]), pathlib.Path(sys.argv[2])
-while os.getppid() == pid:
-    if '"phase": "training"' in status.read_text():
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.003)
-        os.kill(pid, signal.SIGCONT)
-    time.sleep(0.001)
-"""
-"""Stops its parent again and again while it trains, as a device is slow that is too hot or shared with another."""
+
+def brake(layer):
+    """Have a layer take four times as long, and a bit more, as on a device that is too hot or shared with another."""
+    began = seconds = 0.0
+
+    def wait(*_):
+        nonlocal began
+        time.sleep(0.005 + 3 * seconds)
+        began = time.perf_counter()
+
+    def note(*_):
+        nonlocal seconds
+        seconds = time.perf_counter() - began
+
+    layer.register_forward_pre_hook(wait)
+    layer.register_forward_hook(note)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +81,19 @@ def work_with_rank_1_on_the_brake(folder):
     if place_of().rank != 1:
         work_on(folder)
         return
-    with subprocess.Popen([sys.executable, "-c", BRAKE, str(os.getpid()), f"{folder}/status.json"]) as brake:
-        try:
-            work_on(folder)
-        finally:
-            brake.kill()
+    attach = Timing.attach
+
+    def attach_and_brake(timing, trainer, optimizer):
+        attach(timing, trainer, optimizer)
+        for layer in trainer.model_wrapped.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                brake(layer)
+
+    Timing.attach = attach_and_brake
+    try:
+        work_on(folder)
+    finally:
+        Timing.attach = attach
 
 
 def tokens_of(question, answer):
@@ -154,7 +168,7 @@ def sums_by_hand(plan):
     for step in range(1, 5):
         trace.begin_step(PartialState(cpu=True))
         profiled.append(torch.autograd._profiler_enabled())
-        entered, pause = time.perf_counter(), 0.5 if step == TRACED_STEP else 0.0
+        entered, pause = time.perf_counter(), PAUSE_SECONDS if step == TRACED_STEP else 0.0
         time.sleep(pause * rank)
         began = time.perf_counter()
         sums = [distributed.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]

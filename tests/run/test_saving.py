@@ -18,6 +18,7 @@ import tunekit.run.save
 from tests.processes import in_processes
 from tests.run.engines import made, work_in, worked
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit.errors import PlanError, RunError
 from tunekit.run.checkpoint import (
     MANIFEST,
@@ -317,7 +318,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         free = shutil.disk_usage(filler.parent).free
         # The first checkpoint fits, the second does not.
         filler.write_bytes(b"\0" * (free - int(1.5 * size) - 2**19))
-        told = in_processes(num, work_on_a_disk_that_is_full, run.path, seconds=200)
+        told = in_processes(num, work_on_a_disk_that_is_full, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
         assert "No space left on device" in told[0] and "checkpoint-2 is whole" in told[0]
@@ -352,7 +353,7 @@ def work_while_a_checkpoint_takes_all_room(path):
             fill(taken)
             if saver.record.place.is_main:
                 # It may not be done before the training wants to say something.
-                assert has_taken.wait(60)
+                assert has_taken.wait(LIMIT_SECONDS)
         write(saver, saving)
 
     def give_what_is_taken(run):
@@ -373,7 +374,7 @@ def test_a_checkpoint_that_takes_the_room_for_words_gives_it_back(folder):
     with small_disk(folder / "full", "20m"):
         run = Run(made(recipe_for(folder, evaluates=False, runs="full", strategy="fsdp2", num_processes=2)))
         assert run.plan.saving.in_background
-        told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path, seconds=200)
+        told = in_processes(2, work_while_a_checkpoint_takes_all_room, run.path)
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
         assert "checkpoint-2 is whole" in told[0] and checkpoints(run) == ["checkpoint-2"]
@@ -403,16 +404,12 @@ def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(
 
 def work_slowly(path):
     """Work as one process that begins to write when two more steps are taken; return the step at which it did."""
-    import time
-
     from tunekit.run.saving import Saver
 
     write, steps = Saver._write, []
 
     def write_later(saver, saving):
-        until = time.monotonic() + 60
-        while saver.trainer.state.global_step < min(saving.step + 2, STEPS) and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: saver.trainer.state.global_step >= min(saving.step + 2, STEPS))
         steps.append(saver.trainer.state.global_step)
         write(saver, saving)
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import tunekit
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS
 from tunekit.cli import app
 from tunekit.probe.model import PICO
 
@@ -120,18 +121,19 @@ def test_what_cannot_be_answered_is_told_to_the_client(client, run, options, wor
 @pytest.mark.slow
 def test_the_example_that_it_prints_is_answered(server):
     address, body = re.search(r"curl (\S+) .*-d '(.*)'", server[1], re.DOTALL).groups()
-    told = httpx2.post(address, json=json.loads(body))
+    told = httpx2.post(address, json=json.loads(body), timeout=LIMIT_SECONDS)
     assert told.status_code == 200 and told.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow
 def test_pages_of_other_sites_and_other_routes_get_nothing(client):
     url = str(client.base_url).removesuffix("/v1/")
-    foreign = httpx2.post(f"{url}/v1/chat/completions", headers={"Origin": "http://elsewhere.example"}, json={})
-    assert foreign.status_code == 403
-    assert httpx2.get(f"{url}/v1/models", headers={"Host": "elsewhere.example"}).status_code == 421
-    for route in ("reset", "load_model", "v1/responses"):
-        assert httpx2.post(f"{url}/{route}", json={"model": "other"}).status_code == 404
+    with httpx2.Client(base_url=url, timeout=LIMIT_SECONDS) as other:
+        foreign = other.post("/v1/chat/completions", headers={"Origin": "http://elsewhere.example"}, json={})
+        assert foreign.status_code == 403
+        assert other.get("/v1/models", headers={"Host": "elsewhere.example"}).status_code == 421
+        for route in ("reset", "load_model", "v1/responses"):
+            assert other.post(f"/{route}", json={"model": "other"}).status_code == 404
 
 
 @pytest.mark.slow
@@ -141,7 +143,7 @@ def test_ctrl_c_ends_it_in_the_middle_of_an_answer_and_without_a_complaint(serve
     pieces = (chunk.choices[0].delta.content for chunk in endless)
     assert any(piece for piece in pieces)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_SECONDS) == 0
     assert process.stdout.read() == ""
 
 

@@ -1,18 +1,20 @@
 """Runs as jobs of a real Slurm: a controller and two nodes on this machine, with a configuration of their own."""
 
 import getpass
+import random
 import shutil
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 import yaml
 
-from tests.processes import free_port, in_processes
+from tests.processes import in_processes, own_port
+from tests.run.watching import Hold
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit import api
 from tunekit.errors import PlanError, RunError
 from tunekit.recipe.load import load_recipe
@@ -20,6 +22,7 @@ from tunekit.run.cluster import nodes_of, with_all_nodes
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
 from tunekit.run.slurm import Wishes, notice_seconds, seconds_of, submit, write_script
+from tunekit.run.stop import requested
 from tunekit.run.worker import work
 
 DAEMONS = "/usr/sbin"
@@ -47,6 +50,7 @@ SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
+FirstJobId={first_job}
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,sched_min_interval=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -54,11 +58,14 @@ NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={num_
 NodeName=second NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={num_cores}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-"""No cgroups, no munge, no database. A job put back may start again when its credential is over: after 5 s, not 120."""
+"""No cgroups, no munge, no database. A job put back may start again when its credential is over: after 5 s, not 120.
+
+From the number of a job follows the port at which its nodes meet, so that another cluster here has other numbers.
+"""
 
 RECIPE = {
     "adapter": "full",
-    "train": {"max_steps": 200, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 1000},
+    "train": {"max_steps": 200, "global_batch_size": 4, "learning_rate": 1e-3, "save_steps": 60},
     "output": {"sample_prompts": []},
 }
 
@@ -74,7 +81,8 @@ def slurm(tmp_path_factory):
     configuration.write_text(
         CONFIGURATION.format(
             host=socket.gethostname().partition(".")[0],
-            ports=[free_port() for _ in range(3)],
+            ports=[own_port() for _ in range(3)],
+            first_job=random.SystemRandom().randrange(1, 1_000_000),
             folder=folder,
             user=getpass.getuser(),
             num_cores=nodes_of(None, None).num_cores,
@@ -88,14 +96,14 @@ def slurm(tmp_path_factory):
         for name, *options in commands
     ]
     try:
-        _wait_for(lambda: _ask("sinfo", "-h", "-o", "%t %D") == "idle 2", 60, lambda: _ask("sinfo"))
+        until(lambda: _ask("sinfo", "-h", "-o", "%t %D") == "idle 2", lambda: _ask("sinfo"))
         yield
     finally:
         subprocess.run(["scancel", "--user", getpass.getuser()], check=False, capture_output=True)
         for daemon in reversed(daemons):
             for one in [*psutil.Process(daemon.pid).children(recursive=True), daemon]:
                 one.terminate()
-            daemon.wait(30)
+            daemon.wait(LIMIT_SECONDS)
         environment.undo()
 
 
@@ -117,11 +125,9 @@ def _ask(*command):
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _wait_for(condition, seconds, words):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, words()
-        time.sleep(0.05)
+def _told(run, phase):
+    """Whether a run has ever said that it is in a phase."""
+    return any(event["event"] == "phase" and event["phase"] == phase for event in run.events())
 
 
 def _work(folder):
@@ -133,23 +139,35 @@ def _losses(run):
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_is_up_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(slurm, recipe, tmp_path):
+def test_a_job_whose_time_is_up_saves_and_is_queued_again_and_ends_as_if_nothing_had_been(
+    slurm, recipe, tmp_path, monkeypatch
+):
+    # It does not come to its end before it is told that its time is up.
+    hold = Hold(tmp_path / "hold", "run/checkpoints/.saving-60")
     run, nodes = _run(recipe, tmp_path / "run", num_nodes=2)
     assert (run.plan.num_nodes, run.plan.layout.num_processes) == (2, 2)
-    job = submit(run, write_script(run, nodes, Wishes(time="30")))
+    with monkeypatch.context() as environment:
+        environment.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
+        job = submit(run, write_script(run, nodes, Wishes(time="30")))
 
     def words():
         return (run.path / "launcher.log").read_text() + "\n".join(map(str, run.events()))
 
-    _wait_for(lambda: run.status()["step"] > 2, 200, words)
+    until(lambda: run.status()["step"] > 2, words)
     assert run.state == "training"
+    # Nothing new is started until it was seen to be queued.
+    nodes_are = ["scontrol", "update", "NodeName=first,second"]
+    subprocess.run([*nodes_are, "State=DRAIN", "Reason=test"], check=True)
     # What Slurm does some time before the limit.
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
-    _wait_for(lambda: run.status()["phase"] == "queued", 60, words)
-    _wait_for(lambda: run.state == "queued", 60, words)
+    until(lambda: requested(run), words)
+    hold.go_on()
+    until(lambda: _told(run, "queued"), words)
+    until(lambda: run.state == "queued", words)
     saved = run.status()["step"]
     assert 2 < saved < 200
-    _wait_for(lambda: run.status()["phase"] == "finished", 200, words)
+    subprocess.run([*nodes_are, "State=RESUME"], check=True)
+    until(lambda: run.status()["phase"] == "finished", words)
 
     kinds = [(event["event"], event.get("step"), event.get("phase")) for event in run.events()]
     assert ("checkpoint", saved, None) in kinds and ("resume", saved, None) in kinds
@@ -168,7 +186,7 @@ def test_a_job_is_queued_until_it_starts_and_died_when_it_is_gone_without_an_end
     job = submit(run, script)
     assert run.state == "queued"
     subprocess.run(["scancel", job], check=True)
-    _wait_for(lambda: run.state == "died", 30, lambda: _ask("squeue"))
+    until(lambda: run.state == "died", lambda: _ask("squeue"))
 
 
 @pytest.mark.slow

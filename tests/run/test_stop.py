@@ -9,18 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes import PRELOADED, free_port
+from tests.processes import PRELOADED, own_port
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit import api
 from tunekit.errors import RunError, Stopped
 from tunekit.run.alive import identity_of
 from tunekit.run.checkpoint import newest_complete
+from tunekit.run.heart import beats_of
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
 from tunekit.run.stop import EXIT_CODES, forget_request, requested
@@ -37,8 +40,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def made(folder, *, num=1, grace_seconds=30.0, **train):
-    """A run that is yet to be started."""
+def made(folder, *, num=1, grace_seconds=LIMIT_SECONDS, **train):
+    """A run that is yet to be started, which has all the time to end that there is, unless that is the subject."""
     recipe = {
         "model": str(folder / "model"),
         "data": {"train": str(folder / "rows.jsonl"), "max_length": 64, **train.pop("data", {})},
@@ -50,55 +53,54 @@ def made(folder, *, num=1, grace_seconds=30.0, **train):
     return api.make_run(recipe)
 
 
-class Slow:
-    """What holds a run up in its processes, where a test wants it to be.
+class Held:
+    """What holds a run up in its processes until the test lets it go on.
 
     Args:
-        where: Name of what is slow: `step`, `evaluation`, `save` or `loading`.
-        seconds: How long each takes.
+        places: Where, from which step on: `step`, `evaluation` and `save` after so many steps, `loading` after none.
         rank: Only there.
     """
 
-    def __init__(self, where, seconds, rank=None):
-        self.where, self.seconds, self.rank = where, seconds, rank
+    def __init__(self, places, rank=None):
+        self.places, self.rank = places, rank
 
     def apply(self):
+        for place, num_steps in self.places.items():
+            self._hold(place, num_steps)
+
+    def _hold(self, place, num_steps):
         import tunekit.run.worker
         from tunekit.run.boundary import Boundary
         from tunekit.run.saving import Saver
 
-        owner, name = {
-            "step": (Boundary, "on_step_begin"),
-            "evaluation": (Boundary, "on_prediction_step"),
-            "save": (Saver, "_begin"),
-            "loading": (tunekit.run.worker, "load_adapted"),
-        }[self.where]
+        owner, name, steps_taken = {
+            "step": (Boundary, "on_step_begin", lambda args: args[2].global_step),
+            "evaluation": (Boundary, "on_prediction_step", lambda args: args[2].global_step),
+            "save": (Saver, "_begin", lambda args: args[1].step),
+            "loading": (tunekit.run.worker, "load_adapted", lambda args: 0),
+        }[place]
         original = getattr(owner, name)
 
-        def slow(*args, **kwargs):
-            if self.rank in (None, place_of().rank):
-                (there := folder_of_marks() / f"{self.where}-{os.getpid()}").touch()
-                until = time.monotonic() + self.seconds
-                while time.monotonic() < until:
-                    time.sleep(0.01)
-                there.unlink(missing_ok=True)
+        def held(*args, **kwargs):
+            if self.rank in (None, place_of().rank) and steps_taken(args) >= num_steps:
+                marks = Path(os.environ["MARKS"])
+                (marks / f"{place}-{place_of().rank}").touch()
+                until((marks / f"{place}-goes-on").exists)
             return original(*args, **kwargs)
 
-        setattr(owner, name, slow)
+        setattr(owner, name, held)
 
 
-def folder_of_marks():
-    from pathlib import Path
+def _work(environment, path, held, same_seconds):
+    import tunekit.run.interrupt
 
-    return Path(os.environ["MARKS"])
-
-
-def _work(environment, path, slow):
     os.environ.update(environment)
     # A program in the background of a script is started to ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if slow is not None:
-        slow.apply()
+    if held is not None:
+        held.apply()
+    if same_seconds is not None:
+        tunekit.run.interrupt.SAME_SECONDS = same_seconds
     run, place = Run(path), place_of()
     if place.is_main:
         forget_request(run)
@@ -112,19 +114,29 @@ def _work(environment, path, slow):
 
 
 class Working:
-    """The processes of a run that no supervisor has, as a scheduler starts them."""
+    """The processes of a run that no supervisor has, as a scheduler starts them.
 
-    def __init__(self, run, tmp_path, num=1, slow=None):
-        self.run, self.marks = run, tmp_path
+    Args:
+        run: The run.
+        tmp_path: A folder for what processes and test say to each other.
+        num: How many there are.
+        held: What holds them up.
+        same_seconds: Within which time two SIGTERM are one wish, where it is not the usual one.
+    """
+
+    def __init__(self, run, tmp_path, num=1, held=None, same_seconds=None):
+        self.run = run
+        self.marks = tmp_path / os.urandom(4).hex()
+        self.marks.mkdir()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": own_port(), "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
         self.processes = []
         for rank in range(num):
             place = {**shared, "RANK": rank, "LOCAL_RANK": rank} if num > 1 else {}
-            environment = {name: str(value) for name, value in (place | {"MARKS": tmp_path}).items()}
-            process = context.Process(target=_work, args=(environment, run.path, slow))
+            environment = {name: str(value) for name, value in (place | {"MARKS": self.marks}).items()}
+            process = context.Process(target=_work, args=(environment, run.path, held, same_seconds))
             process.start()
             self.processes.append(process)
 
@@ -136,37 +148,41 @@ class Working:
             process.kill()
             process.join()
 
-    def wait_until(self, holds, seconds=120):
-        until = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < until, (self.run.status(), (self.run.path / "log.txt").read_text()[-2000:])
-            assert all(process.is_alive() for process in self.processes), (
-                [process.exitcode for process in self.processes],
-                (self.run.path / "log.txt").read_text()[-3000:],
-            )
-            time.sleep(0.02)
+    def wait_until(self, holds):
+        def look():
+            there = holds()
+            assert there or all(process.is_alive() for process in self.processes), self._words()
+            return there
 
-    def wait_for_step(self, step):
-        self.wait_until(lambda: self.run.status()["step"] >= step)
+        until(look, self._words)
 
-    def wait_for_mark(self, name):
-        self.wait_until(lambda: any(self.marks.glob(f"{name}-*")))
+    def wait_until_held(self, place, num=None):
+        """Until all processes are held up there, or so many."""
+        num = len(self.processes) if num is None else num
+        self.wait_until(lambda: len(list(self.marks.glob(f"{place}-[0-9]"))) == num)
+
+    def go_on(self, place):
+        (self.marks / f"{place}-goes-on").touch()
+
+    def _words(self):
+        log = self.run.path / "log.txt"
+        codes = [process.exitcode for process in self.processes]
+        return codes, self.run.status(), log.read_text()[-3000:] if log.exists() else ""
 
     def send(self, sign, *ranks):
         for rank in ranks:
             os.kill(self.processes[rank].pid, sign)
 
-    def codes(self, seconds=60):
+    def codes(self):
         """Exit codes, once all have ended by themselves."""
-        until = time.monotonic() + seconds
         for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(LIMIT_SECONDS)
         return [process.exitcode for process in self.processes]
 
 
 def resumed(run, tmp_path, num=1):
     with Working(run, tmp_path, num) as working:
-        assert working.codes(120) == [0] * num
+        assert working.codes() == [0] * num
     assert run.state == "finished"
 
 
@@ -204,9 +220,10 @@ def test_a_signal_ends_all_after_a_step_with_a_checkpoint_that_is_gone_on_from_e
     num, sign, ranks, folder, tmp_path, calm
 ):
     run = made(folder, num=num)
-    with Working(run, tmp_path, num, Slow("step", 0.2)) as working:
-        working.wait_for_step(3)
+    with Working(run, tmp_path, num, Held({"step": 3})) as working:
+        working.wait_until_held("step")
         working.send(sign, *ranks)
+        working.go_on("step")
         codes = working.codes()
     step = newest_complete(run.path).step
     assert 3 <= step < NUM_STEPS and run.status()["step"] == step
@@ -223,20 +240,20 @@ def test_a_signal_ends_all_after_a_step_with_a_checkpoint_that_is_gone_on_from_e
 def test_two_signals_that_are_one_wish_save_and_the_second_wish_does_not(folder, tmp_path):
     """A scheduler tells all processes, and the launcher hands it on to them: that is one SIGTERM, not two."""
     once, twice = made(folder, num=2), made(folder, num=2)
-    with Working(once, tmp_path, 2, Slow("step", 2.0)) as working:
-        working.wait_for_step(1)
-        # The end of the first step, at which a wish would still be heard, is over when the second has begun.
-        working.wait_for_mark("step")
+    with Working(once, tmp_path, 2, Held({"step": 1}), same_seconds=LIMIT_SECONDS) as working:
+        working.wait_until_held("step")
         working.send(signal.SIGTERM, 0, 1, 0, 1)
+        working.go_on("step")
         assert working.codes() == [143, 143]
     assert once.status()["exit_reason"].endswith("checkpoint of step 2")
-    with Working(twice, tmp_path, 2, Slow("save", 30.0)) as working:
-        working.wait_for_step(1)
+    with Working(twice, tmp_path, 2, Held({"step": 1, "save": 1}), same_seconds=0) as working:
+        working.wait_until_held("step")
         working.send(signal.SIGTERM, 0, 1)
-        working.wait_for_mark("save")
-        time.sleep(1.5)
+        working.go_on("step")
+        working.wait_until_held("save", num=1)
+        # The save never goes on.
         working.send(signal.SIGTERM, 1)
-        assert working.codes(20) == [143, 143]
+        assert working.codes() == [143, 143]
     assert newest_complete(twice.path).step == 0
     assert twice.state == "interrupted" and twice.status()["exit_reason"].endswith("no checkpoint")
 
@@ -245,10 +262,10 @@ def test_two_signals_that_are_one_wish_save_and_the_second_wish_does_not(folder,
 def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_step(folder, tmp_path, calm):
     data = {"eval": str(folder / "rows.jsonl")}
     run = made(folder, num=2, eval_steps=3, data=data)
-    with Working(run, tmp_path, 2, Slow("evaluation", 0.3)) as working:
-        working.wait_for_step(3)
-        working.wait_for_mark("evaluation")
+    with Working(run, tmp_path, 2, Held({"evaluation": 3})) as working:
+        working.wait_until_held("evaluation")
         working.send(signal.SIGTERM, 1)
+        working.go_on("evaluation")
         assert working.codes() == [143, 143]
     assert run.status()["exit_reason"] == "stopped by SIGTERM at step 3, checkpoint of step 3"
     assert [event["step"] for event in events(run, "eval")] == [0]
@@ -260,24 +277,24 @@ def test_an_evaluation_is_left_between_two_batches_with_the_checkpoint_of_its_st
 @pytest.mark.slow
 def test_what_has_no_steps_ends_at_once(folder, tmp_path):
     run = made(folder, num=2)
-    with Working(run, tmp_path, 2, Slow("loading", 60.0)) as working:
-        working.wait_for_mark("loading")
+    with Working(run, tmp_path, 2, Held({"loading": 0})) as working:
+        working.wait_until_held("loading")
+        # It never goes on.
         working.send(signal.SIGTERM, 0)
-        assert working.codes(30) == [143, 143]
+        assert working.codes() == [143, 143]
     assert run.state == "interrupted" and run.status()["exit_reason"] == "stopped by SIGTERM at step 0, no checkpoint"
 
 
 @pytest.mark.slow
 def test_a_step_that_takes_longer_than_the_grace_is_not_waited_for(folder, tmp_path):
-    """The others wait for a rank that is slow, in an exchange that Python's signals do not reach."""
+    """The others wait for a rank that never goes on, in an exchange that Python's signals do not reach."""
     run = made(folder, num=2, grace_seconds=6.0, save_steps=2)
-    with Working(run, tmp_path, 2, Slow("step", 90.0, rank=1)) as working:
-        working.wait_for_mark("step")
-        time.sleep(1)
-        began = time.monotonic()
+    with Working(run, tmp_path, 2, Held({"step": 1}, rank=1)) as working:
+        working.wait_until_held("step", num=1)
+        exchanges = (2, "forward"), (2, "backward")
+        working.wait_until(lambda: any((beat.step, beat.at) in exchanges for beat in beats_of(run) if beat.rank == 0))
         working.send(signal.SIGTERM, 0, 1)
-        assert working.codes(60) == [143, 143]
-        assert time.monotonic() - began < 60
+        assert working.codes() == [143, 143]
     assert run.state == "interrupted"
     assert "no checkpoint" in run.status()["exit_reason"]
 
@@ -299,24 +316,29 @@ def test_nothing_is_left_where_the_process_that_trains_is_killed(folder):
             _wait_for_step(run, run.status()["step"] + 50)
         finally:
             parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: all(is_gone(child) for child in children))
     assert run.state == "died"
 
 
-def _wait_for_step(run, step, seconds=150):
-    until = time.monotonic() + seconds
-    while run.status()["step"] < step:
-        assert time.monotonic() < until, run.status()
-        time.sleep(0.05)
+def _wait_for_step(run, step):
+    until(lambda: run.status()["step"] >= step, run.status)
 
 
 @pytest.mark.slow
-def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path):
+def test_tunekit_stop_comes_back_when_nothing_is_left(folder, tmp_path, monkeypatch):
     run, told = made(folder, num=2), []
-    with Working(run, tmp_path, 2, Slow("step", 0.2)) as working:
-        working.wait_for_step(2)
-        words = api.stop(run.path, on_wait=told.append)
+    # However long the checkpoint takes here, that is waited for, and what it waits for is told once.
+    monkeypatch.setattr("tunekit.run.stopping.LEAST_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr("tunekit.run.stopping.TELL_SECONDS", LIMIT_SECONDS)
+    with Working(run, tmp_path, 2, Held({"step": 2})) as working:
+        working.wait_until_held("step")
+
+        def go_on_when_it_is_heard(words):
+            told.append(words)
+            working.wait_until(lambda: events(run, "stop"))
+            working.go_on("step")
+
+        words = api.stop(run.path, on_wait=go_on_when_it_is_heard)
         # The first is a program that may go on with something else.
         assert identity_of(working.processes[1].pid) is None
         assert working.codes() == [0, 0]
@@ -334,14 +356,19 @@ def test_a_process_that_does_not_react_is_named_and_killed(folder, tmp_path, mon
     run, told = made(folder), []
     monkeypatch.setattr("tunekit.run.stopping.LEAST_SECONDS", 1)
     monkeypatch.setattr("tunekit.run.stopping.NOW_SECONDS", 2)
-    with Working(run, tmp_path, 1, Slow("step", 0.2)) as working:
-        working.wait_for_step(1)
+    with Working(run, tmp_path, 1, Held({"step": 1})) as working:
+        working.wait_until_held("step")
         working.send(signal.SIGSTOP, 0)
         with pytest.raises(RunError, match=r"did not end in \d+ s: rank 0 in \w+ of step \d+ for .*--now"):
             api.stop(run)
         assert requested(run) is not None and not requested(run).now
-        words = api.stop(run, now=True, on_wait=told.append)
-        assert working.codes(5) == [-signal.SIGKILL]
+
+        def give_it_time_to_be_killed(words):
+            told.append(words)
+            monkeypatch.setattr("tunekit.run.stopping.NOW_SECONDS", LIMIT_SECONDS)
+
+        words = api.stop(run, now=True, on_wait=give_it_time_to_be_killed)
+        assert working.codes() == [-signal.SIGKILL]
     assert words.startswith(f"{run.name} was interrupted: stopped by `tunekit stop` at step ")
     assert run.state == "interrupted"
 
@@ -360,11 +387,13 @@ def test_a_number_that_another_process_has_by_now_is_not_taken_for_the_run(folde
     assert run.state == "died"
 
 
-def test_a_run_on_another_host_has_died_when_it_gave_no_sign_for_long(folder):
+def test_a_run_on_another_host_has_died_when_it_gave_no_sign_for_long(folder, monkeypatch):
     run = made(folder)
     run.update_status(phase="training", host="elsewhere")
     assert run.state == "training"
     status, now = run.path / "status.json", time.time()
+    # By the clock of the disk, which is stopped here.
+    monkeypatch.setattr("tunekit.run.life._now", lambda folder: now)
     os.utime(status, (now - 100, now - 100))
     assert run.state == "training"
     os.utime(status, (now - 130, now - 130))

@@ -15,15 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import free_port, in_processes
+from tests.processes import in_processes, own_port
 from tests.run.folders import made_run
 from tests.run.test_measures import GRPO
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit import api
 from tunekit.cli import main
 from tunekit.errors import DependencyError, RunError
 from tunekit.run.events import EventLog
 from tunekit.run.report import report
+from tunekit.run.reporting import WAIT_SECONDS
 from tunekit.run.run import Run
 from tunekit.run.trackers import check_trackers, environment_of, kept_of
 
@@ -36,7 +38,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = own_port()
         self.uri = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -77,7 +79,7 @@ class AllThere:
             if not self.missing:
                 self.are_there.set()
         elif event["event"] == "log" and event["step"] == self.last:
-            assert self.are_there.wait(300)
+            assert self.are_there.wait(LIMIT_SECONDS)
 
 
 class Holding(AllThere):
@@ -95,7 +97,7 @@ class Holding(AllThere):
         elif event["event"] == "log" and event["step"] == 2:
             self.server.stop()
         elif event["event"] == "log" and event["step"] == 3:
-            assert self.is_noticed.wait(300)
+            assert self.is_noticed.wait(LIMIT_SECONDS)
 
 
 def recipe_for(folder: Path, name: str, report_to, **parallel):
@@ -125,6 +127,9 @@ def server(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MLFLOW_TRACKING_URI", server.uri)
             patch.setenv("WANDB_MODE", "offline")
+            # Answers and last figures may take their time.
+            patch.setattr("tunekit.run.trackers.REACH_SECONDS", LIMIT_SECONDS)
+            patch.setattr("tunekit.run.reporting.WAIT_SECONDS", dict.fromkeys(WAIT_SECONDS, LIMIT_SECONDS))
             yield server
     finally:
         server.stop()

@@ -1,7 +1,9 @@
-"""Runs that are cut off, and what trainers do in them, seen without replacing anything."""
+"""Runs that are cut off or held up, and what trainers do in them, seen without replacing anything."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +58,48 @@ def seeing(cls: type, method: str, see: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(cls, method, original)
+
+
+HOLD = """\
+import os, sys, time
+
+def hold(event, args):
+    if event == "open" and {words!r} in str(args[0]):
+        while not os.path.exists({go_on!r}):
+            time.sleep(0.02)
+
+if not {supervised} or "TUNEKIT_SUPERVISOR" in os.environ:
+    sys.addaudithook(hold)
+"""
+
+
+class Hold:
+    """Holds up processes that are started anew where they open a file, until the test lets them go on.
+
+    They are those that have its folder among the first from which they import modules.
+
+    Args:
+        folder: Where the module is written that holds them up.
+        words: What the file's path has in it.
+        supervised: Only processes that tunekit starts for a run.
+    """
+
+    def __init__(self, folder: Path, words: str, *, supervised: bool = False) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self._go_on = folder, folder / "goes-on"
+        self._go_on.unlink(missing_ok=True)
+        text = HOLD.format(words=words, go_on=str(self._go_on), supervised=supervised)
+        (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+
+    @property
+    def holds(self) -> bool:
+        """Whether it still does."""
+        return not self._go_on.exists()
+
+    def go_on(self) -> None:
+        """Let them go on, now and later."""
+        self._go_on.touch()
+
+    def environment(self) -> dict[str, str]:
+        """What to start processes with that are to be held up."""
+        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit import api, clusters
 from tunekit.errors import RecipeError, RunError, TunekitError
 from tunekit.recipe.load import load_recipe
@@ -85,7 +86,7 @@ def test_a_run_of_any_name_trains_and_is_a_job(name, workspace, here, monkeypatc
     assert lines[1 : 1 + len(options)] == options
     assert f"#SBATCH --partition={shlex.quote(name)}" in options
     job = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "SLURM_CPUS_PER_TASK": "1"}
-    subprocess.run(["bash", str(made.script)], env=job, check=False, timeout=60, stdin=subprocess.DEVNULL)
+    subprocess.run(["bash", str(made.script)], env=job, check=False, timeout=LIMIT_SECONDS, stdin=subprocess.DEVNULL)
     given = (here / "bin" / "srun.given").read_text()
     # What each node's shell is given is one word for the folder.
     command = given[given.index("exec ") :]

@@ -45,7 +45,12 @@ def connections(file):
     return [line for line in lines if not line.partition(" ")[2].startswith(LOCAL)]
 
 
-SEND = "from huggingface_hub.utils import send_telemetry; import time; send_telemetry('canary'); time.sleep(2)"
+SEND = """
+from huggingface_hub.utils import _telemetry, send_telemetry
+send_telemetry('canary')
+_telemetry._TELEMETRY_QUEUE.join()
+"""
+"""Sends what a library reports, and waits until its thread has done so."""
 
 
 def test_a_report_of_a_library_would_be_seen(watched):
@@ -56,7 +61,7 @@ def test_a_report_of_a_library_would_be_seen(watched):
 
 def test_reports_are_off_also_where_the_library_was_there_before(watched):
     environment, file = watched
-    first = "import huggingface_hub.constants; from tunekit.run.silence import send_nothing_at_all as off; off(); "
+    first = "import huggingface_hub.constants; from tunekit.run.silence import send_nothing_at_all as off; off()"
     subprocess.run([sys.executable, "-c", first + SEND], env=environment, check=True)
     assert connections(file) == []
 

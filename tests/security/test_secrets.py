@@ -1,16 +1,17 @@
 """Secrets: refused in recipes, and in nothing that a run writes or prints."""
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import save_tiny_model
+from tests.waiting import LOOK_SECONDS
 from tunekit import api
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import load_recipe
@@ -198,7 +199,8 @@ def test_no_secret_is_in_anything_that_a_run_that_fails_writes_prints_or_shows(w
         while process.poll() is None:
             printed += process.stdout.read() or b""
             seen |= command_lines()
-            time.sleep(0.2)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_SECONDS)
         printed += process.stdout.read() or b""
     assert process.returncode == 2, printed.decode()
     assert any(b"tunekit" in line for line in seen)

@@ -6,16 +6,17 @@ import re
 import shutil
 import signal
 import threading
-import time
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import tunekit
+from tests.run.watching import Hold
 from tests.tiny import save_chats
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit.cli import app
 from tunekit.errors import RunError, Stopped, TunekitError
+from tunekit.run.stop import requested
 from tunekit.run.stopping import stop_run
 from tunekit.sweeps.folder import known_sweep
 from tunekit.sweeps.page import page
@@ -26,18 +27,9 @@ RECIPE = """\
 model: pico
 data: {train: rows.jsonl, eval: few.jsonl, max_length: 64}
 adapter: {type: lora, rank: 4}
-train: {max_steps: 12, global_batch_size: 4, eval_steps: 6, save_steps: 100, seed: 3}
+train: {max_steps: 12, global_batch_size: 4, eval_steps: 6, save_steps: 6, seed: 3}
 output: {sample_prompts: []}
 """
-
-
-def until(look, seconds=120):
-    """What there is to see, once there is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "it did not come in time"
-        time.sleep(0.02)
-    return found
 
 
 def command(*arguments):
@@ -50,38 +42,46 @@ def command(*arguments):
 def workspace(tmp_path_factory):
     """A folder with rows and a recipe, which is the working directory of all tests here."""
     folder = tmp_path_factory.mktemp("sweeps")
-    before = Path.cwd()
-    os.chdir(folder)
     save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(24)))
     save_chats(folder / "few.jsonl", ((f"double {n}", f"{2 * n}") for n in range(30, 34)))
     (folder / "mine.yaml").write_text(RECIPE, encoding="utf-8")
-    yield folder
-    for made in tunekit.list_sweeps():
-        tunekit.stop_sweep(made, now=True)
-    os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        # However long the last checkpoint of a run takes, it is waited for.
+        patch.setattr("tunekit.run.stopping.LEAST_SECONDS", LIMIT_SECONDS)
+        yield folder
+        for made in tunekit.list_sweeps():
+            tunekit.stop_sweep(made, now=True)
 
 
 @pytest.fixture(scope="module")
-def stopped(workspace):
-    """A grid of 2 x 2 that Ctrl-C ends while its second run trains.
+def stopped(workspace, tmp_path_factory):
+    """A grid of 2 x 2 that Ctrl-C ends while its second run trains, which does not come to its end before.
 
     One learning rate fails, and how many checkpoints are kept changes nothing in what is learned.
     """
+    hold = Hold(tmp_path_factory.mktemp("hold"), "-02/checkpoints/.saving-6")
 
     def interrupt():
         (made,) = until(tunekit.list_sweeps)
         second = made.trials()[1]
         until(lambda: (run := made.run_of(second)) and any(event["event"] == "log" for event in run.events()))
         os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: requested(made.run_of(second)))
+        hold.go_on()
 
     values = {"train.save_total_limit": [2, 3], "train.learning_rate": [1e30, 3e-3]}
     # What a shell starts in the background ignores Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     told = []
-    with pytest.raises(Stopped, match="stopped by the user") as raised:
-        tunekit.sweep("mine.yaml", values, ["train.max_grad_norm=1e30"], on_event=told.append)
-    signal.signal(signal.SIGINT, before)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
+            with pytest.raises(Stopped, match="stopped by the user") as raised:
+                tunekit.sweep("mine.yaml", values, ["train.max_grad_norm=1e30"], on_event=told.append)
+    finally:
+        signal.signal(signal.SIGINT, before)
     return tunekit.list_sweeps()[0], told, raised.value
 
 
@@ -196,8 +196,10 @@ def test_a_sweep_is_conducted_by_one_process(resumed):
         tunekit.resume_sweep(made)
 
 
-def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(workspace):
+def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(workspace, tmp_path, monkeypatch):
     told = []
+    # The second never comes to its end by itself.
+    monkeypatch.setenv("PYTHONPATH", Hold(tmp_path / "hold", "-02/log.txt").environment()["PYTHONPATH"])
 
     def end_the_second(event):
         told.append(event)

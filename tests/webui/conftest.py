@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 import tunekit
-
-TIMEOUT_MS = 60_000
-"""How long a page has for anything: machines that run tests are busy."""
+from tests.waiting import LIMIT_SECONDS
 
 TRAINED_RECIPE = """\
 model: pico
@@ -99,7 +97,7 @@ class Server:
     def stop(self) -> int:
         """End it as a terminal does, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=LIMIT_SECONDS)
         return self.process.returncode
 
 
@@ -118,7 +116,7 @@ def serving(root: Path, *options: str, **environment: str) -> Iterator[Server]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.communicate(timeout=60)
+                process.communicate(timeout=LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
@@ -137,8 +135,9 @@ def browser() -> Iterator[Any]:
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("needs a browser: install chromium")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=1000 * LIMIT_SECONDS)
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield started
@@ -152,9 +151,9 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
     def opened(url: str, *, width: int = 1280, height: int = 900) -> Any:
         context = browser.new_context(viewport={"width": width, "height": height})
+        context.set_default_timeout(1000 * LIMIT_SECONDS)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
         page.goto(url)
         page.locator("#shell-header").wait_for()
         return page

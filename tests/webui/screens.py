@@ -20,7 +20,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-from tests.webui.conftest import TIMEOUT_MS, fill, serving
+from tests.waiting import LIMIT_SECONDS
+from tests.webui.conftest import fill, serving
 
 SAVED = Path(__file__).with_name("screens")
 SIZES = {"wide": (1280, 900), "phone": (390, 844)}
@@ -205,7 +206,7 @@ def take(root: str, view: View, browser: Any, file: Path, *, size: str, theme: s
         browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
     ) as context:
         page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
+        page.set_default_timeout(1000 * LIMIT_SECONDS)
         page.goto(f"{root}{prefix}{view.address}{'&' if '?' in view.address else '?'}__theme={theme}")
         page.locator(view.waits_for).first.wait_for()
         view.act(page)

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 import tunekit
+from tests.waiting import LIMIT_SECONDS
 from webui.chat import Words, asked_of, choices_of, chosen, shown, text_of, with_turn
 from webui.site import Site
 from webui.talks import IDLE_SECONDS, NUM_ALL, Choice, Talks
@@ -131,7 +132,7 @@ def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trai
     requested = []
     page.on("request", lambda request: requested.append(request.url))
     page.locator("#chat-load").click()
-    page.locator(".chat-loaded").wait_for(timeout=180_000)
+    page.locator(".chat-loaded").wait_for()
     (first,) = holders(server)
     prompt = page.locator("#chat-prompt textarea")
     prompt.fill(HOSTILE)
@@ -147,7 +148,7 @@ def test_a_run_answers_beside_what_it_was_and_goes_with_the_page(workspace, trai
     page.get_by_text("its memory free").wait_for()
     assert not first.is_running() and holders(server) == []
     page.locator("#chat-load").click()
-    page.locator(".chat-loaded").wait_for(timeout=180_000)
+    page.locator(".chat-loaded").wait_for()
     (second,) = holders(server)
     page.context.close()
-    second.wait(60)
+    second.wait(LIMIT_SECONDS)

@@ -13,7 +13,7 @@ import pytest
 
 import tunekit
 from tests.run.folders import made_run
-from tests.webui.conftest import TIMEOUT_MS
+from tests.waiting import LIMIT_SECONDS
 from webui import situation
 from webui.controls import _Shown, _tag, line_of, look, tags_in
 from webui.diagnosis import card
@@ -169,7 +169,6 @@ output:
 def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_deleted(workspace, serve, open_page):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=TIMEOUT_MS)
     (workspace / "long.yaml").write_text(LONG)
     command = [sys.executable, "-m", "tunekit", "train", "long.yaml"]
     process = subprocess.Popen(command, cwd=workspace, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -182,7 +181,7 @@ def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_del
         stop.click()
         expect(line).to_contain_text("was interrupted: stopped by `tunekit stop` at step ")
         expect(stop).to_be_hidden()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=LIMIT_SECONDS) == 0
     finally:
         process.kill()
     (run,) = tunekit.list_runs(workspace / "runs")
@@ -249,5 +248,5 @@ def test_a_wall_screen_has_no_button(trained_run, workspace, serve, open_page):
     from playwright.sync_api import expect
 
     page = open_page(f"{serve(workspace, '--read-only').url}runs?run={trained_run.name}")
-    expect(page.locator("#controls-line")).to_contain_text("These pages only show.", timeout=TIMEOUT_MS)
+    expect(page.locator("#controls-line")).to_contain_text("These pages only show.")
     assert page.locator("[id^=controls-] button").count() == 0

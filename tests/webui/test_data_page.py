@@ -10,6 +10,7 @@ import time
 import pytest
 
 import tunekit
+from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui import data_charts, data_page, data_view, work
 from webui.data_asked import Asked, address_of, asked_in, data_files, is_remote, recipe_of
@@ -204,7 +205,7 @@ def test_measuring_ends_when_it_is_cancelled(site):
 @pytest.mark.slow
 def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monkeypatch):
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=time.sleep, args=(600,), daemon=True)
+    process = context.Process(target=time.sleep, args=(LIMIT_SECONDS,), daemon=True)
     process.start()
     ours, theirs = context.Pipe()
     for message in (("event", 1), ("event", 2), ("result", 3), True):
@@ -219,7 +220,7 @@ def test_a_call_that_is_cancelled_ends_also_where_all_that_it_says_has_come(monk
     with pytest.raises(work.Cancelled):
         work.call("data_report", on_event=tell, until=until)
     assert told == [1]
-    process.join(60)
+    process.join(LIMIT_SECONDS)
     assert not process.is_alive()
 
 

@@ -1,13 +1,13 @@
 """The export tab: what it offers, what it refuses, and what it says of what was made; and the report beside it."""
 
 import json
-import time
 
 import gradio as gr
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from tests.waiting import until
 from webui import exports
 from webui.export_view import begin, look
 from webui.report_route import add_report
@@ -28,8 +28,7 @@ def wanted(**changes):
 
 def until_over(run):
     """Wait for the end of an export; one that is refused may be over before anybody looks for its thread."""
-    while not exports.progress_of(run).is_over:
-        time.sleep(0.05)
+    until(lambda: exports.progress_of(run).is_over)
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 import pytest
 
+from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui.app import FONTS, build_pages
 from webui.gate import MAX_TRIES
@@ -18,6 +20,8 @@ from webui.words import Words
 
 PASSWORD = "a boat at sea"
 OUTSIDE = "nobody is to read this"
+
+get, post = partial(httpx.get, timeout=LIMIT_SECONDS), partial(httpx.post, timeout=LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def wall_screen(serve, root):
 
 def start(url):
     """The queue's entry for the first function that the pages offer, as their own script would ask."""
-    functions = httpx.get(f"{url}/config").json()["dependencies"]
+    functions = get(f"{url}/config").json()["dependencies"]
     number = next(function["id"] for function in functions if function["backend_fn"])
     return f"{url}/gradio_api/queue/join?", {"data": [], "fn_index": number, "session_hash": "test", "event_data": None}
 
@@ -58,7 +62,9 @@ def start(url):
 def test_an_address_that_others_reach_needs_a_password(host, tmp_path):
     command = [sys.executable, "-m", "tunekit", "ui", "--host", host, "--no-open", "--root", str(tmp_path)]
     environment = {key: value for key, value in os.environ.items() if key != "TUNEKIT_UI_PASSWORD"}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    answer = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+    )
     assert answer.returncode == 2
     assert "there is no password" in answer.stderr and "TUNEKIT_UI_PASSWORD" in answer.stderr
     assert "Traceback" not in answer.stderr and not answer.stdout
@@ -81,25 +87,25 @@ def test_a_file_without_a_password_is_refused_and_not_taken_for_none(tmp_path, c
         "--root",
         str(tmp_path),
     ]
-    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
 @pytest.mark.slow
 def test_who_does_not_know_the_password_gets_nothing_but_the_question(locked_server):
     for path in ("/config", "/gradio_api/info", "/runs/", "/theme.css", f"/gradio_api/file={quote('/etc/passwd')}"):
-        answer = httpx.get(locked_server + path)
+        answer = get(locked_server + path)
         assert (answer.status_code, answer.text) == (401, "log in first"), path
-    assert httpx.post(f"{locked_server}/gradio_api/queue/join", json={}).status_code == 401
-    assert httpx.post(f"{locked_server}/gradio_api/upload", files={"files": b"x"}).status_code == 401
-    page = httpx.get(f"{locked_server}/runs?run=a", headers={"Accept": "text/html"})
+    assert post(f"{locked_server}/gradio_api/queue/join", json={}).status_code == 401
+    assert post(f"{locked_server}/gradio_api/upload", files={"files": b"x"}).status_code == 401
+    page = get(f"{locked_server}/runs?run=a", headers={"Accept": "text/html"})
     assert page.status_code == 303 and page.headers["location"] == "/login?next=%2Fruns%3Frun%3Da"
-    assert httpx.get(f"{locked_server}/zh/runs", headers={"Accept": "text/html"}).headers["location"].startswith("/zh/")
+    assert get(f"{locked_server}/zh/runs", headers={"Accept": "text/html"}).headers["location"].startswith("/zh/")
 
 
 @pytest.mark.slow
 def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
-    with httpx.Client(base_url=locked_server) as client:
+    with httpx.Client(base_url=locked_server, timeout=LIMIT_SECONDS) as client:
         wrong = client.post("/login?next=%2Fruns", data={"password": PASSWORD + "s"})
         assert wrong.status_code == 401 and "not the password" in wrong.text
         assert client.get("/config").status_code == 401
@@ -110,23 +116,23 @@ def test_the_password_opens_the_pages_and_a_wrong_one_does_not(locked_server):
         assert client.get("/config").status_code == 200
         ((name, token),) = client.cookies.items()
     assert name == f"tunekit-{httpx.URL(locked_server).port}", "a server on another port has another one"
-    assert httpx.get(f"{locked_server}/config", cookies={name: token}).status_code == 200
-    assert httpx.get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
+    assert get(f"{locked_server}/config", cookies={name: token}).status_code == 200
+    assert get(f"{locked_server}/config", cookies={name: "forged"}).status_code == 401
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("onward", ["//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example", "/\tx"])
 def test_a_login_leads_to_no_other_site(locked_server, onward):
-    answer = httpx.post(f"{locked_server}/login?next={quote(onward, safe='')}", data={"password": PASSWORD})
+    answer = post(f"{locked_server}/login?next={quote(onward, safe='')}", data={"password": PASSWORD})
     assert answer.headers["location"] == "/"
 
 
 @pytest.mark.slow
 def test_passwords_cannot_be_tried_for_long(serve, root):
     url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD).url
-    codes = [httpx.post(f"{url}login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 2)]
+    codes = [post(f"{url}login", data={"password": str(n)}).status_code for n in range(MAX_TRIES + 2)]
     assert codes == [401] * MAX_TRIES + [429] * 2
-    assert httpx.post(f"{url}login", data={"password": PASSWORD}).status_code == 429
+    assert post(f"{url}login", data={"password": PASSWORD}).status_code == 429
 
 
 @pytest.mark.slow
@@ -143,17 +149,17 @@ def test_passwords_cannot_be_tried_for_long(serve, root):
 )
 def test_a_page_of_another_site_can_start_nothing(open_server, headers):
     where, what = start(open_server)
-    assert httpx.post(where, json=what, headers=headers).status_code == 403
-    assert httpx.post(f"{open_server}/gradio_api/upload", files={"files": b"x"}, headers=headers).status_code == 403
+    assert post(where, json=what, headers=headers).status_code == 403
+    assert post(f"{open_server}/gradio_api/upload", files={"files": b"x"}, headers=headers).status_code == 403
     own = {"Origin": open_server, "Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "cors"}
-    assert httpx.post(where, json=what, headers=own).status_code == 200
+    assert post(where, json=what, headers=own).status_code == 200
 
 
 @pytest.mark.slow
 def test_a_page_of_another_site_reads_nothing_but_may_link_here(open_server):
     foreign = {"Sec-Fetch-Site": "cross-site"}
-    assert httpx.get(f"{open_server}/config", headers={**foreign, "Sec-Fetch-Mode": "no-cors"}).status_code == 403
-    followed = httpx.get(f"{open_server}/runs", headers={**foreign, "Sec-Fetch-Mode": "navigate"})
+    assert get(f"{open_server}/config", headers={**foreign, "Sec-Fetch-Mode": "no-cors"}).status_code == 403
+    followed = get(f"{open_server}/runs", headers={**foreign, "Sec-Fetch-Mode": "navigate"})
     assert followed.status_code == 200
     assert "access-control-allow-origin" not in followed.headers
     assert followed.headers["x-content-type-options"] == "nosniff"
@@ -163,7 +169,7 @@ def test_a_page_of_another_site_reads_nothing_but_may_link_here(open_server):
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["elsewhere.example", "127.0.0.1.elsewhere.example:80", "192.168.0.2", ""])
 def test_a_name_that_was_pointed_to_this_machine_is_not_answered_to(open_server, host):
-    assert httpx.get(f"{open_server}/config", headers={"Host": host}).status_code in (400, 421)
+    assert get(f"{open_server}/config", headers={"Host": host}).status_code in (400, 421)
 
 
 @pytest.mark.slow
@@ -174,7 +180,7 @@ def test_no_way_of_asking_for_a_file_leads_to_one(open_server, root, way):
     names += [str(own), "/etc/passwd", "..%2Fsecret.txt", f"{root}/runs/linked/secret.txt", "/proc/self/environ"]
     for name in names:
         for path in (name, quote(name, safe=""), quote(quote(name, safe=""), safe="")):
-            answer = httpx.get(open_server + way + path, follow_redirects=True)
+            answer = get(open_server + way + path, follow_redirects=True)
             assert OUTSIDE not in answer.text and "messages" not in answer.text and "root:" not in answer.text
             assert answer.status_code != 200 or "text/html" in answer.headers["content-type"], path
 
@@ -183,7 +189,7 @@ def test_no_way_of_asking_for_a_file_leads_to_one(open_server, root, way):
 @pytest.mark.parametrize("name", ["../../secret.txt", "/etc/passwd", "..\\secret", "a/../../b", "x\0y", "." * 300])
 def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, root, name):
     before = sorted(path for path in root.parent.rglob("*") if not path.is_symlink())
-    answer = httpx.post(f"{open_server}/gradio_api/upload", files={"files": (name, b"rows")})
+    answer = post(f"{open_server}/gradio_api/upload", files={"files": (name, b"rows")})
     assert sorted(path for path in root.parent.rglob("*") if not path.is_symlink()) == before
     if answer.status_code == 200:
         (kept,) = answer.json()
@@ -192,7 +198,7 @@ def test_what_is_sent_here_is_kept_in_a_folder_of_the_servers_own(open_server, r
 
 @pytest.mark.slow
 def test_a_wall_screen_takes_nothing(wall_screen):
-    assert httpx.post(f"{wall_screen}/gradio_api/upload", files={"files": b"x"}).status_code == 403
+    assert post(f"{wall_screen}/gradio_api/upload", files={"files": b"x"}).status_code == 403
 
 
 STARTING = {
@@ -214,7 +220,7 @@ STARTING = {
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_fonts_of_the_pages_are_there_with_the_letters_of_english_in_each_weight(open_server, language):
     for file in FONTS.values():
-        answer = httpx.get(f"{open_server}{prefix(language)}/static/fonts/{file}.woff2")
+        answer = get(f"{open_server}{prefix(language)}/static/fonts/{file}.woff2")
         # A file of a few letters of Cyrillic has 5 kB.
         assert answer.status_code == 200 and len(answer.content) > 30_000, file
 
@@ -233,13 +239,13 @@ def test_a_wall_screen_has_no_function_that_starts_changes_or_deletes(root, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["../secret.txt", "link.txt", "chats.jsonl"])
 def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browser(open_server, root, name):
-    functions = httpx.get(f"{open_server}/config").json()["dependencies"]
+    functions = get(f"{open_server}/config").json()["dependencies"]
     function = next(entry for entry in functions if any(event == "upload" for _, event in entry["targets"]))
     forged = {"path": os.path.normpath(root / name), "orig_name": "x.txt", "meta": {"_type": "gradio.FileData"}}
     data = [forged, *[None] * (len(function["inputs"]) - 1)]
     what = {"data": data, "fn_index": function["id"], "session_hash": f"forged-{name}", "event_data": None}
-    assert httpx.post(f"{open_server}/gradio_api/queue/join?", json=what).status_code == 200
-    told = httpx.get(f"{open_server}/gradio_api/queue/data?session_hash={quote(f'forged-{name}')}", timeout=60).text
+    assert post(f"{open_server}/gradio_api/queue/join?", json=what).status_code == 200
+    told = get(f"{open_server}/gradio_api/queue/data?session_hash={quote(f'forged-{name}')}").text
     (done,) = [line for line in told.splitlines() if "process_completed" in line]
     assert json.loads(done.removeprefix("data:"))["success"] is False
     assert not (root / "uploads").exists() and OUTSIDE not in told
@@ -248,7 +254,7 @@ def test_a_page_is_sent_no_file_that_is_here_already_as_if_it_came_from_a_browse
 @pytest.mark.slow
 def test_no_secret_is_told_of(serve, root):
     url = serve(root, TUNEKIT_UI_PASSWORD=PASSWORD, HF_TOKEN="hf_sesame_open_sesame_open_sesame").url
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as client:
         client.post("/login", data={"password": PASSWORD})
         text = json.dumps(client.get("/config").json()) + client.get("/runs").text
     assert PASSWORD not in text and "sesame" not in text

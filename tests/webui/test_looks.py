@@ -5,7 +5,6 @@ import shutil
 import pytest
 from playwright.sync_api import expect
 
-from tests.webui.conftest import TIMEOUT_MS
 from webui.looks import FIRST, looks_in
 
 
@@ -16,7 +15,6 @@ def test_what_a_browser_kept_and_is_no_setting_is_left_out(kept):
 
 @pytest.mark.slow
 def test_settings_of_charts_and_runs_beside_outlive_a_reload(trained_run, workspace, serve, open_page):
-    expect.set_options(timeout=TIMEOUT_MS)
     shutil.copytree(trained_run.path, workspace / "runs" / "other")
     root = serve(workspace).url
     page = open_page(f"{root}runs?run={trained_run.name}")

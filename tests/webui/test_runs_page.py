@@ -13,6 +13,7 @@ import gradio as gr
 import pytest
 
 import tunekit
+from tests.waiting import LIMIT_SECONDS
 from tests.webui.conftest import fill
 from webui import compare, log_view, run_parts, run_view, runs_page
 from webui.charts import View
@@ -239,7 +240,15 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
     server = serve(root)
     page = open_page(f"{server.url}runs")
     page.get_by_text("No runs yet").wait_for()
-    command = [sys.executable, "-m", "tunekit", "train", "trained.yaml", "train.max_steps=600", "output.dir=runs/live"]
+    command = [
+        sys.executable,
+        "-m",
+        "tunekit",
+        "train",
+        "trained.yaml",
+        "train.max_steps=90000",
+        "output.dir=runs/live",
+    ]
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
     try:
         page.locator("#runs-list a:text-is('live')").click()
@@ -258,5 +267,5 @@ def test_a_run_from_a_terminal_appears_moves_and_is_there_after_a_reload(tmp_pat
         assert int(label.inner_text().split()[1]) > step
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=LIMIT_SECONDS)
     page.locator("#runs-head .runs-interrupted").wait_for()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import tunekit
-from tests.webui.conftest import TIMEOUT_MS, fill
+from tests.waiting import LIMIT_SECONDS
+from tests.webui.conftest import fill
 from tunekit.errors import RunError
 
 
@@ -24,14 +25,15 @@ def server(serve, tmp_path_factory):
 @pytest.mark.slow
 def test_a_visit_of_every_page_asks_no_other_machine_and_has_no_errors(server, browser):
     context = browser.new_context()
+    context.set_default_timeout(1000 * LIMIT_SECONDS)
     page = context.new_page()
     hosts, faults = set(), []
     page.on("request", lambda request: hosts.add(request.url.split("/")[2] if "://" in request.url else "inline"))
     page.on("pageerror", lambda error: faults.append(str(error)))
     for name in ("new", "data", "runs", "compare", "chat", "zh/runs"):
-        page.goto(server.url + name, timeout=60_000)
-        page.locator("#shell-header nav").wait_for(timeout=60_000)
-        page.locator("footer").or_(page.locator("main")).first.wait_for(timeout=60_000)
+        page.goto(server.url + name)
+        page.locator("#shell-header nav").wait_for()
+        page.locator("footer").or_(page.locator("main")).first.wait_for()
     context.close()
     assert hosts - {"inline"} == {server.url.split("/")[2]}
     assert not faults
@@ -52,12 +54,12 @@ def test_two_visitors_do_not_see_each_others_drafts(server, open_page):
 
     one = open_page(f"{server.url}new?from=file:trained.yaml&set=adapter.rank=24")
     ones = one.locator("#form-yaml .cm-content")
-    expect(ones).to_contain_text("rank: 24", timeout=TIMEOUT_MS)
+    expect(ones).to_contain_text("rank: 24")
     others = open_page(f"{server.url}new").locator("#form-yaml .cm-content")
-    expect(others).to_contain_text("model:", timeout=TIMEOUT_MS)
+    expect(others).to_contain_text("model:")
     assert "rank: 24" not in others.inner_text()
     one.reload()
-    expect(ones).to_contain_text("rank: 24", timeout=TIMEOUT_MS)
+    expect(ones).to_contain_text("rank: 24")
 
 
 @pytest.mark.slow
@@ -80,7 +82,7 @@ def test_a_server_ends_when_it_is_asked_and_leaves_nothing_behind(tmp_path, endi
     url = process.stdout.readline().split()[0]
     urllib.request.urlopen(f"{url}config").read()
     process.send_signal(ending)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 0
     assert not list((tmp_path / "temporary").glob("tunekit-ui-*"))
 
@@ -93,7 +95,7 @@ def test_a_port_that_is_taken_and_a_folder_that_is_none_are_told_of(tmp_path):
             (["--root", str(tmp_path / "nothing")], "is no folder"),
         ):
             command = [sys.executable, "-m", "tunekit", "ui", "--no-open", "--root", str(tmp_path), *options]
-            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
             assert answer.returncode == 2 and words in answer.stderr and "Traceback" not in answer.stderr
 
 
@@ -102,7 +104,8 @@ def test_the_page_comes_up_as_the_readme_has_it(tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```sh\n(.*?)```", readme, re.DOTALL)
     (line,) = [line for line in block.splitlines() if not line.startswith("pip install")]
-    command = [sys.executable, "-m", *line.split()]
+    # The port that it takes by itself may be somebody else's here.
+    command = [sys.executable, "-m", *line.split(), "--port", "0"]
     environment = os.environ | {"BROWSER": "true"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -111,7 +114,7 @@ def test_the_page_comes_up_as_the_readme_has_it(tmp_path):
         assert urllib.request.urlopen(f"{url}runs").status == 200
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT_SECONDS)
 
 
 def test_a_notebook_shows_the_page_in_a_frame_until_it_is_closed(tmp_path):

@@ -2,10 +2,9 @@
 
 import json
 from pathlib import Path
-from urllib.parse import urlparse
 
 import tunekit
-from tests.webui.conftest import TIMEOUT_MS
+from tests.processes import own_port
 
 DRAWN = "document.querySelector('#runs-charts svg.marks .mark-line path')?.getAttribute('d')"
 """The curve of the loss, as the browser has drawn it."""
@@ -32,8 +31,8 @@ def has_moved(page, before):
 def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_run, tmp_path, serve, open_page):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=TIMEOUT_MS)
-    server = serve(workspace)
+    port = str(own_port())
+    server = serve(workspace, "--port", port)
     page = open_page(f"{server.url}data")
 
     # A file is uploaded, and what of it will be learned is seen.
@@ -51,7 +50,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     steps = page.locator("#form-train-max_steps input")
     expect(steps).to_have_value("100000")
     start = page.locator("#plan-start")
-    expect(start).to_be_enabled(timeout=3 * TIMEOUT_MS)
+    expect(start).to_be_enabled()
     steps.fill("-5")
     steps.press("Tab")
     expect(page.locator("#form-train-max_steps")).to_contain_text("must be greater than 0, got -5")
@@ -69,10 +68,9 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     curve = has_moved(page, page.evaluate(DRAWN))
     page.reload()
     curve = has_moved(page, curve)
-    port = urlparse(server.url).port
     assert server.stop() == 0
     assert run.state == "training"
-    server = serve(workspace, "--port", str(port))
+    server = serve(workspace, "--port", port)
     page.goto(f"{server.url}runs?run={run.name}")
     page.locator("#runs-charts svg.marks .mark-line path").first.wait_for()
     has_moved(page, curve)
@@ -102,7 +100,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     # It answers.
     page.goto(f"{server.url}chat?run={run.name}")
     page.locator("#chat-load:enabled").click()
-    page.locator(".chat-loaded").wait_for(timeout=3 * TIMEOUT_MS)
+    page.locator(".chat-loaded").wait_for()
     prompt = page.locator("#chat-prompt textarea")
     prompt.fill("Where do you live?")
     prompt.press("Enter")
@@ -114,5 +112,5 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     page.goto(f"{server.url}runs?run={run.name}")
     page.get_by_role("tab", name="Export").click()
     page.locator("#export-start:enabled").click()
-    expect(page.locator("#export-shown")).to_contain_text("greedy tokens are the same", timeout=3 * TIMEOUT_MS)
+    expect(page.locator("#export-shown")).to_contain_text("greedy tokens are the same")
     assert list((run.path / "export").rglob("*.safetensors"))
