@@ -5,11 +5,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import tiers
 
 # Workers that each start a thread a core get in each other's way, so under xdist each takes one. It is set before
 # torch is imported, and the processes that tests start inherit it.
@@ -37,12 +39,16 @@ VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """What `-n auto` means: two for each core that this process may use, but at most 8, as each worker loads torch.
-
-    Two, since tests wait for the processes that they start half of the time.
-    """
+    """Return what `-n auto` means: a worker more than there are cores, but at most 8, as each loads torch."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return min(2 * cores, 8)
+    return min(cores + 1, 8)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the full tier."""
+    group = parser.getgroup("tunekit")
+    group.addoption("--shard", metavar="K/N", help="run the K-th of N parts, divided by recorded durations")
+    group.addoption("--record-durations", action="store_true", help="write tests/durations.json from this run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,15 +56,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests, lest one worker be left with them when the others are done.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Check quarantine marks, keep one shard, and begin with the longest files, lest one worker be left with them."""
+    durations = tiers.read_durations()
+    for item in items:
+        if mark := item.get_closest_marker("quarantined"):
+            tiers.check_quarantine(item.nodeid, mark)
+            item.add_marker("slow")
+    if shard := config.getoption("shard"):
+        mine = tiers.files_of_shard(shard, {tiers.file_of(item.nodeid) for item in items}, durations)
+        config.hook.pytest_deselected(items=[item for item in items if tiers.file_of(item.nodeid) not in mine])
+        items[:] = [item for item in items if tiers.file_of(item.nodeid) in mine]
+    items.sort(key=lambda item: -durations.get(tiers.file_of(item.nodeid), 0.0))
 
-    Many of these have few tests: xdist would come to them last.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    num_tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path]))
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Count quarantined tests, and write durations where that was asked for."""
+    reports = [report for kind in terminalreporter.stats.values() for report in kind if hasattr(report, "keywords")]
+    names = sorted({report.nodeid for report in reports if "quarantined" in report.keywords})
+    terminalreporter.write_line("".join(f"quarantined: {name}\n" for name in names) + f"{len(names)} quarantined")
+    if config.getoption("record_durations"):
+        tiers.record(reports)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

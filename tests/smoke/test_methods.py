@@ -1,0 +1,129 @@
+"""Each method trains, with all weights and with LoRA, and saves what it trained: a short real run of each."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tunekit
+from tests.rows import save_rows
+from tests.tiny import save_tiny_model
+
+METHODS = {
+    "sft": {},
+    "dpo": {},
+    "kto": {},
+    "orpo": {},
+    "cpo": {},
+    "reward": {},
+    "grpo": {"rewards": ["tests.smoke.test_methods:reward"], "num_generations": 2, "max_completion_length": 4},
+    "rloo": {"rewards": ["tests.smoke.test_methods:reward"], "num_generations": 2, "max_completion_length": 4},
+    "distillation": {"teacher": "teacher", "max_completion_length": 4},
+}
+
+FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
+"""The loss of a policy that is still its reference: -log sigmoid(0), and 1 - sigmoid(0)."""
+
+
+def reward(completions, **columns):
+    """Return a reward in which most answers of a group differ."""
+    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke")
+    save_tiny_model(folder / "model")
+    save_tiny_model(folder / "teacher", seed=1)
+    for method in METHODS:
+        save_rows(folder / f"{method}.jsonl", method, 8)
+    return folder
+
+
+def train(workspace, method, adapter):
+    recipe = {
+        "model": str(workspace / "model"),
+        "data": {"train": str(workspace / f"{method}.jsonl"), "eval": str(workspace / f"{method}.jsonl")},
+        "method": {"type": method, **METHODS[method]},
+        "adapter": adapter,
+        "train": {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-2},
+        "output": {"dir": str(workspace / f"{method}-{adapter}"), "sample_prompts": []},
+    }
+    recipe["data"]["max_length"] = 64
+    if method == "distillation":
+        recipe["method"]["teacher"] = str(workspace / "teacher")
+    return tunekit.train(recipe)
+
+
+def change(before, after):
+    """Return the names of the weights that differ."""
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_trains_and_saves_its_weights(method, adapter, workspace):
+    run = train(workspace, method, adapter)
+    assert run.status()["phase"] == "finished"
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert [event["step"] for event in logged] == [1, 2, 3]
+    assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
+    assert logged[0]["loss"] == pytest.approx(FIRST_LOSS.get(method, logged[0]["loss"]), abs=1e-3)
+    if adapter == "lora":
+        saved = load_file(run.model_path / "adapter_model.safetensors")
+        second = [tensor for name, tensor in saved.items() if "lora_B" in name]
+        # B begins with zeros.
+        assert len(second) == 2 * 7
+        assert all(tensor.abs().max() > 0 for tensor in second)
+    else:
+        before = load_file(workspace / "model" / "model.safetensors")
+        after = load_file(run.model_path / "model.safetensors")
+        unused = {"lm_head.weight"} if method == "reward" else set()
+        assert before.keys() - after.keys() <= unused
+        assert change({name: before[name] for name in before.keys() - unused}, after) == before.keys() - unused
+
+
+def transformers_loss(model, tokenizer, rows):
+    """Return the mean loss of the answers' tokens, by transformers and the template alone."""
+    total, num_tokens = 0.0, 0
+    for row in rows:
+        encoded = tokenizer.apply_chat_template(
+            row["messages"], return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+        )
+        mask = torch.as_tensor(encoded["assistant_masks"]).bool().reshape(1, -1)
+        labels = encoded["input_ids"].masked_fill(~mask, -100)
+        with torch.no_grad():
+            loss = model(input_ids=encoded["input_ids"], labels=labels).loss
+        num_answer = int((labels[:, 1:] != -100).sum())
+        total, num_tokens = total + loss.item() * num_answer, num_tokens + num_answer
+    return total / num_tokens
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
+def test_the_saved_model_has_the_loss_that_the_run_reported(adapter, workspace):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    from tests.rows import row_for
+
+    folder = workspace / f"sft-{adapter}"
+    run = tunekit.Run(folder) if folder.exists() else train(workspace, "sft", adapter)
+    reported = [event["eval_loss"] for event in run.events() if event["event"] == "eval"]
+    path, options = run.model_path, {}
+    if adapter == "qlora":
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    if adapter == "full":
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    else:
+        base = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32, **options)
+        model = PeftModel.from_pretrained(base, path)
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    expected = transformers_loss(model.eval(), tokenizer, [row_for("sft", number) for number in range(8)])
+    assert reported[-1] == pytest.approx(expected, abs=1e-4)
+    assert reported[-1] < reported[0]

@@ -1,0 +1,73 @@
+"""The tiers of the suite: shards are all of it, quarantine says why, and the nearest tests of a change are chosen."""
+
+import pytest
+
+from tests import affected, tiers
+
+FILES = {f"tests/test_{number}.py": float(number) for number in range(1, 40)}
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+def test_shards_are_all_files_once_and_about_as_long_as_each_other(num_shards):
+    shards = [tiers.files_of_shard(f"{index}/{num_shards}", FILES, FILES) for index in range(1, num_shards + 1)]
+    assert sorted(path for shard in shards for path in shard) == sorted(FILES)
+    lengths = [sum(FILES[path] for path in shard) for shard in shards]
+    # Graham's bound of the longest-first rule (1969).
+    assert max(lengths) <= 4 / 3 * max(sum(lengths) / num_shards, *FILES.values())
+
+
+@pytest.mark.parametrize("shard", ["0/3", "4/3", "3", "a/b", "1/0", "-1/3"])
+def test_a_shard_that_is_none_is_refused(shard):
+    with pytest.raises(pytest.UsageError, match="expected K/N with K from 1 to N"):
+        tiers.files_of_shard(shard, FILES, FILES)
+
+
+def test_quarantine_says_why_and_since_when():
+    tiers.check_quarantine("x", pytest.mark.quarantined(reason="a port is taken", since="2026-11-23").mark)
+    for mark in (
+        pytest.mark.quarantined,
+        pytest.mark.quarantined(reason="a port is taken"),
+        pytest.mark.quarantined(reason="", since="2026-11-23"),
+        pytest.mark.quarantined(reason="a port is taken", since="yesterday"),
+        pytest.mark.quarantined("a port is taken", since="2026-11-23", reason="a port is taken"),
+    ):
+        with pytest.raises(pytest.UsageError, match="expected quarantined"):
+            tiers.check_quarantine("x", mark.mark)
+
+
+def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
+    found = affected.distances(["tunekit/planner/zero.py"])
+    assert found["tests/planner/test_zero.py"] == 0
+    assert found["tests/planner/test_candidates.py"] <= 3
+    assert found["tests/run/test_options.py"] > 1
+    assert "tests/kernels/test_rope.py" not in found
+
+
+def test_a_changed_test_helper_affects_the_tests_that_import_it():
+    found = affected.distances(["tests/run/folders.py"])
+    assert found["tests/webui/test_controls.py"] == 1
+    assert "tests/kernels/test_rope.py" not in found
+
+
+def test_data_files_recipes_and_the_readme_affect_what_reads_them():
+    assert affected.distances(["README.md"]) == {"tests/test_readme.py": 0}
+    assert affected.distances(["recipes/pico/sft.yaml"])["tests/recipe/test_library.py"] == 0
+    assert "tests/planner/test_known_models.py" in affected.distances(["tunekit/planner/models.yaml"])
+
+
+def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
+    choices = [
+        affected.Choice("near", 0, 50.0),
+        affected.Choice("long", 1, 500.0),
+        affected.Choice("far", 2, 40.0),
+    ]
+    taken, left_out = affected.within(choices, 100.0)
+    assert [choice.path for choice in taken] == ["near", "far"]
+    assert [choice.path for choice in left_out] == ["long"]
+
+
+def test_files_that_are_nearer_come_first_and_cheaper_ones_before_dearer():
+    choices = affected.choose(["tunekit/planner/zero.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6))
+    assert [choice.distance for choice in choices] == sorted(choice.distance for choice in choices)
+    same = [choice for choice in choices if choice.distance == choices[-1].distance]
+    assert [choice.seconds for choice in same] == sorted(choice.seconds for choice in same)
