@@ -34,6 +34,7 @@ from tunekit.data.remote import shown
 from tunekit.data.row_function import LeftOut, converted
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
+from tunekit.data.weights import looks_like_weights
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.schema import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat
@@ -414,7 +415,8 @@ class Reader:
             read, others = read + kept, [column for column in others if column not in kept]
         self._seen.update(columns)
         self._ignored.update(others)
-        return read
+        # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
+        return read + [column for column in others if looks_like_weights(column)]
 
     def _faults(self) -> list[str]:
         faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]
