@@ -19,6 +19,7 @@ from tunekit.data.formats import (
     listed,
     misspelt,
 )
+from tunekit.data.media import check_no_media
 from tunekit.data.messages import (
     ROLES,
     conversation,
@@ -89,6 +90,7 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
     check_columns(list(value), format)
+    check_no_media(value)
     if format in _MASKED:
         check_no_mask(value, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
     row = _converted(value, format, findings)
@@ -138,6 +140,7 @@ def asked_in(value: object) -> Row:
     """
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
+    check_no_media(value)
     found = Findings()
     asked: str | list[Row]
     if "messages" in value:

@@ -8,6 +8,7 @@ import json
 from difflib import get_close_matches
 
 from tunekit.data.formats import LOOKED_AT, BadRow, Row, described, listed, shortened
+from tunekit.data.media import check_no_media_keys, check_no_media_parts
 from tunekit.data.weights import unlearned_mark, weighed
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -146,12 +147,14 @@ def _message(entry: object, where: str) -> Row:
         advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
+        check_no_media_parts(content, f"{where}.content")
         raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
     if not isinstance(content, str):
         raise BadRow(f"{where}.content must be a string, got {described(content)}")
     encodable(content, f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
     kept = weighed({key: held for key, held in entry.items() if held is not None}, where)
+    check_no_media_keys(kept, where)
     for key in kept.keys() - {"role", "content", "weight"}:
         plain(kept[key], f"{where}.{shortened(key)}")
     if kept.get("tool_calls"):
