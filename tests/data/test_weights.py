@@ -1,15 +1,18 @@
 """OpenAI's weights: turns that are read and not learned. What counts is written out by hand in ⟦brackets⟧."""
 
 import json
+from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.data.test_tokenize import chat, learned, rows
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
 from tunekit.data.chat import ChatRenderer
-from tunekit.data.convert import check_row
+from tunekit.data.convert import Findings, check_row, convert_row
 from tunekit.data.formats import BadRow
-from tunekit.data.load import load_data
+from tunekit.data.load import LoadedData, load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 
@@ -132,3 +135,116 @@ def test_what_weights_leave_out_is_said(tmp_path, monkeypatch):
         "chats.jsonl: 1 row of messages (recognised from the column messages); "
         "1 assistant turn of weight 0 left out of the loss"
     ]
+
+
+def marked(mark: str, *said: object) -> dict:
+    """A row of questions and answers, the n-th answer with the n-th value of a mark."""
+    turns = [turn for i in range(len(said)) for turn in (f"u q{i}", f"a r{i}")]
+    row = chat(*turns)
+    for message, value in zip(row["messages"][1::2], said, strict=True):
+        message[mark] = value
+    return row
+
+
+@pytest.mark.parametrize("mark", ["train", "training", "loss"])
+@pytest.mark.parametrize("template", [CHATML_MARKED, CHATML, SHOWS_WEIGHTS], ids=["marked", "derived", "blind"])
+def test_a_turn_that_another_tool_marks_as_not_trained_is_read_and_not_learned(mark, template):
+    assert learned(byte_tokenizer(template), rows("messages", marked(mark, False, True, None))) == [
+        "<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\nr0<|im_end|>\n"
+        "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n⟦r1<|im_end|>⟧\n"
+        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n⟦r2<|im_end|>⟧\n"
+    ]
+
+
+def test_marks_of_sharegpt_and_of_completions_are_read_as_well():
+    shared = {
+        "conversations": [
+            {"from": "human", "value": "hi", "train": False},
+            {"from": "gpt", "value": "no", "train": False},
+            {"from": "human", "value": "so", "train": False},
+            {"from": "gpt", "value": "yes", "train": True},
+        ]
+    }
+    assert [message.get("weight") for message in convert_row(shared, "sharegpt", Findings())["messages"]] == [
+        None, 0, None, None
+    ]  # fmt: skip
+    row = {"prompt": chat("u hi")["messages"], "completion": marked("loss", False, True)["messages"][1:]}
+    assert [message.get("weight") for message in check_row(row, "prompt_completion")["completion"]] == [0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"role": "user", "train": True},
+            "messages[1].train is true, but only assistant turns can be learned, and this is one of user; take it out",
+        ),
+        ({"train": 0.5}, "messages[1].train must be true (the turn counts in the loss) or false, got the number 0.5"),
+        ({"loss": "false"}, "messages[1].loss must be true (the turn counts in the loss) or false, got a string"),
+        ({"weight": 1, "train": False}, "messages[1]: weight is 1, but train is false; keep one of them"),
+        (
+            {"train": False},
+            "messages: every assistant turn that says something has weight 0, so there is nothing to learn",
+        ),
+        *(
+            (
+                {key: value},
+                f"messages[1].{key} looks like a weight in the loss, which is not read from there; "
+                "write weight 0 for an assistant turn that is not to be learned, or take the key out",
+            )
+            for key, value in {
+                "loss_scale": 0.0,
+                "train_on_turn": False,
+                "trainOnTurn": False,
+                "masked": True,
+                "Weight": "0",
+                "loss_mask": [0, 1],
+                "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}],
+            }.items()
+        ),
+    ],
+)
+def test_a_mark_that_cannot_be_honoured_is_refused(turn, message):
+    turn = {"role": "assistant", "content": "x", **turn}
+    with pytest.raises(BadRow) as caught:
+        check_row({"messages": [{"role": "user", "content": "hi"}, turn]}, "messages")
+    assert str(caught.value) == message
+
+
+def test_keys_that_only_sound_alike_stay_the_templates_to_read():
+    turn = {"role": "assistant", "content": "x", "trainer": "me", "loss": None, "training_set": "wiki", "glossary": [1]}
+    kept = check_row({"messages": [{"role": "user", "content": "hi"}, turn]}, "messages")["messages"][1]
+    assert kept == {key: value for key, value in turn.items() if key != "loss"}
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize("prompt", [{"prompt": [{"role": "user", "content": "hi"}]}, {}], ids=["a prompt", "none"])
+def test_answers_that_are_compared_have_no_marks(mark, prompt):
+    asked = [] if prompt else [{"role": "user", "content": "hi"}]
+    answers = [[*asked, {"role": "assistant", "content": said}] for said in ("yes", "no")]
+    answers[0][-1].update(mark)
+    answers[0].append({"role": "assistant", "content": "and"})
+    ((name, value),) = mark.items()
+    with pytest.raises(BadRow) as caught:
+        check_row(prompt | {"chosen": answers[0], "rejected": answers[1]}, "preference")
+    assert str(caught.value) == (
+        f"chosen[0].{name} is {str(value).lower()}, but answers are compared as a whole; take it out"
+    )
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_column_that_masks_tokens_or_turns_is_refused_and_a_number_left_aside(suffix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load(**row: object) -> LoadedData:
+        if suffix == ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist([row]), f"rows{suffix}")
+        else:
+            Path(f"rows{suffix}").write_text(json.dumps(row))
+        return load_data(DataSection(train=f"rows{suffix}"))
+
+    for row in ({"input_ids": [1, 2]}, chat("u hi", "a ho")):
+        with pytest.raises(DataError) as caught:
+            load(**row, loss_mask=[0, 1])
+        assert "the column loss_mask looks like a mask of the loss, which is not read from there; " in str(caught.value)
+    assert load(**chat("u hi", "a ho"), weight=0.5).notes[0].endswith("; ignored: weight")

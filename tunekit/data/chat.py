@@ -11,7 +11,8 @@ text. That is believed only where it is proved for the row at hand: the pieces, 
 rendering of the whole conversation, character for character. Where they are not, everything before the turn is
 rendered after all, and the row is refused unless each of these beginnings is a beginning of the whole.
 
-A turn with `weight: 0`, as OpenAI writes it, is read and not learned. Templates never see the weight.
+A turn with `weight: 0`, as OpenAI writes it, is read and not learned; `weights` makes it of other tools' marks.
+Templates never see the weight.
 
 Many templates write what came before differently once more follows: Qwen3 and DeepSeek strip earlier reasoning,
 Phi-3 closes the whole conversation. For the well-known ones TRL has a version with markers, which is used instead;

@@ -8,7 +8,18 @@ is refused.
 
 from dataclasses import dataclass, field
 
-from tunekit.data.formats import BadRow, Format, Row, check_columns, described, listed, misspelt
+from tunekit.data.formats import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
+    BadRow,
+    Format,
+    Row,
+    check_columns,
+    described,
+    listed,
+    misspelt,
+)
+from tunekit.data.media import check_no_media
 from tunekit.data.messages import (
     ROLES,
     conversation,
@@ -23,6 +34,7 @@ from tunekit.data.messages import (
 )
 from tunekit.data.preferences import best_and_worst, pair, rated
 from tunekit.data.tokens import check_tokens
+from tunekit.data.weights import check_no_mask
 from tunekit.recipe.schema import SourceFormat
 
 SPEAKERS = {
@@ -39,6 +51,9 @@ SPEAKERS = {
 
 ASKING = ("messages", "conversations", "prompt", "instruction", "text")
 """Columns of which one holds what is asked."""
+
+_MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
+"""Formats of which some tokens count in the loss and others do not, so that a column could say which."""
 
 
 @dataclass
@@ -75,6 +90,9 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
     check_columns(list(value), format)
+    check_no_media(value)
+    if format in _MASKED:
+        check_no_mask(value, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
     row = _converted(value, format, findings)
     if format in ("text", "tokens", "alpaca"):
         return row
@@ -122,6 +140,7 @@ def asked_in(value: object) -> Row:
     """
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
+    check_no_media(value)
     found = Findings()
     asked: str | list[Row]
     if "messages" in value:

@@ -7,10 +7,12 @@ downloaded earlier. Code that comes with a dataset is never run; `datasets` itse
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunekit.data.files import Record, Table, without_nested_nulls
 from tunekit.data.formats import listed
+from tunekit.data.media import media_kind
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSource
 
@@ -24,6 +26,9 @@ EVAL_SPLITS = ("validation", "test", "eval")
 """Splits that are evaluated on when a recipe names none."""
 
 _TIMEOUT_SECONDS = 5.0
+
+_MEDIA_ROWS = 100
+"""Rows with images that are held at once."""
 
 
 def open_hub(
@@ -65,11 +70,19 @@ def open_dataset(dataset: "datasets.Dataset") -> Table:
     """A `datasets.Dataset` as a table of numbered rows."""
 
     def read(wanted: Sequence[str]) -> Iterator[Record]:
-        rows: Any = dataset.select_columns(list(wanted))
-        for number, row in enumerate(rows, start=1):
-            yield Record(number, without_nested_nulls(row))
+        media = [column for column in wanted if media_kind(column)]
+        rows: Any = dataset.select_columns([column for column in wanted if column not in media])
+        beside = _undecoded(dataset.select_columns(media)) if media else repeat({})
+        for number, (row, more) in enumerate(zip(rows, beside, strict=False), start=1):
+            yield Record(number, without_nested_nulls({**row, **more}))
 
     return Table(columns=tuple(dataset.column_names), read=read, unit="row")
+
+
+def _undecoded(dataset: "datasets.Dataset") -> Iterator[dict[str, Any]]:
+    """Rows with images and audio as they are stored: that they are there is all that is asked of them."""
+    for table in dataset.with_format("arrow").iter(batch_size=_MEDIA_ROWS):
+        yield from cast(Any, table).to_pylist()
 
 
 def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
@@ -86,8 +99,11 @@ def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
 
     def rows(wanted: Sequence[str] | None) -> Iterator[Record]:
         number = 0
+        chosen = dataset.select_columns(list(wanted)) if wanted else dataset
+        if chosen.features is not None and any(media_kind(column) for column in chosen.features):
+            chosen = chosen.decode(False)
         try:
-            for number, row in enumerate(dataset.select_columns(list(wanted)) if wanted else dataset, start=1):
+            for number, row in enumerate(chosen, start=1):
                 yield Record(number, without_nested_nulls(row))
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
             said = " ".join(str(error).split()) or type(error).__name__

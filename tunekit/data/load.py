@@ -30,10 +30,12 @@ from tunekit.data.formats import (
 )
 from tunekit.data.holdout import hold_out
 from tunekit.data.learner import Learner
+from tunekit.data.media import HoldsMediaError, media_kind
 from tunekit.data.remote import shown
 from tunekit.data.row_function import LeftOut, converted
 from tunekit.data.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.data.sources import find_files
+from tunekit.data.weights import looks_like_weights
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.schema import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat
@@ -278,6 +280,8 @@ class Reader:
                 self._num_bad += 1
                 if len(self._bad) < max(_FAULTS_SHOWN, self._max_bad_rows):
                     self._bad.append(Skipped(where, str(error) if isinstance(error, BadRow) else "nested too deeply"))
+                if isinstance(error, HoldsMediaError) and self._max_bad_rows == 0:
+                    raise DataError("\n".join(self._faults())) from None  # and not read all images to say so
                 continue
             self._store.append(row)
             self._numbers.append(record.number)
@@ -414,7 +418,8 @@ class Reader:
             read, others = read + kept, [column for column in others if column not in kept]
         self._seen.update(columns)
         self._ignored.update(others)
-        return read
+        # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
+        return read + [column for column in others if looks_like_weights(column) or media_kind(column)]
 
     def _faults(self) -> list[str]:
         faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]

@@ -8,6 +8,8 @@ import json
 from difflib import get_close_matches
 
 from tunekit.data.formats import LOOKED_AT, BadRow, Row, described, listed, shortened
+from tunekit.data.media import check_no_media_keys, check_no_media_parts
+from tunekit.data.weights import unlearned_mark, weighed
 
 ROLES = ("system", "user", "assistant", "tool")
 """Who can speak in a conversation."""
@@ -68,9 +70,10 @@ def answer(value: object, where: str) -> str | list[Row]:
     messages = conversation(value, where)
     if messages[0]["role"] != "assistant":
         raise BadRow(f"{where} must begin with an assistant turn, got one of {messages[0]['role']}")
-    weighed = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
-    if weighed is not None:
-        raise BadRow(f"{where}[{weighed}].weight is 0, but answers are compared as a whole; take it out")
+    unlearned = next((i for i, message in enumerate(messages) if message.get("weight") == 0), None)
+    if unlearned is not None:
+        mark = unlearned_mark(value[unlearned])
+        raise BadRow(f"{where}[{unlearned}].{mark}, but answers are compared as a whole; take it out")
     return unweighted(messages)
 
 
@@ -144,29 +147,19 @@ def _message(entry: object, where: str) -> Row:
         advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
+        check_no_media_parts(content, f"{where}.content")
         raise BadRow(f"{where}.content must be a string, got a list; content in parts is not understood yet")
     if not isinstance(content, str):
         raise BadRow(f"{where}.content must be a string, got {described(content)}")
     encodable(content, f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
-    kept = {key: held for key, held in entry.items() if held is not None}
-    _check_weight(kept, where)
+    kept = weighed({key: held for key, held in entry.items() if held is not None}, where)
+    check_no_media_keys(kept, where)
     for key in kept.keys() - {"role", "content", "weight"}:
         plain(kept[key], f"{where}.{shortened(key)}")
     if kept.get("tool_calls"):
         kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
     return kept
-
-
-def _check_weight(message: Row, where: str) -> None:
-    """OpenAI's weight: a turn of weight 0 does not count in the loss."""
-    weight = message.get("weight")
-    if weight is None:
-        return
-    if message["role"] != "assistant":
-        raise BadRow(f"{where}.weight: only an assistant turn has a weight, and this is one of {message['role']}")
-    if type(weight) is not int or weight not in (0, 1):
-        raise BadRow(f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(weight)}")
 
 
 def _tool_calls(calls: object, where: str) -> list[Row]:

@@ -29,7 +29,12 @@ def pair(given: object, chosen: object, rejected: object) -> Row:
     if given is None:
         return _explicit(*split(chosen, rejected))
     kinds = [isinstance(value, list) for value in (given, chosen, rejected)]
-    if kinds == [False, True, True] and _begins_with(chosen, "user", "system"):
+    if (
+        not isinstance(given, list)
+        and isinstance(chosen, list)
+        and isinstance(rejected, list)
+        and _begins_with(chosen, "user", "system")
+    ):
         return _repeated(text(given, "prompt"), chosen, rejected)
     if any(kinds) and not all(kinds):
         got = f"{described(given)}, {described(chosen)} and {described(rejected)}"
@@ -61,7 +66,7 @@ def split(chosen: object, rejected: object) -> tuple[str | list[Row], object, ob
     return _split_texts(text(chosen, "chosen"), text(rejected, "rejected"))
 
 
-def _split_messages(chosen: object, rejected: object) -> tuple[list[Row], list[Row], list[Row]]:
+def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], list[Row], list[Row]]:
     better, worse = conversation(chosen, "chosen"), conversation(rejected, "rejected")
     _check_different(unweighted(better), unweighted(worse))
     end = 0
@@ -77,7 +82,7 @@ def _split_messages(chosen: object, rejected: object) -> tuple[list[Row], list[R
             "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
             "that begin with the same turns"
         )
-    return unweighted(better[:end]), better[end:], worse[end:]
+    return unweighted(better[:end]), chosen[end:], rejected[end:]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -96,7 +101,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     return chosen[:end], chosen[end:], rejected[end:]
 
 
-def _repeated(asked: str, chosen: object, rejected: object) -> Row:
+def _repeated(asked: str, chosen: list[Row], rejected: list[Row]) -> Row:
     """A pair whose prompt stands in a column, and again as the first question of both conversations."""
     given, better, worse = _split_messages(chosen, rejected)
     first = next((message["content"] for message in given if message["role"] == "user"), "")

@@ -151,7 +151,8 @@ class DataSection(Section):
 
     loss_on: LossOn = "assistant"
     """Tokens that count in the loss. `assistant`: assistant turns, or completions; `last`: only the last assistant
-    turn, or completions; `all`: every token. Plain text always counts wholly."""
+    turn, or completions; `all`: every token. Plain text always counts wholly. A turn with `weight: 0`, `train: false`
+    or `loss: false` is read and never counts."""
 
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest sequence, in tokens. A longer chat or completion is cut at the end, a longer text goes on in the next

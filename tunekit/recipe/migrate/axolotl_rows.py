@@ -24,6 +24,9 @@ SHARDED = "shards of a data set: data.train.split takes slices, such as train[:1
 _MASKING = "masked by data.loss_on: assistant turns with their end tokens, the last one, or all"
 _FIELDS = "rows of other columns: data.columns names them, or a function makes the rows (data.format: module:function)"
 
+_TRAINING_FIELDS = ("train", "training", "loss")
+"""Keys of a turn that `data` reads as marks of what is learned."""
+
 _PLAIN = {"alpaca": "alpaca", "alpaca_chat": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
 _PAIRS: dict[str, dict[str, str]] = {
     "intel": {"prompt": "question"},
@@ -188,6 +191,14 @@ def _roles_to_train(draft: Draft, entry: Entry) -> Fate:
     )
 
 
+def _training_field(draft: Draft, entry: Entry) -> Fate:
+    if entry.value in _TRAINING_FIELDS:
+        return Fate("silent", f"{entry.value} of a turn is read here too: false leaves it out of the loss")
+    raise UnfitError(
+        f"turns are marked by {', '.join(_TRAINING_FIELDS)}: a function renames the key (data.format: module:function)"
+    )
+
+
 def _split(draft: Draft, entry: Entry) -> Fate:
     if entry.value == "train" and not entry.key.startswith("test_"):
         return Fate("silent", "train is the default")
@@ -220,6 +231,7 @@ def rules(prefix: str) -> dict[str, Rule]:
         "field_human": refused("only the names of roles are known, not of columns"),
         "field_model": refused("only the names of roles are known, not of columns"),
         "roles_to_train": _roles_to_train,
+        "message_field_training": _training_field,
         "train_on_eos": decided(_MASKING),
         "train_on_eot": decided(_MASKING),
         "roles": _roles,
@@ -234,8 +246,8 @@ def rules(prefix: str) -> dict[str, Rule]:
         "trust_remote_code": refused("data sets that run code of their own are not loaded"),
         "skip": refused("rows are not skipped: split takes slices, such as train[1000:]"),
         **each(
-            refused("masks from the rows are not read; data.format: tokens takes labels"),
-            "message_field_training message_field_training_detail",
+            refused("masks of single characters are not read; data.format: tokens takes labels"),
+            "message_field_training_detail",
         ),
         **each(
             refused("reasoning stands in the content of a message, as the template writes it"),
