@@ -157,7 +157,7 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
@@ -271,7 +271,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
     now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
 ) -> None:
     """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
