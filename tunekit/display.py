@@ -37,7 +37,7 @@ from tunekit.run.diagnosis import diagnose_run
 from tunekit.run.evaluation import evaluations_of
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
-from tunekit.run.prospects import prospects
+from tunekit.run.prospects import begin_anew, prospects
 from tunekit.run.reader import last_events
 from tunekit.run.run import Run
 
@@ -416,10 +416,9 @@ def _why_not_finished(run: Run, reason: str | None) -> Text:
     if found.hint is not None:
         words.append(f"\n{found.hint}")
     if found.changes:
-        changes = shlex.join(found.changes)
-        again = f"tunekit resume {run.path} {changes}"
-        if not found.can_go_on:
-            again = f"tunekit train {run.path / 'recipe.yaml'} output.dir=NEW {changes}"
+        again = begin_anew(run, found.changes)
+        if found.can_go_on:
+            again = shlex.join(["tunekit", "resume", str(run.path), *found.changes])
         words.append(f"\ntry: {again}", style="bold not red")
     return words
 

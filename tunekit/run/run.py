@@ -27,6 +27,7 @@ A `Run` only reads and writes this folder: it is the same from the process that 
 import html
 import json
 import os
+import shlex
 import threading
 import time
 from collections.abc import Iterable
@@ -41,6 +42,7 @@ from tunekit.recipe.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
+from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside, is_name
 from tunekit.run.job import read_job, state_of
@@ -390,11 +392,23 @@ def check_free(recipe: Recipe) -> None:
         return
     if (path / "status.json").is_file():
         state = Run(path).state
-        on = f"`tunekit resume {path}`, or --resume here, goes on with it"
-        if state == "finished":
-            on = f"`tunekit resume {path} train.max_steps=...` trains it further"
-        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=f"{on}; or name a new folder")
+        hint = f"{_use_of(path, state)}; or name a new folder"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=hint)
     raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
+def _use_of(path: Path, state: str) -> str:
+    """What can be done with the run of a folder."""
+    folder = shlex.quote(str(path))
+    if state not in (*FINAL_PHASES, DIED):
+        return f"wait for its end, or stop it first: tunekit stop {folder}"
+    if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
+        return "--resume here begins it again"
+    if newest_complete(path).path is None:
+        return f"`tunekit runs show {folder}` says what is left of it"
+    if state == "finished":
+        return f"`tunekit resume {folder} train.max_steps=...` trains it further"
+    return f"`tunekit resume {folder}`, or --resume here, goes on with it"
 
 
 def _new_folder(recipe: Recipe) -> Path:
