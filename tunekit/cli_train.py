@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunekit.errors import Stopped, TunekitError
+from tunekit.streams import outlive_readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +153,7 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
     from tunekit.display import Progress
 
+    outlive_readers()
     submitted = make(Progress(Console(stderr=True)))
     print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
 
@@ -240,6 +242,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
     from tunekit.run.interrupt import before_a_run
     from tunekit.run.place import place_of
 
+    outlive_readers()
     progress = Progress(make_console()) if place_of().is_main else None
     announcer = None
     if announce_to is not None:
