@@ -28,8 +28,9 @@ from tunekit.resumption import resumed, run_of
 from tunekit.run import fingerprints
 from tunekit.run.bandwidth import Exchange, measure
 from tunekit.run.claim import claimed
-from tunekit.run.events import Event
+from tunekit.run.events import FINAL_PHASES, Event
 from tunekit.run.launch_hosts import for_hosts, launch_on
+from tunekit.run.life import DIED
 from tunekit.run.line import when_served
 from tunekit.run.made_with import record_versions
 from tunekit.run.origin import continued, read_recipe, write_code
@@ -39,7 +40,7 @@ from tunekit.run.preview import preview_data
 from tunekit.run.prospects import ENDED_EARLY, can_go_on
 from tunekit.run.quiet import library_words_to
 from tunekit.run.room import free_bytes, place_of_run
-from tunekit.run.run import Run, check_free, find_run
+from tunekit.run.run import Run, check_free, find_run, runs_named
 from tunekit.run.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def resume(
     """
 
     def make() -> Run:
-        found = run if isinstance(run, Run) else find_run(str(run))
+        found = run if isinstance(run, Run) else find_run(str(run), exact=True)
         return _going_on(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
 
     if not nodes:
@@ -280,7 +281,21 @@ def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], N
     """
     from tunekit.run.stopping import stop_run
 
-    return stop_run(run if isinstance(run, Run) else find_run(str(run)), now=now, tell=on_wait or (lambda words: None))
+    return stop_run(run if isinstance(run, Run) else _to_stop(str(run)), now=now, tell=on_wait or (lambda words: None))
+
+
+def _to_stop(name: str) -> Run:
+    """The run of a name that is under way, else the newest.
+
+    Raises:
+        RunError: There is none, or several are under way.
+    """
+    runs = runs_named(name, exact=True)
+    live = [run for run in runs if run.state not in (*FINAL_PHASES, DIED)]
+    if len(live) > 1:
+        names = ", ".join(run.name for run in live)
+        raise RunError(f"{len(live)} runs called {name!r} are under way", hint=f"name one: {names}")
+    return (live or runs)[0]
 
 
 def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:

@@ -28,6 +28,7 @@ from tunekit.cli_ui import ui
 from tunekit.errors import PlanError, TunekitError, writing
 from tunekit.redact import Redacting
 from tunekit.run.silence import send_nothing
+from tunekit.streams import open_standard_streams
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,6 +64,7 @@ TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and th
 
 def main() -> None:
     """Entry point of the `tunekit` command."""
+    open_standard_streams()
     # Not even a defect's traceback shows a secret.
     sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
     send_nothing()

@@ -53,7 +53,7 @@ def export(
 
     if merged and adapter:
         raise TunekitError("--merged and --adapter are both given", hint="give one of them")
-    console = make_console()
+    console = make_console(outlives_readers=True)
     words = {
         "loading": "loading the model",
         "writing": "writing it",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tunekit.errors import writing
+from tunekit.streams import outlive_readers
 
 
 def compare(
@@ -48,6 +49,7 @@ def rerun(
     from tunekit import repetition
     from tunekit.display import Progress
 
+    outlive_readers()
     progress = Progress()
     try:
         found = repetition.rerun(run, name=name, on_event=progress)

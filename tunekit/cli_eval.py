@@ -1,6 +1,7 @@
 """The command that evaluates: what a model scores, beside what it scored before it was trained."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -65,9 +66,10 @@ def evaluate(
     from tunekit.display_eval import evaluation_view
     from tunekit.run import evaluate as evaluating
     from tunekit.run.events import Event
+    from tunekit.streams import lasting
 
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=None))
-    console = Console(stderr=True)
+    console = Console(file=lasting(sys.stderr))
     with Bar(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
 

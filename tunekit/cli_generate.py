@@ -70,13 +70,14 @@ def generate(
     from tunekit.display import make_console
     from tunekit.run import generate as generating
     from tunekit.run.events import Event
+    from tunekit.streams import lasting
 
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
+        console=Console(file=lasting(sys.stderr)),
         transient=True,
         disable=not sys.stderr.isatty(),
         redirect_stdout=False,

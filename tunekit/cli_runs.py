@@ -50,14 +50,14 @@ def show_run(
 
 @runs_app.command("tag")
 def tag_run(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(help="A run's name, or its folder.", metavar="RUN")],
     tags: Annotated[list[str] | None, typer.Argument(help="Its tags from now on.", metavar="TAG")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take all tags away.")] = False,
 ) -> None:
     """Give a run tags in the place of those that it has; without any, say which it has."""
     from tunekit.run.run import find_run, set_tags
 
-    found = find_run(run)
+    found = find_run(run, exact=True)
     if tags and clear:
         raise TunekitError("tags and --clear are both given", hint="give one of them")
     if tags or clear:
@@ -74,7 +74,7 @@ def delete(
     from tunekit.run.deleting import delete_run
     from tunekit.run.run import find_run
 
-    found = find_run(run)
+    found = find_run(run, exact=True)
     if found.name != run and found.path != Path(run):
         raise TunekitError(f"no run is called {run!r}", hint=f"name the run wholly, such as {found.name}")
     if not yes:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunekit.errors import Stopped, TunekitError, writing
+from tunekit.streams import outlive_readers
 
 if TYPE_CHECKING:
     from tunekit.run.events import Listener
@@ -130,6 +131,7 @@ def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) 
     from tunekit.sweeps.page import save_page
     from tunekit.sweeps.plot import can_plot, save_plot
 
+    outlive_readers()
     console = Console(stderr=True) if as_json else make_console()
     console.print(f"[dim]reading {what}[/dim]")
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunekit.errors import Stopped, TunekitError
+from tunekit.streams import outlive_readers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,12 +153,13 @@ def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> Non
 
     from tunekit.display import Progress
 
+    outlive_readers()
     submitted = make(Progress(Console(stderr=True)))
     print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
@@ -240,6 +242,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
     from tunekit.run.interrupt import before_a_run
     from tunekit.run.place import place_of
 
+    outlive_readers()
     progress = Progress(make_console()) if place_of().is_main else None
     announcer = None
     if announce_to is not None:
@@ -271,7 +274,7 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="A run's name, the beginning of it, or its folder; or a sweep's.")],
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
     now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
 ) -> None:
     """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""

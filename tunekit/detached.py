@@ -85,7 +85,7 @@ def start_resume(
     Raises:
         TunekitError: It cannot be gone on with, for the reason that `resume` gives too.
     """
-    found = run if isinstance(run, Run) else find_run(str(run))
+    found = run if isinstance(run, Run) else find_run(str(run), exact=True)
     words = ["resume", str(found.path), *overrides]
     words += [] if from_ is None else ["--from", from_]
     return _start([*words, *(["--weights-only"] if weights_only else [])], devices, queue=queue)

@@ -37,9 +37,10 @@ from tunekit.run.diagnosis import diagnose_run
 from tunekit.run.evaluation import evaluations_of
 from tunekit.run.events import Event
 from tunekit.run.measures import brief, judged_by, number, rows_of, words_of
-from tunekit.run.prospects import prospects
+from tunekit.run.prospects import begin_anew, prospects
 from tunekit.run.reader import last_events
 from tunekit.run.run import Run
+from tunekit.streams import lasting
 
 if TYPE_CHECKING:
     from tunekit.model.fuse import Report
@@ -63,13 +64,18 @@ SHOWN_LETTERS = 300
 """Of a generated answer that a summary shows."""
 
 
-def make_console() -> Console:
-    """A console on standard output as it is now, whatever is redirected later."""
-    if sys.stdout.isatty():
-        return Console(file=sys.stdout, highlight=False)
+def make_console(*, outlives_readers: bool = False) -> Console:
+    """A console on standard output as it is now, whatever is redirected later.
+
+    Args:
+        outlives_readers: Whether what cannot be shown any more is left out, rather than an error.
+    """
+    out = lasting(sys.stdout) if outlives_readers else sys.stdout
+    if out.isatty():
+        return Console(file=out, highlight=False)
     console = Console(highlight=False)
     width = None if "COLUMNS" in os.environ else PIPE_WIDTH
-    return console if console.is_jupyter else Console(file=sys.stdout, highlight=False, width=width)
+    return console if console.is_jupyter else Console(file=out, highlight=False, width=width)
 
 
 class Progress:
@@ -80,7 +86,7 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or make_console()
+        self.console = console or make_console(outlives_readers=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
         self._num_steps = 0
@@ -416,10 +422,9 @@ def _why_not_finished(run: Run, reason: str | None) -> Text:
     if found.hint is not None:
         words.append(f"\n{found.hint}")
     if found.changes:
-        changes = shlex.join(found.changes)
-        again = f"tunekit resume {run.path} {changes}"
-        if not found.can_go_on:
-            again = f"tunekit train {run.path / 'recipe.yaml'} output.dir=NEW {changes}"
+        again = begin_anew(run, found.changes)
+        if found.can_go_on:
+            again = shlex.join(["tunekit", "resume", str(run.path), *found.changes])
         words.append(f"\ntry: {again}", style="bold not red")
     return words
 

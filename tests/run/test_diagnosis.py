@@ -84,7 +84,7 @@ def test_a_loss_that_is_no_number_is_told_with_a_lower_learning_rate_for_a_new_r
     # The checkpoint's schedule has its own learning rate.
     assert not found.can_go_on
     words = " ".join(shown(run).split())
-    assert "output.dir=NEW train.learning_rate=0.0001" in words
+    assert "output.dir=null train.learning_rate=0.0001" in words
     again = api.train({**recipe, "output": {"sample_prompts": [], "dir": str(folder / "calm")}}, found.changes)
     assert again.recipe.train.learning_rate == 1e-4 and again.state == "finished"
 

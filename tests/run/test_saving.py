@@ -322,7 +322,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_ends_all_processes_and_lose
         assert len(set(told)) == 1, told
         assert told[0].startswith("the checkpoint of step 4 could not be written"), told
         assert "No space left on device" in told[0] and "checkpoint-2 is whole" in told[0]
-        assert f"then go on: tunekit resume {run.name}" in told[0]
+        assert f"then go on with: tunekit resume {run.path}" in told[0]
         assert checkpoints(run) == ["checkpoint-2"]
         assert newest_complete(run.path).step == 2
         filler.unlink()

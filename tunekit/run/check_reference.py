@@ -22,6 +22,7 @@ from tunekit.methods.reference import COPY
 from tunekit.planner.plan import Plan
 from tunekit.planner.reference import Reference
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, RLOOMethod
+from tunekit.run.prospects import begin_anew
 from tunekit.run.record import Record
 
 if TYPE_CHECKING:
@@ -110,8 +111,7 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
         raise RunError(
             f"the reference is not the one that training began with: its log-probabilities are {off:.3g} nats per "
             "token off",
-            hint="what the run started from has changed since; begin anew: "
-            f"tunekit train {record.run.path / 'recipe.yaml'}",
+            hint=f"what the run started from has changed since; begin anew: {begin_anew(record.run)}",
         )
 
 

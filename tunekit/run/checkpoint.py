@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from tunekit.errors import RunError
 from tunekit.planner.facts import Facts
+from tunekit.run.anew import command_anew
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run folder that they are in."""
@@ -203,7 +204,7 @@ def take_newest(run_folder: Path) -> Newest:
     if newest.path is None and newest.skipped:
         raise RunError(
             f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}",
-            hint=f"begin anew: tunekit train {run_folder / 'recipe.yaml'}",
+            hint=f"begin anew: {command_anew(run_folder)}",
         )
     return newest
 

@@ -8,6 +8,7 @@ from tunekit.recipe.edits import Effect, edits, ruling
 from tunekit.recipe.load import reload_recipe
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.kept import folders_of
+from tunekit.run.prospects import begin_anew
 from tunekit.run.resume import plan_of, recipe_of
 from tunekit.run.run import Run
 from tunekit.run.whole import Found, steps_of
@@ -67,7 +68,7 @@ def _meant(run: Run, name: str | None) -> Found:
     if name is None:
         newest = newest_complete(run.path).path or next(iter(folders.values()), None)
         if newest is None:
-            raise RunError(f"{run.name} has no checkpoint to go on from", hint="begin anew with its recipe")
+            raise RunError(f"{run.name} has no checkpoint to go on from", hint=f"begin anew: {begin_anew(run)}")
         return Found(steps_of(newest), newest)
     found = folders.get(f"checkpoint-{name}" if name.isdigit() else name)
     if found is None:

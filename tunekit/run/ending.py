@@ -8,6 +8,7 @@ from tunekit.errors import ExchangeError, Stopped
 from tunekit.run.interrupt import Wishes
 from tunekit.run.job import read_job
 from tunekit.run.place import Place
+from tunekit.run.prospects import next_command
 from tunekit.run.record import Record, errors_of
 from tunekit.run.run import Run
 from tunekit.run.stop import Request, words_of
@@ -90,7 +91,7 @@ def phase_after(run: Run, asked: Request) -> str:
 
 def stopped(run: Run, asked: Request, reason: str) -> Stopped:
     """What to raise where a run was stopped."""
-    return Stopped(reason, hint=f"go on with: tunekit resume {run.path}", exit_code=asked.exit_code)
+    return Stopped(reason, hint=next_command(run), exit_code=asked.exit_code)
 
 
 def told_of(run: Run, wish: Request) -> dict[str, object]:

@@ -5,7 +5,6 @@ what the recipe leaves to the run; it comes before a plan, and changes nothing t
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tunekit.recipe.places import Fault, Key, dotted
 from tunekit.recipe.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Conflict
+from tunekit.run.names import called
 from tunekit.run.prospects import prospects
 from tunekit.run.run import Run, list_runs
 
@@ -228,10 +228,8 @@ def _run_of(path: str) -> Run | None:
         if (folder / "status.json").is_file():
             return Run(folder)
         return Run(folder.resolve().parent) if is_result(folder.resolve()) else None
-    # What a run is called, before or behind which the time is written that it began.
-    named = re.compile(rf"{re.escape(path)}(-\d{{8}}-\d{{6}}(-\d+)?)?")
-    matching = (run for run in list_runs() if named.fullmatch(run.name))
-    return None if "/" in path else next(matching, None)
+    runs = {run.name: run for run in list_runs()}
+    return None if "/" in path else next((runs[one] for one in called(path, list(runs))), None)
 
 
 def _check_finished(run: Run) -> None:

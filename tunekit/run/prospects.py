@@ -1,5 +1,9 @@
 """What can be done with a run that has ended, for whoever looks at it. Nothing heavy is loaded."""
 
+import shlex
+from collections.abc import Sequence
+
+from tunekit.run.anew import command_anew
 from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
 from tunekit.run.continuation import read_continuation
 from tunekit.run.run import Run
@@ -19,15 +23,21 @@ def can_go_on(run: Run) -> bool:
     return newest_complete(run.path).path is not None
 
 
+def begins_with_weights(run: Run) -> bool:
+    """Whether a run began with the weights of a checkpoint that is still there."""
+    weights = read_continuation(run).weights
+    return weights is not None and (run.path / weights).is_dir()
+
+
 def prospects(run: Run) -> str | None:
     """What can be done next, in a sentence; None for a run that is not over."""
-    state, name = run.state, run.path
+    state, name = run.state, shlex.quote(str(run.path))
     if state not in ("finished", *ENDED_EARLY):
         return None
     newest = newest_complete(run.path)
     if state == "finished":
         return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains it further"
-    anew = f"`tunekit train {run.path / 'recipe.yaml'} output.dir=NEW` begins anew"
+    anew = f"`{begin_anew(run)}` begins anew"
     if newest.path is not None:
         back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"
         num_steps = run.status()["num_steps"]
@@ -35,4 +45,19 @@ def prospects(run: Run) -> str | None:
     if newest.skipped:
         words = "; ".join(newest.skipped)
         return f"no checkpoint is whole ({words}): `tunekit resume {name} --weights-only`, or {anew}"
+    if begins_with_weights(run):
+        return f"`tunekit resume {name}` begins again with the weights that it began with"
     return f"there is no checkpoint to go on from: {anew}"
+
+
+def begin_anew(run: Run, changes: Sequence[str] = ()) -> str:
+    """The command that begins a run once more, with changes of its recipe or as it is."""
+    return command_anew(run.path, changes, in_place=run.state != "finished" and not has_checkpoints(run))
+
+
+def next_command(run: Run) -> str:
+    """The command that has a run that ends early done after all, with what to call it."""
+    no_layout = run.plan.layout.why_not_resumed is not None
+    if not no_layout and (can_go_on(run) or begins_with_weights(run)):
+        return f"go on with: tunekit resume {shlex.quote(str(run.path))}"
+    return f"begin anew: {begin_anew(run)}"

@@ -21,6 +21,7 @@ from tunekit.run import fingerprints
 from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
 from tunekit.run.continuation import Continuation, read_continuation, write_continuation
 from tunekit.run.events import FINAL_PHASES
+from tunekit.run.prospects import begin_anew
 from tunekit.run.run import Run
 from tunekit.run.whole import Found, named, newest_weights, steps_of
 
@@ -184,7 +185,7 @@ def _check_writable(run: Run) -> None:
 
 def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
     """The checkpoint to go on from, and whether only its weights are taken."""
-    anew = f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
+    anew = f"begin anew: {begin_anew(run)}"
     why = run.plan.layout.why_not_resumed
     if why is not None:
         raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)

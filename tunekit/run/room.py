@@ -13,6 +13,7 @@ from tunekit.errors import DiskError
 from tunekit.planner.plan import gib
 from tunekit.recipe.schema import Recipe
 from tunekit.run.checkpoint import is_being_made, newest_complete
+from tunekit.run.prospects import next_command
 from tunekit.run.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -82,7 +83,7 @@ def disk_full(run: Run, where: str, error: OSError) -> DiskError:
     give_room(run)
     return DiskError(
         f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
-        hint=f"free some on its disk, then go on: tunekit resume {run.name}",
+        hint=f"free some on its disk, then {next_command(run)}",
     )
 
 
@@ -123,7 +124,7 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
     newest = newest_complete(run.path)
     kept = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
-    on = f"go on: tunekit resume {run.name}" if newest.path else f"begin anew: tunekit train {run.path / 'recipe.yaml'}"
+    on = next_command(run)
     return DiskError(
         f"{what} could not be written: {why}{needs}; {kept}",
         hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",

@@ -27,7 +27,7 @@ A `Run` only reads and writes this folder: it is the same from the process that 
 import html
 import json
 import os
-import re
+import shlex
 import threading
 import time
 from collections.abc import Iterable
@@ -42,11 +42,13 @@ from tunekit.recipe.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
 from tunekit.run.alive import identity_of
+from tunekit.run.checkpoint import CHECKPOINTS, newest_complete
 from tunekit.run.events import FINAL_PHASES, Event, read_events
 from tunekit.run.inside import has_controls, is_inside, is_name
 from tunekit.run.job import read_job, state_of
 from tunekit.run.life import DIED, beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
+from tunekit.run.names import matching, stem_of
 
 if TYPE_CHECKING:
     import pandas
@@ -59,9 +61,6 @@ TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
 
 MAX_TAG_LETTERS = 40
-
-_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
-"""What stands behind the name of a run: when it began."""
 
 SEEN_SECONDS = 30
 """How long another machine has to see a new file of a run, which the file system of a network may show late."""
@@ -308,33 +307,46 @@ def _started(run: Run) -> float | None:
         return None
 
 
-def find_run(name: str) -> Run:
-    """A run by its folder or its name in `runs/`; the newest whose name starts so, where that is all that is given.
+def find_run(name: str, *, exact: bool = False) -> Run:
+    """A run by its folder or its name in `runs/`: the newest of that name, else the only one whose name starts so.
+
+    Args:
+        name: Its folder, its name with or without the time behind it, or the beginning of that.
+        exact: Whether the beginning of a name is not enough, as for what changes a run.
 
     Raises:
-        RunError: There is none.
+        RunError: There is none, or the name is the beginning of several.
+    """
+    return runs_named(name, exact=exact)[0]
+
+
+def runs_named(name: str, *, exact: bool = False) -> list[Run]:
+    """The runs that a name means as in `find_run`, the newest first: several where runs of one name began at times.
+
+    Raises:
+        RunError: There is none, or the name is the beginning of several.
     """
     if not is_name(name):
         raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
     if (Path(name) / "status.json").is_file():
-        return Run(name)
+        return [Run(name)]
     if (RUNS / name / "status.json").is_file() and Path(name).name == name:
         if not is_inside(RUNS / name, RUNS):
             where = (RUNS / name).resolve()
             raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
-        return Run(RUNS / name)
-    runs = list_runs()
-    matching = [run for run in runs if run.name.startswith(name)]
-    if not matching:
+        return [Run(RUNS / name)]
+    runs = {run.name: run for run in list_runs()}
+    found = matching(name, list(runs), noun="run", exact=exact)
+    if not found:
         hint = "`tunekit runs` lists them; a folder's path works too"
         likely = _likely(name, runs)
         raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
-    return matching[0]
+    return [runs[one] for one in found]
 
 
-def _likely(name: str, runs: Iterable[Run]) -> str | None:
+def _likely(name: str, runs: Iterable[str]) -> str | None:
     """The name most like one that no run has, without the time behind it: what holds it, else what is written alike."""
-    stems = list(dict.fromkeys(_TIME.sub("", run.name) for run in runs))
+    stems = list(dict.fromkeys(map(stem_of, runs)))
     holding = (stem for stem in stems if plain_word(name) in plain_word(stem))
     return next(holding, None) or near(name, stems)
 
@@ -380,11 +392,23 @@ def check_free(recipe: Recipe) -> None:
         return
     if (path / "status.json").is_file():
         state = Run(path).state
-        on = f"`tunekit resume {path}`, or --resume here, goes on with it"
-        if state == "finished":
-            on = f"`tunekit resume {path} train.max_steps=...` trains it further"
-        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=f"{on}; or name a new folder")
+        hint = f"{_use_of(path, state)}; or name a new folder"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=hint)
     raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
+def _use_of(path: Path, state: str) -> str:
+    """What can be done with the run of a folder."""
+    folder = shlex.quote(str(path))
+    if state not in (*FINAL_PHASES, DIED):
+        return f"wait for its end, or stop it first: tunekit stop {folder}"
+    if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
+        return "--resume here begins it again"
+    if newest_complete(path).path is None:
+        return f"`tunekit runs show {folder}` says what is left of it"
+    if state == "finished":
+        return f"`tunekit resume {folder} train.max_steps=...` trains it further"
+    return f"`tunekit resume {folder}`, or --resume here, goes on with it"
 
 
 def _new_folder(recipe: Recipe) -> Path:

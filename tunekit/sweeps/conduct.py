@@ -52,7 +52,7 @@ def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None]
         RunError: There is no such sweep, or another process conducts it.
         Stopped: It was asked to end again.
     """
-    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep))
+    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     if found.spec.search == "optuna":
         check_installed()
     conduct(found, on_event)
@@ -70,7 +70,7 @@ def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callabl
     Returns:
         How it stands, in words.
     """
-    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep))
+    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     tell = on_wait or (lambda words: None)
     if found.is_conducted():
         _write_stop(found, now=now)

@@ -30,6 +30,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.write import to_inline_yaml, to_yaml
 from tunekit.run.diagnosis import diagnose_run
 from tunekit.run.inside import is_inside, is_name
+from tunekit.run.names import matching
 from tunekit.run.prospects import ENDED_EARLY
 from tunekit.run.run import MAX_TAG_LETTERS, RUNS, Run
 from tunekit.sweeps.measure import Measure
@@ -303,23 +304,29 @@ def list_sweeps() -> list[Sweep]:
     return [Sweep(path) for path in sorted(found, key=lambda path: (path / SPEC).stat().st_mtime, reverse=True)]
 
 
-def find_sweep(name: str) -> Sweep:
-    """A sweep by its folder or its name in `sweeps/`; the newest whose name starts so, where that is all that is given.
+def find_sweep(name: str, *, exact: bool = False) -> Sweep:
+    """A sweep by its folder or its name in `sweeps/`: the newest of that name, else the only one whose name starts so.
+
+    Args:
+        name: Its folder, its name with or without the time behind it, or the beginning of that.
+        exact: Whether the beginning of a name is not enough, as for what changes a sweep.
 
     Raises:
-        RunError: There is none.
+        RunError: There is none, or the name is the beginning of several.
     """
     found = known_sweep(name)
-    if found is None and is_name(name):
-        found = next((one for one in list_sweeps() if one.name.startswith(name)), None)
-    if found is None:
+    if found is not None:
+        return found
+    sweeps = {one.name: one for one in list_sweeps()}
+    named = matching(name, list(sweeps), noun="sweep", exact=exact) if is_name(name) else []
+    if not named:
         is_folder = is_name(name) and Path(name).is_dir()
         problem = f"{name} is not the folder of a sweep" if is_folder else f"no sweep {name!r} in {SWEEPS}"
-        there = ", ".join(one.name for one in list_sweeps()[:5])
+        there = ", ".join(list(sweeps)[:5])
         raise RunError(
             problem, hint=f"there are {there}" if there else "`tunekit sweep RECIPE key=value,value` makes one"
         )
-    return found
+    return sweeps[named[0]]
 
 
 def known_sweep(name: str) -> Sweep | None:
