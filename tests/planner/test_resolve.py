@@ -70,6 +70,30 @@ def test_learning_rate_follows_the_adapter_where_none_is_given():
     assert rates == [2e-5, 2e-4, 2e-4]
 
 
+PAIRS_AND_ANSWERS = ("dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo")
+
+
+@pytest.mark.parametrize("method", PAIRS_AND_ANSWERS)
+def test_a_method_has_a_learning_rate_of_its_own(method):
+    """None has that of imitation, which is twenty times the highest that their papers take."""
+    full, lora = (resolve(recipe(method=method, adapter=kind), H100, LLAMA_1B, ROWS) for kind in ("full", "lora"))
+    assert 5e-7 <= full.learning_rate <= 1e-5
+    assert lora.learning_rate == pytest.approx(10 * full.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ("full", "default of dpo for full (Zephyr, arXiv 2310.16944); cosine schedule"),
+        ("qlora", "default of dpo for qlora (ten times the rate for all weights of Zephyr, arXiv 2310.16944); cosine"),
+    ],
+)
+def test_a_plan_says_where_a_default_learning_rate_is_from(adapter, words):
+    plan = resolve(recipe(method="dpo", adapter=adapter), H100, LLAMA_1B, ROWS)
+    (why,) = (reason.why for reason in plan.reasons if reason.topic == "optimizer")
+    assert why.startswith(words)
+
+
 def test_flash_attention_is_taken_where_it_is_installed_and_runs():
     equipped = H100.model_copy(update={"flash_attn": True})
     assert resolve(recipe(), equipped, LLAMA_1B, ROWS).attn_implementation == "flash_attention_2"

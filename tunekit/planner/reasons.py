@@ -27,8 +27,8 @@ from tunekit.recipe.methods import (
     RewardMethod,
     SFTMethod,
 )
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Recipe
-from tunekit.recipe.train import Optim
+from tunekit.recipe.schema import DataSection, Recipe
+from tunekit.recipe.train import DEFAULT_LEARNING_RATES, Optim
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -153,11 +153,14 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """How weights are updated."""
-    learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
-    given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
+    given = "as in the recipe"
+    if recipe.train.learning_rate is None:
+        source = DEFAULT_LEARNING_RATES[recipe.method.type].source
+        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
+        given = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     return Reason(
         topic="optimizer",
-        choice=f"{recipe.train.optim}, learning rate {learning_rate:g}",
+        choice=f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}",
         why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
     )
 

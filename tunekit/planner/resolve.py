@@ -60,7 +60,7 @@ from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
+from tunekit.recipe.schema import Recipe
 
 
 def resolve(
@@ -151,7 +151,7 @@ def resolve(
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
-        learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
+        learning_rate=recipe.learning_rate,
         num_params=model.num_params,
         num_trainable_params=num_trained,
         data=data,
