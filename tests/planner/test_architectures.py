@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tunekit.errors import ModelError, PlanError
 from tunekit.planner.architectures import FAMILIES, tensors_of
 from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_experts
-from tunekit.planner.model_config import DEFAULTS, complete, layer_types_of
+from tunekit.planner.model_config import DEFAULTS, ROUTER_AUX_LOSS_COEF, complete, layer_types_of
 from tunekit.planner.states import num_trainable_params, trained_tensors
 from tunekit.probe.model import probe_model, sketch_model
 from tunekit.recipe.adapters import LoraAdapter
@@ -106,6 +106,20 @@ def test_what_config_json_omits_is_what_transformers_takes(name):
     ours = facts_of({"model_type": name})
     assert ours.sliding_window == getattr(theirs, "sliding_window", None)
     assert ours.num_kv_heads == theirs.num_key_value_heads
+
+
+def test_the_coefficient_of_routers_is_that_of_transformers():
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes = {name: CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    theirs = {
+        name: config.router_aux_loss_coef
+        for name, config in classes.items()
+        if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef")
+    }
+    assert theirs == {name: coefficient for name, coefficient in ROUTER_AUX_LOSS_COEF.items() if name in classes}
+    assert all(name in CONFIG_MAPPING for name in ROUTER_AUX_LOSS_COEF)
 
 
 def tiny_with_vision(**vision):

@@ -70,6 +70,30 @@ def test_learning_rate_follows_the_adapter_where_none_is_given():
     assert rates == [2e-5, 2e-4, 2e-4]
 
 
+PAIRS_AND_ANSWERS = ("dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo")
+
+
+@pytest.mark.parametrize("method", PAIRS_AND_ANSWERS)
+def test_a_method_has_a_learning_rate_of_its_own(method):
+    """None has that of imitation, which is twenty times the highest that their papers take."""
+    full, lora = (resolve(recipe(method=method, adapter=kind), H100, LLAMA_1B, ROWS) for kind in ("full", "lora"))
+    assert 5e-7 <= full.learning_rate <= 1e-5
+    assert lora.learning_rate == pytest.approx(10 * full.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "words"),
+    [
+        ("full", "default of dpo for full (Zephyr, arXiv 2310.16944); cosine schedule"),
+        ("qlora", "default of dpo for qlora (ten times the rate for all weights of Zephyr, arXiv 2310.16944); cosine"),
+    ],
+)
+def test_a_plan_says_where_a_default_learning_rate_is_from(adapter, words):
+    plan = resolve(recipe(method="dpo", adapter=adapter), H100, LLAMA_1B, ROWS)
+    (why,) = (reason.why for reason in plan.reasons if reason.topic == "optimizer")
+    assert why.startswith(words)
+
+
 def test_flash_attention_is_taken_where_it_is_installed_and_runs():
     equipped = H100.model_copy(update={"flash_attn": True})
     assert resolve(recipe(), equipped, LLAMA_1B, ROWS).attn_implementation == "flash_attention_2"
@@ -166,6 +190,38 @@ def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_w
     alone = resolve(recipe(parallel={"strategy": "single"}), hardware, LLAMA_1B, ROWS)
     both = resolve(recipe(), hardware, LLAMA_1B, ROWS)
     assert (alone.memory_limit_bytes, both.memory_limit_bytes) == (int(0.92 * 80 * GIB), int(0.92 * 30 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "coefficient", "words"),
+    [
+        ("openai/gpt-oss-20b", {"type": "sft"}, 0.9, "kept equally busy, router_aux_loss_coef 0.9"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "dpo"}, 0.02, "kept equally busy, router_aux_loss_coef 0.02"),
+        ("Qwen/Qwen3-30B-A3B", {"type": "grpo"}, 0.001, "kept equally busy, router_aux_loss_coef 0.001"),
+        (
+            "mistralai/Mixtral-8x7B-v0.1",
+            {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.1}},
+            0.1,
+            "kept equally busy, router_aux_loss_coef 0.1",
+        ),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.0}}, 0.0, None),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "orpo"}, None, "not kept equally busy"),
+        ("mistralai/Mixtral-8x7B-v0.1", {"type": "reward"}, None, "not kept equally busy"),
+        ("deepseek-ai/DeepSeek-V3", {"type": "sft"}, None, "not kept equally busy"),
+        ("Qwen/Qwen3-8B", {"type": "sft"}, None, None),
+    ],
+)
+def test_the_loss_of_routers_and_its_coefficient_stand_in_the_plan(name, method, coefficient, words):
+    machine = find_machine("32x8xh200").hardware()
+    plan = resolve(recipe(method=method, train={"global_batch_size": 256}), machine, known_model(name), ROWS)
+    assert plan.router_aux_loss_coef == coefficient
+    assert next((reason.choice for reason in plan.reasons if reason.topic == "experts"), None) == words
+
+
+def test_a_weight_for_a_loss_of_routers_that_a_model_does_not_have_is_refused():
+    asked = recipe(method={"type": "sft", "trainer_args": {"router_aux_loss_coef": 0.1}})
+    with pytest.raises(PlanError, match=r"router_aux_loss_coef: .* \(llama\) has no loss of routers to weight; leave"):
+        resolve(asked, H100, LLAMA_1B, ROWS)
 
 
 def test_the_loss_of_the_router_is_told_of_where_there_is_one():

@@ -1,12 +1,17 @@
 """Methods in recipes: short forms, there and back, and what they cannot do with rows."""
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tunekit.errors import RecipeError
+from tunekit.recipe.explain import explain
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.train import DEFAULT_LEARNING_RATES
 
 SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
 
@@ -70,3 +75,21 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
     data = {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl", "loss_on": "last"}]}
     with pytest.raises(RecipeError, match=r"data.train\[1\].loss_on: cannot be last with method dpo"):
         load_recipe({**SOURCE, "data": data, "method": "dpo"})
+
+
+@pytest.mark.parametrize(("method", "rates"), DEFAULT_LEARNING_RATES.items())
+def test_a_default_learning_rate_from_a_config_of_trl_is_that_of_the_config(method: str, rates: Any) -> None:
+    if not rates.source.startswith("TRL's "):
+        assert re.search(r"arXiv \d{4}\.\d{5}$", rates.source)
+        return
+    assert find_spec("trl") is not None
+    (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
+    text = (Path(package) / "trainer" / f"{method}_config.py").read_text()
+    assert f"`learning_rate`: Defaults to `{rates.full:.0e}`".replace("e-0", "e-") in text
+
+
+def test_the_default_learning_rates_are_described() -> None:
+    text = " ".join(explain("train.learning_rate").split())
+    described = re.findall(r"(\de-\d) for ([a-z]+(?:(?:, | and )[a-z]+)*)", text)
+    rates = {method: float(rate) for rate, methods in described for method in re.split(", | and ", methods)}
+    assert rates == {method: default.full for method, default in DEFAULT_LEARNING_RATES.items()}

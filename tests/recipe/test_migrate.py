@@ -351,12 +351,20 @@ def workspace(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
+RATES = {
+    "sft": (2e-5, 2e-4), "dpo": (5e-7, 5e-6), "kto": (5e-7, 5e-6), "orpo": (5e-6, 5e-5), "cpo": (1e-6, 1e-5),
+    "reward": (1e-5, 1e-4), "grpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "distillation": (1e-6, 1e-5),
+}  # fmt: skip
+"""What a recipe that gives no learning rate trains with: all weights, and adapters."""
+
+
 def value_of(made: Migration, key: str) -> Any:
     at: Any = made.recipe.model_dump()
     for part in key.split("."):
         at = at[part]
     if key == "train.learning_rate" and at is None:
-        return 2e-5 if made.recipe.adapter.type == "full" else 2e-4
+        full, lora = RATES[made.recipe.method.type]
+        return full if made.recipe.adapter.type == "full" else lora
     return at
 
 

@@ -77,6 +77,7 @@ class Parts:
             "gradient_accumulation_steps": self.plan.gradient_accumulation_steps,
             "max_steps": self.schedule.num_steps,
             "learning_rate": self.plan.learning_rate,
+            **self._balance(),
             "lr_scheduler_type": self.train.lr_scheduler_type,
             "warmup_steps": self.schedule.warmup_steps,
             "optim": self.train.optim,
@@ -104,6 +105,12 @@ class Parts:
             "disable_tqdm": True,
             **self.engine,
         }
+
+    def _balance(self) -> dict[str, float]:
+        """The coefficient of the routers' loss by the plan, where a method of the recipe has not given it itself."""
+        coefficient = self.plan.router_aux_loss_coef
+        given = "router_aux_loss_coef" in self.plan.recipe.method.trainer_args
+        return {} if given or coefficient is None else {"router_aux_loss_coef": coefficient}
 
 
 def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:

@@ -233,6 +233,8 @@ class ModelFacts(Facts):
     num_experts: int = 0
     """Routed experts in a layer that has them; 0 in a dense model."""
     num_experts_per_token: int = 0
+    router_aux_loss_coef: float | None = None
+    """Coefficient of the routers' auxiliary loss by its config; None where its code has none."""
     has_chat_template: bool
     origin: Origin | None = None
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""

@@ -85,6 +85,41 @@ DEFAULTS: dict[str, Config] = {
 FULL_ATTENTION_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """Of so many layers one sees all tokens and the others a sliding window; in other types all layers are alike."""
 
+ROUTER_AUX_LOSS_COEF: Mapping[str, float] = {
+    **dict.fromkeys(
+        (
+            "deepseek_v4",
+            "doge",
+            "ernie4_5_moe",
+            "gpt_oss",
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "jamba",
+            "laguna",
+            "llama4_text",
+            "mellum",
+            "minimax",
+            "minimax_m2",
+            "minimax_m3_vl_text",
+            "mixtral",
+            "phimoe",
+            "qwen2_moe",
+            "qwen3_5_moe_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "qwen4_exp_text",
+        ),
+        0.001,
+    ),
+    "flex_olmo": 0.01,
+    "flint": 0.0005,
+    "olmoe": 0.01,
+}
+"""Default coefficient of the routers' auxiliary loss by the type of the decoder, of those that return its logits. Other
+types have none, and TRL adds none."""
+
 WITH_VISION = frozenset({"gemma3"})
 """Types with a vision tower besides the decoder that transformers loads as causal language models, tower and all."""
 
@@ -169,6 +204,13 @@ def num_experts_per_token_of(config: Config) -> int:
 def _first_count(config: Config, *names: str) -> int:
     """The first of some numbers that is there; 0 where none is, or none is a single number."""
     return next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), 0)
+
+
+def router_aux_loss_coef_of(config: Config) -> float | None:
+    """Coefficient of the routers' auxiliary loss by config.json; None where the model's code has none."""
+    default = ROUTER_AUX_LOSS_COEF.get(config.get("model_type", ""))
+    given = config.get("router_aux_loss_coef")
+    return default if given is None or default is None else float(given)
 
 
 def head_dim_of(config: Config) -> int:

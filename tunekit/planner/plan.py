@@ -146,6 +146,8 @@ class Plan(Facts):
     pad_to_multiple_of: int | None = None
     """What the length of a micro-batch is padded to a multiple of, where sequences are divided."""
     learning_rate: float
+    router_aux_loss_coef: float | None = None
+    """Coefficient of the routers' auxiliary loss, 0 where it is left out; None where model or method have none."""
     num_params: int
     num_trainable_params: int
     data: DataFacts

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from tunekit.errors import PlanError
 from tunekit.kernels.chunks import chunk_rows
 from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
@@ -18,17 +19,16 @@ from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, workers_for
 from tunekit.planner.vllm import VLLM
 from tunekit.recipe.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.methods import (
-    CPOMethod,
+    DPOMethod,
     KTOMethod,
     OnPolicyMethod,
-    ORPOMethod,
     PairMethod,
     RewardedMethod,
     RewardMethod,
     SFTMethod,
 )
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, DataSection, Recipe
-from tunekit.recipe.train import Optim
+from tunekit.recipe.schema import DataSection, Recipe
+from tunekit.recipe.train import DEFAULT_LEARNING_RATES, Optim
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -153,11 +153,14 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """How weights are updated."""
-    learning_rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
-    given = "as in the recipe" if recipe.train.learning_rate else f"default for {recipe.adapter.type}"
+    given = "as in the recipe"
+    if recipe.train.learning_rate is None:
+        source = DEFAULT_LEARNING_RATES[recipe.method.type].source
+        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
+        given = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     return Reason(
         topic="optimizer",
-        choice=f"{recipe.train.optim}, learning rate {learning_rate:g}",
+        choice=f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}",
         why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
     )
 
@@ -199,12 +202,41 @@ def code_reasons(recipe: Recipe) -> Iterator[Reason]:
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
-    if model.num_experts and isinstance(recipe.method, ORPOMethod | CPOMethod | RewardMethod):
-        why = f"TRL's trainer of {recipe.method.type} adds no loss of the router"
-        yield Reason(topic="experts", choice="not kept equally busy", why=why)
-    elif model.num_experts and recipe.method.trainer_args.get("router_aux_loss_coef") != 0:
-        why = "TRL adds the loss of the router, a mean over micro-batches: how a batch is cut shows in it a little"
-        yield Reason(topic="experts", choice="balanced as the model's own config says", why=why)
+    coefficient = router_aux_loss_coef(recipe, model)
+    if model.num_experts and coefficient is None:
+        who = f"TRL's trainer of {recipe.method.type}"
+        if isinstance(recipe.method, BALANCED):
+            who = f"the code of {model.model_type} has no loss of its routers, and TRL"
+        yield Reason(topic="experts", choice="not kept equally busy", why=f"{who} adds none")
+    elif coefficient:
+        given = recipe.method.trainer_args.get("router_aux_loss_coef") is not None
+        why = f"the coefficient is {'as in the recipe' if given else 'of the config of the model'}; TRL adds the loss "
+        why += "of the routers, a mean over micro-batches: how a batch is cut shows in it a little"
+        why += "" if given else f"; {ROUTER_ARG}=0.0 leaves it out"
+        yield Reason(topic="experts", choice=f"kept equally busy, router_aux_loss_coef {coefficient:g}", why=why)
+
+
+BALANCED = SFTMethod | DPOMethod | KTOMethod | RewardedMethod
+"""Methods whose trainers add the auxiliary loss of routers (TRL 1.16), for each model that has one."""
+
+ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
+"""Where a recipe gives its coefficient."""
+
+
+def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
+    """Return the coefficient of the routers' auxiliary loss; None where the model or the method has none.
+
+    Raises:
+        PlanError: The recipe gives one, and the model has no such loss.
+    """
+    asked: float | None = recipe.method.trainer_args.get("router_aux_loss_coef")
+    if not isinstance(recipe.method, BALANCED):
+        return None
+    if asked and model.router_aux_loss_coef is None:
+        raise PlanError(
+            f"{ROUTER_ARG}: {model.path} ({model.model_type}) has no loss of routers to weight", hint="leave it out"
+        )
+    return model.router_aux_loss_coef if asked is None else asked
 
 
 def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:

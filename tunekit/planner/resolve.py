@@ -43,6 +43,7 @@ from tunekit.planner.reasons import (
     precision_reason,
     reference_reasons,
     reserve_reasons,
+    router_aux_loss_coef,
     router_reasons,
     schedule_of,
     speed_reason,
@@ -60,7 +61,7 @@ from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
+from tunekit.recipe.schema import Recipe
 
 
 def resolve(
@@ -151,7 +152,8 @@ def resolve(
         zero_buckets=zero_buckets(model, recipe.adapter) if layout.strategy.startswith("zero") else None,
         pad_to_multiple_of=pad_to_multiple_of(recipe.data.max_length, layout, setting.device),
         dataloader_num_workers=0 if speed is None else speed.num_workers,
-        learning_rate=recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type],
+        learning_rate=recipe.learning_rate,
+        router_aux_loss_coef=router_aux_loss_coef(recipe, model),
         num_params=model.num_params,
         num_trainable_params=num_trained,
         data=data,

@@ -28,6 +28,7 @@ from tunekit.planner.model_config import (
     mlp_width_of,
     num_experts_of,
     num_experts_per_token_of,
+    router_aux_loss_coef_of,
     sliding_window_of,
     text_config,
 )
@@ -321,6 +322,7 @@ def _facts(
         attention_dropout=text.get("attention_dropout") or 0.0,
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token_of(text),
+        router_aux_loss_coef=router_aux_loss_coef_of(text) if num_experts else None,
         has_chat_template=has_chat_template,
     )
 

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 from tunekit.recipe.methods import KTOMethod
 from tunekit.recipe.parallel import Strategy
 from tunekit.recipe.places import dotted
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.section import Section
+from tunekit.recipe.train import default_learning_rate
 from tunekit.recipe.write import to_inline_yaml
 
 Effect = Literal["takes effect", "saved state", "refused"]
@@ -181,7 +182,7 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
 def edits(before: Recipe, now: Recipe) -> list[Edit]:
     """The fields in which a recipe differs from what it was."""
     found = list(_edits(before, now))
-    default = DEFAULT_LEARNING_RATE[before.adapter.type]
+    default = default_learning_rate(before.method.type, before.adapter.type)
     # To leave it out is to ask for the default.
     return [
         edit

@@ -28,7 +28,7 @@ from tunekit.recipe.on_policy import AS_THE_MODEL, conflicts_of_answers
 from tunekit.recipe.parallel import ParallelSection
 from tunekit.recipe.places import Key, dotted
 from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
-from tunekit.recipe.train import TrainSection
+from tunekit.recipe.train import TrainSection, default_learning_rate
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""
@@ -285,10 +285,6 @@ def _each(name: str, given: Sources) -> Iterator[tuple[Key, DataSource]]:
         yield (name,), given
 
 
-DEFAULT_LEARNING_RATE = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
-"""Peak learning rate by `adapter.type` where the recipe gives none."""
-
-
 class OutputSection(Section):
     """What is written, and where."""
 
@@ -465,6 +461,11 @@ class Recipe(Section):
 
     output: OutputSection = OutputSection()
     """What is written, and where."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate: the one given, or the default of the method and the adapter."""
+        return self.train.learning_rate or default_learning_rate(self.method.type, self.adapter.type)
 
     @model_validator(mode="after")
     def _method_and_data_agree(self) -> "Recipe":

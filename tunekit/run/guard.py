@@ -26,7 +26,7 @@ import torch
 from tunekit.errors import NonFiniteError, RollbackError
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods import CPOMethod, ORPOMethod
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE
+from tunekit.recipe.train import default_learning_rate
 from tunekit.run.exchange import any_of, of_all, same_everywhere
 from tunekit.run.record import Record
 from tunekit.run.rows import Rows
@@ -54,8 +54,8 @@ class Guard:
     def __init__(self, trainer: "Trainer", plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
-        usual = DEFAULT_LEARNING_RATE[plan.recipe.adapter.type]
-        self._lower = min((self.train.learning_rate or usual) / 10, usual)
+        usual = default_learning_rate(plan.recipe.method.type, plan.recipe.adapter.type)
+        self._lower = min(plan.recipe.learning_rate / 10, usual)
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
         self.leaves_out = False

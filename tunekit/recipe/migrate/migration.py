@@ -19,7 +19,8 @@ from tunekit.recipe.migrate.suspects import suspects
 from tunekit.recipe.parse import read_yaml
 from tunekit.recipe.places import Fault, Place
 from tunekit.recipe.rewrite import short_recipe
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.train import default_learning_rate
 from tunekit.recipe.write import to_yaml
 
 WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
@@ -130,9 +131,9 @@ def _settle(draft: Draft) -> None:
         draft.assumed = [one for one in draft.assumed if one.key != "adapter.dropout"]
         for key in draft.origins.pop("adapter.dropout", []):
             draft.fates[key] = Fate("decided", f"TRL switches dropout off with {method}, there as here")
-    rate = DEFAULT_LEARNING_RATE[draft.values.get("adapter.type", "lora")]
+    rate = default_learning_rate(method, draft.values.get("adapter.type", "lora"))
     if draft.values.get("train.learning_rate") == rate:
-        del draft.values["train.learning_rate"]  # the default, as it depends on the adapter
+        del draft.values["train.learning_rate"]  # the default of the method and the adapter
     if draft.values.get("train.num_epochs") == 1:
         del draft.values["train.num_epochs"]  # the default, which has no value of its own
     if draft.values.get("data.streaming") and "train.max_steps" in draft.values:

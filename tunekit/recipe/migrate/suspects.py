@@ -4,7 +4,7 @@ from tunekit.recipe.adapters import LoraAdapter
 from tunekit.recipe.methods import OnPolicyMethod, SFTMethod
 from tunekit.recipe.migrate.draft import Draft
 from tunekit.recipe.migrate.report import Suspicion
-from tunekit.recipe.schema import DEFAULT_LEARNING_RATE, Recipe
+from tunekit.recipe.schema import Recipe
 
 LOW_FOR_LORA = 1e-5
 """Below this LoRA hardly moves in supervised fine-tuning: it takes about ten times the rate of full fine-tuning
@@ -27,7 +27,7 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
         line = min((draft.line_of(key) for key in keys if draft.line_of(key)), default=0)
         draft.suspicious.append(Suspicion(line, words))
 
-    rate = recipe.train.learning_rate or DEFAULT_LEARNING_RATE[recipe.adapter.type]
+    rate = recipe.learning_rate
     is_lora, is_sft = isinstance(recipe.adapter, LoraAdapter), isinstance(recipe.method, SFTMethod)
     if is_lora and is_sft and rate < LOW_FOR_LORA:
         note("train.learning_rate", f"learning rate {rate:g} is low for LoRA, which mostly trains with 1e-4 to 5e-4")

@@ -1,0 +1,45 @@
+"""What a plan has decided is what TRL's trainer gets."""
+
+import pytest
+from datasets import Dataset
+
+from tests.tiny import make_tokenizer, save_chats, save_tiny_model_like
+from tunekit import api
+from tunekit.methods import sft
+from tunekit.methods.arguments import Parts
+from tunekit.model.load import load_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arguments")
+    save_tiny_model_like(folder / "experts", "qwen2_moe")
+    save_chats(folder / "chats.jsonl", [("a", "b")] * 8)
+    return folder
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, 0.25), ({"router_aux_loss_coef": 0.5}, 0.5)])
+def test_the_trainer_weighs_the_loss_of_routers_as_its_plan_says(folder, tmp_path, given, wanted):
+    data = {"train": str(folder / "chats.jsonl"), "max_length": 64}
+    method = {"type": "sft", "trainer_args": given}
+    plan = api.plan({"model": str(folder / "experts"), "data": data, "method": method})
+    assert plan.router_aux_loss_coef == given.get("router_aux_loss_coef", 0.001)  # the default of Qwen2MoeConfig
+    if not given:
+        plan = plan.model_copy(update={"router_aux_loss_coef": 0.25})
+    model = load_model(plan.recipe.model, dtype="float32", attn_implementation="sdpa", device="cpu", quantization=None)
+    row = {"input_ids": list(range(8, 24)), "labels": list(range(8, 24))}
+    parts = Parts(
+        train=plan.recipe.train,
+        data=plan.recipe.data,
+        plan=plan,
+        schedule=plan.schedule,
+        model=model,
+        tokenizer=make_tokenizer(),
+        train_dataset=Dataset.from_list([row] * 16),
+        eval_dataset=None,
+        checkpoints=tmp_path,
+        callbacks=[],
+        engine={},
+    )
+    trainer = sft.build(plan.recipe.method, parts)
+    assert (trainer.router_aux_loss_coef, trainer.aux_loss_enabled) == (wanted, True)
