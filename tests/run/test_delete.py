@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.run.folders import made_run
 from tunekit.errors import RunError
 from tunekit.run.alive import identity_of
@@ -14,8 +15,7 @@ from tunekit.run.run import list_runs
 
 
 def tunekit_runs(folder, *words):
-    command = [sys.executable, "-m", "tunekit", "runs", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    return run_command("runs", *words, cwd=folder)
 
 
 def test_of_a_deleted_run_nothing_is_left_and_its_neighbour_is_whole(tmp_path):

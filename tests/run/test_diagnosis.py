@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.run.engines import made
 from tests.run.faulty import Fault, Forked, faulty
 from tests.run.folders import made_run
@@ -44,8 +45,9 @@ def recipe_for(folder, name, *, data=None, parallel=None, **train):
 
 
 def shown(run):
-    command = [sys.executable, "-m", "tunekit", "runs", "show", str(run.path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    answer = run_command("runs", "show", run.path)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 def test_memory_that_ran_out_is_told_with_the_plan_beside_the_truth(folder):

@@ -1,11 +1,9 @@
 """Words that a user gives a run."""
 
-import subprocess
-import sys
-
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.run.folders import made_run
 from tunekit.errors import RunError
 
@@ -34,8 +32,9 @@ def test_the_command_tags_a_run_and_lists_show_it(tmp_path):
     made_run(tmp_path / "runs" / "mine")
 
     def tunekit_runs(*words):
-        command = [sys.executable, "-m", "tunekit", "runs", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        answer = run_command("runs", *words, cwd=tmp_path)
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
 
     assert tunekit_runs("tag", "mine", "a", "b") == "mine: a, b\n"
     assert tunekit_runs("tag", "mine") == "mine: a, b\n"

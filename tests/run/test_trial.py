@@ -2,12 +2,11 @@
 
 import json
 import statistics
-import subprocess
-import sys
 
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.run.test_dpo import logged
 from tests.tiny import save_tiny_model
 from tunekit.display_rewards import trial_parts
@@ -138,8 +137,7 @@ def test_the_answers_and_values_are_drawn(here, width):
 
 def tunekit_rewards(folder, given, *arguments):
     (folder / "trial.yaml").write_text(json.dumps(given))
-    command = [sys.executable, "-m", "tunekit", "rewards", "trial.yaml", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return run_command("rewards", "trial.yaml", *arguments, cwd=folder)
 
 
 def test_a_trial_is_told_as_plain_data_too(here):

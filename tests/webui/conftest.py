@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.waiting import LIMIT_SECONDS
 
 TRAINED_RECIPE = """\
@@ -64,9 +65,8 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *arguments: str) -> tunekit.Run:
-    """Train in a workspace with the real command, and return the newest run."""
-    command = [sys.executable, "-m", "tunekit", "train", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    """Train in a workspace by the command, and return the newest run."""
+    done = run_command("train", *arguments, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return tunekit.Run(max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime))
 

@@ -1,14 +1,13 @@
 """The form of a new run: every field of the schema is in it, and says in the YAML what was meant."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tunekit
+from tests.commands import run_command
 from tests.webui.conftest import fill
 from tunekit.recipe.fields import all_fields
 from webui import draft
@@ -200,8 +199,7 @@ def test_a_wrong_value_is_told_at_its_field_as_on_the_command_line(
     (entry,) = [one for one in draft.entries_of(edited) if one.key == key]
     assert str(shown(entry)) == str(tunekit.read_text(f"x: {typed}")["x"]), "as the YAML reads it"
     (tmp_path / "mine.yaml").write_text(edited)
-    command = [sys.executable, "-m", "tunekit", "check", "mine.yaml"]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    told = run_command("check", "mine.yaml", cwd=tmp_path).stderr
     assert f"mine.yaml:{fault}" in told
 
 
