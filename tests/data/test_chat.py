@@ -96,6 +96,7 @@ UNMARKED = (
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [*UNMARKED, "Llama 2", "Tulu 3"])
 def test_two_hundred_turns_are_found_in_renderings_as_long_as_a_few_conversations(name):
     renderer = Counting(FAMILIES[name].tokenizer())
@@ -107,6 +108,7 @@ def test_two_hundred_turns_are_found_in_renderings_as_long_as_a_few_conversation
     assert rendered == by_prefixes(renderer, messages)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Llama 3.1", "Qwen 2.5", "Mistral"])
 def test_two_hundred_calls_of_tools_after_one_question_cost_no_more(name):
     renderer = Counting(FAMILIES[name].tokenizer())

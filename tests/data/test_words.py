@@ -158,6 +158,7 @@ def check_all(tokenizer: PreTrainedTokenizerFast, texts: list[str], separator: s
         raise AssertionError("the texts together, though none of them alone")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("characters", "longest"), [("stA1 \n\r\t'./", 4), ("sA1 \né.", 5), ("a \n.", 6)])
 def test_all_short_texts_are_cut_into_the_words_of_the_family(name, characters, longest):
@@ -167,6 +168,7 @@ def test_all_short_texts_are_cut_into_the_words_of_the_family(name, characters, 
     check_all(PreTrainedTokenizerFast(tokenizer_object=made), texts, "<|wall|>")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_of_ascii_is_cut_into_the_words_of_the_family(name):
     ascii_ = "".join(map(chr, range(128)))
@@ -228,6 +230,7 @@ PIECES = st.one_of(
 TEXTS = st.lists(PIECES, max_size=40).map("".join) | st.lists(PIECES, max_size=40).map(" ".join)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=100, derandomize=True)
 @given(text=TEXTS)

@@ -27,6 +27,7 @@ def losses(model, *, checkpointing):
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", VARLEN])
 def test_compiled_layers_have_the_losses_of_others(attention, checkpointing):

@@ -101,6 +101,7 @@ def assert_agrees(fused, plain, batch):
     assert max(far.values()) < TIGHT, max(far, key=far.get)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("adapter", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_fused_model_has_the_loss_and_gradients_of_the_plain_one(architecture, adapter):
@@ -114,6 +115,7 @@ def test_a_fused_model_has_the_loss_and_gradients_of_the_plain_one(architecture,
     assert any("Experts" in name for name in kept) == (architecture in HAVE_EXPERTS)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("adapter", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("architecture", EACH_FORM)
 def test_in_bfloat16_it_is_as_close_to_the_truth_as_the_plain_one(architecture, adapter):
@@ -193,6 +195,7 @@ def test_nothing_is_dropped_in_evaluation():
     assert_agrees(fused.eval(), plain.eval(), padded_batch())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("adapter", ["full", "lora", "nf4"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "phi3", "olmo3", "smollm3", "mixtral"])
 def test_it_generates_the_same_tokens(architecture, adapter):

@@ -66,6 +66,7 @@ def test_types_that_keep_all_scores_are_not_called_traced(family):
 ON_ATTENTION = LoraAdapter(rank=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "qwen3_moe"])
 def test_what_has_no_adapter_keeps_no_input(family):
     names = ["qkv_proj", "o_proj"] if family == "phi3" else ON_ATTENTION.target_modules
@@ -75,6 +76,7 @@ def test_what_has_no_adapter_keeps_no_input(family):
     assert estimate_of(how).parts["activations"] < 0.95 * everywhere.parts["activations"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_adapters_of_experts_keep_a_sum_as_large_as_the_experts(family):
     """PEFT adds the adapter to the fused matrices of each layer, however few the tokens and however low the rank."""

@@ -59,6 +59,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -92,6 +93,7 @@ MIXTURES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", EXPERTS_ADAPTERS)
 @pytest.mark.parametrize("family", MIXTURES)

@@ -123,6 +123,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("rows", ["even", "padded", "in one"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)

@@ -61,6 +61,7 @@ def made(method, *, model=LLAMA_8B, layout=None, rows=2, data=ROWS, **how) -> St
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -62,6 +62,7 @@ def talk(runs):
         yield opened
 
 
+@pytest.mark.slow
 def test_a_greedy_answer_is_what_transformers_generates(talk, runs):
     expected = greedy(PeftModel.from_pretrained(pico(), runs["lora"].model_path))
     assert said(talk) == expected != greedy(pico())
@@ -125,6 +126,7 @@ def test_a_checkpoint_answers_as_it_did_then(runs):
         assert said(early) == greedy(PeftModel.from_pretrained(pico(), folder))
 
 
+@pytest.mark.slow
 def test_a_closed_talk_leaves_no_process_and_no_memory(runs):
     with tunekit.chat(runs["lora"], device="cpu") as opened:
         process = psutil.Process(opened.pid)

@@ -130,6 +130,7 @@ def test_the_rank_that_failed_first_is_named_and_not_the_one_that_waited_for_it(
     assert found.can_go_on
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_told_as_such_and_the_run_can_go_on_once_it_has_a_checkpoint(folder):
     recipe = recipe_for(folder, "killed", max_steps=100_000)
     code = f"import tunekit; tunekit.train({recipe!r})"

@@ -56,6 +56,7 @@ def recipe(folder, adapter="lora", teacher="teacher"):
     return path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_the_divergence_from_a_teacher_falls(here, adapter):
     run = tunekit.train(recipe(here, adapter))
@@ -84,6 +85,7 @@ def saved_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_loss_is_the_divergence_by_its_definition_in_float64(here, beta):
     """The mean over tokens of the divergence of a mixture from both, or of one from the other (arXiv 2306.13649)."""
@@ -126,6 +128,7 @@ def divergence(own, its, beta):
     return (beta * its.exp() * (its - mixed) + (1 - beta) * own.exp() * (own - mixed)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 def test_products_are_computed_in_the_type_of_the_plan(here, adapter):
     from trl import DistillationTrainer

@@ -99,6 +99,7 @@ def test_an_adapter_is_exported_as_peft_loads_it(runs, tmp_path):
     assert done.check.logit_error == 0 and not (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_without_a_destination_it_lies_with_the_run_and_a_checkpoint_has_its_own_place(runs):
     done = tunekit.export(runs["lora"], checkpoint="2", dtype="float32")
     assert Path(done.folder) == runs["lora"].path / "export" / "merged-2"
