@@ -157,6 +157,7 @@ def test_the_process_goes_with_the_one_that_talks_however_that_ends(runs):
     worker.wait(LIMIT_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_told_of(runs):
     with tunekit.chat(runs["lora"], device="cpu") as opened:
         psutil.Process(opened.pid).kill()
@@ -194,6 +195,7 @@ def test_the_command_answers_each_line_that_is_piped_to_it(runs):
     assert [line.rstrip() for line in done.stdout.splitlines()] == [line.rstrip() for line in both * 2]
 
 
+@pytest.mark.slow
 def test_a_talk_needs_only_the_folder_of_the_run(runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to(os.path.relpath(runs["lora"].path.parent, tmp_path))

@@ -135,6 +135,7 @@ def cut_off(draft) -> None:
     (draft / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -185,6 +186,7 @@ def test_what_cannot_be_exported_is_refused_in_words(runs, tmp_path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "link"]
 
 
+@pytest.mark.slow
 def test_a_run_that_has_not_finished_is_exported_by_a_checkpoint_alone(runs, tmp_path):
     folder = shutil.copytree(runs["lora"].path, tmp_path / "copy")
     status = json.loads((folder / "status.json").read_text())

@@ -57,6 +57,7 @@ def converter(folder: Path, *, tensors: int = 21) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_an_export_in_parts_has_a_modelfile_and_a_gguf_file_of_them(runs, tmp_path, monkeypatch):
     monkeypatch.setenv(PLACE, str(converter(tmp_path).parent))
     words = ["export", str(runs["lora"].path), str(tmp_path / "out"), "--max-shard-size", "50KB", "--gguf", "q8_0"]
@@ -98,6 +99,7 @@ def test_what_a_converter_cannot_do_is_told_before_weights_are_read(runs, tmp_pa
     assert told == [] and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_file_without_tensors_is_no_export(runs, tmp_path, monkeypatch):
     monkeypatch.setenv(PLACE, str(converter(tmp_path, tensors=0)))
     with pytest.raises(tunekit.TunekitError, match="wrote no GGUF file with tensors"):

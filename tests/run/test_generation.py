@@ -48,6 +48,7 @@ def recipe(kind="grpo", **method):
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation"])
 def test_an_answer_ends_with_its_stop_text_and_is_not_taken_for_one_that_was_cut_off(here, kind):
     import trl
@@ -109,6 +110,7 @@ def test_a_stop_text_is_found_where_transformers_finds_it(tmp_path):
     assert 0 < found < 40
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "method",
     [

@@ -375,6 +375,7 @@ def work_on(run):
 ALONE, DDP, FSDP2 = ("single", 1), ("ddp", 2), ("fsdp2", 2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("adapter", "spread"),
     [("lora", [ALONE, DDP, ALONE, FSDP2, ALONE]), ("full", [FSDP2, ALONE])],

@@ -226,6 +226,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_starts_from_what_the_adapter_computes(kind, here):
     adapter = save_adapter(here / f"adapter-{kind}", here / "model", **KINDS[kind])

@@ -72,7 +72,7 @@ def test_rows_one_behind_the_other_have_the_losses_of_padded_ones(
     assert found["true"][5] < found["true"][0]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("option", ["data.packing=true", "data.padding_free=true"])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_the_look_before_training_changes_nothing(adapter, option, workspace, tmp_path, monkeypatch):
@@ -94,6 +94,7 @@ def test_the_look_before_training_changes_nothing(adapter, option, workspace, tm
     assert with_look == without
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("option", ["data.packing", "data.padding_free"])
 def test_a_model_that_ignores_positions_is_not_trained(option, workspace, tmp_path, monkeypatch):
     from transformers.models.llama import modeling_llama

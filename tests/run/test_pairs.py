@@ -199,7 +199,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_first_losses_are_those_of_the_paper_in_float64(workspace, trained, name):
     exact, run = causal(workspace), trained(name)
@@ -244,6 +244,7 @@ def judge(folder):
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_a_reward_model_begins_with_a_seeded_score_and_is_saved_with_the_trained_one(here, trained, adapter):
     run = trained("reward") if adapter == "lora" else tunekit.train(recipe(METHODS["reward"], adapter))
@@ -284,6 +285,7 @@ MANY = [name for name in METHODS if name not in ("kto apo", "simpo")]
 """Those that are not mere variants of another one's loss."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("adapter", ["lora", "full", "qlora"])
 @pytest.mark.parametrize("name", [name for name in MANY if name != "reward"])
 def test_ten_steps_lower_the_loss_with_every_adapter(here, trained, name, adapter):

@@ -176,6 +176,7 @@ def test_a_checked_export_is_sent_as_one_commit_to_a_repository_made_for_it(hub,
     assert licence in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_repository_that_holds_something_is_replaced_only_when_that_is_asked_for(hub, run, tmp_path):
     hub.repos["ada/old"] = Repo(files={".gitattributes": b"", "README.md": b"old", "model.bin": b"old"})
     told = []
@@ -187,6 +188,7 @@ def test_a_repository_that_holds_something_is_replaced_only_when_that_is_asked_f
     assert hub.repos["ada/old"].files["README.md"].startswith(b"---")
 
 
+@pytest.mark.slow
 def test_what_somebody_else_sends_meanwhile_is_not_overwritten(hub, run, tmp_path):
     hub.repos["ada/empty"] = Repo()
 

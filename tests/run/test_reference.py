@@ -153,6 +153,7 @@ def reference_losses(model_folder, rows, recorder, adapter):
 ADAPTERS = {"full": {"type": "full"}, "lora": {"type": "lora", "rank": RANK, "alpha": ALPHA}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_losses_equal_a_plain_torch_loop_whatever_the_micro_batch(kind, model_folder, rows, tmp_path):
     adapter = ADAPTERS[kind]
