@@ -94,6 +94,12 @@ def choose(changed: Iterable[str], durations: dict[str, float]) -> list[Choice]:
     return sorted(found, key=lambda choice: (choice.distance, choice.seconds, choice.path))
 
 
+def has_slow_tests(path: str) -> bool:
+    """Return whether a test file marks any of its tests or cases slow."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return "mark.slow" in text or "mark.sample" in text
+
+
 def within(choices: Iterable[Choice], seconds: float) -> tuple[list[Choice], list[Choice]]:
     """Split choices into those that fit into `seconds` on one worker, nearest first, and those that do not."""
     taken: list[Choice] = []
@@ -172,7 +178,7 @@ def main() -> int:
     base = options.since or os.environ.get("TUNEKIT_BASE") or base_of_change()
     choices = choose(changed_files(base), read_durations("slow" if options.slow else "all"))
     if options.slow:
-        choices = [choice for choice in choices if choice.seconds]
+        choices = [choice for choice in choices if has_slow_tests(choice.path)]
     taken, left_out = within(choices, options.minutes * 60 * options.workers if options.minutes else float("inf"))
     if options.list:
         print("\n".join(choice.path for choice in taken))

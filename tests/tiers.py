@@ -28,7 +28,9 @@ def file_of(nodeid: str) -> str:
 def read_durations(kind: str = "all") -> dict[str, float]:
     """Return seconds on one worker by test file: of `quick` tests, of `slow` ones, or of `all`."""
     recorded = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    return {path: sum(parts.values()) if kind == "all" else parts.get(kind, 0.0) for path, parts in recorded.items()}
+    if kind == "all":
+        return {path: sum(parts.values()) for path, parts in recorded.items()}
+    return {path: parts[kind] for path, parts in recorded.items() if kind in parts}
 
 
 def record(reports: Iterable[pytest.TestReport]) -> None:

@@ -47,7 +47,7 @@ def test_rows_that_end_within_a_block_are_read_as_they_were_written(path, shape)
     assert torch.equal(dequantize(matrix), (matrix.code[halves].view(-1, 64) * matrix.absmax[:, None]).view(shape))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_an_odd_number_of_values_ends_within_a_byte(path):
     matrix, expected = quantized((3, 27), torch.float32)
     assert torch.equal(dequantize(matrix), expected)

@@ -96,7 +96,7 @@ def weights(run):
     return load_file(file)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["full", "lora"])
 @pytest.mark.parametrize("name", METHODS)
 def test_ten_steps_are_those_with_trls_head(name, adapter, folder):

@@ -42,7 +42,7 @@ def losses(run):
     return metrics["loss"].dropna().tolist() + metrics["eval_loss"].dropna().tolist()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
 @pytest.mark.parametrize("micro_batch_size", [2, 4])
 @pytest.mark.parametrize("adapter", ["full", "lora"])

@@ -285,7 +285,7 @@ MANY = [name for name in METHODS if name not in ("kto apo", "simpo")]
 """Those that are not mere variants of another one's loss."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapter", ["lora", "full", "qlora"])
 @pytest.mark.parametrize("name", [name for name in MANY if name != "reward"])
 def test_ten_steps_lower_the_loss_with_every_adapter(here, trained, name, adapter):
@@ -301,6 +301,7 @@ def test_ten_steps_lower_the_loss_with_every_adapter(here, trained, name, adapte
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MANY)
 def test_an_interrupted_run_goes_on_with_the_losses_of_one_that_was_not(here, trained, monkeypatch, name):
     folder = here / f"cut {name}"

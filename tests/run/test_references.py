@@ -158,6 +158,7 @@ def test_dropout_stops_a_run_that_is_held_to_a_reference(here):
     assert logged(run)[0]["kl"] == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["dpo", GRPO], ids=["dpo", "grpo"])
 def test_a_run_that_goes_on_is_held_to_what_it_was_held_to(method, here, tmp_path):
     folder = save_adapter(tmp_path / "adapter", here / "model", target_modules=["v_proj"])
@@ -202,6 +203,7 @@ def steps_and_passes(asked):
     return run, len(passes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "adapter"), [("adapter", "lora"), ("model", "full")])
 def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model, adapter, here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
