@@ -3,12 +3,14 @@
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.commands import run_command
 from tests.tiny import save_chats, save_tiny_model
+from tests.waiting import LIMIT_SECONDS
 from tunekit.data.load import load_data
 from tunekit.recipe.load import load_recipe
 from tunekit.run.prepare import prepare
@@ -25,6 +27,10 @@ def caches(tmp_path, monkeypatch) -> Path:
         recipe = load_recipe({"model": "model", "data": {"train": name, "max_length": 64}})
         prepare(recipe, load_data(recipe.data))
     root = tmp_path / "caches" / "tunekit"
+    # They are new however long it takes until they are looked at.
+    later = time.time() + LIMIT_SECONDS
+    for entry in (root / "data").iterdir():
+        os.utime(entry, (later, later))
     (root / "downloads").mkdir()
     for name in ("0a-1b.jsonl", "0a-2c.csv", "3d.part"):
         (root / "downloads" / name).write_bytes(b"x" * 2_000_000)

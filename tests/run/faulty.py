@@ -144,9 +144,9 @@ class Forked:
 
     def wait(self, seconds: float) -> None:
         """Wait until all are gone, at most so long."""
-        until = time.monotonic() + seconds
+        ends = time.monotonic() + seconds
         for process in self._processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(max(0.0, ends - time.monotonic()))
 
 
 def _run(folder: Path, num: int, rank: int, port: int, faults: tuple[Fault, ...]) -> None:

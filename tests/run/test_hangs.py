@@ -168,9 +168,9 @@ class Forked:
         return {rank: process.exitcode for rank, process in enumerate(self.all)}
 
     def wait(self, seconds):
-        until = time.monotonic() + seconds
+        ends = time.monotonic() + seconds
         for process in self.all:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(max(0.0, ends - time.monotonic()))
 
 
 def end_of(name, fault, *, num_workers=0):

@@ -12,7 +12,7 @@ import pytest
 from tests.processes import in_processes
 from tests.run.watching import Hold
 from tests.tiny import save_chats, save_tiny_model
-from tests.waiting import until
+from tests.waiting import LIMIT_SECONDS, until
 from tunekit import api
 from tunekit.errors import DependencyError
 from tunekit.run.cluster import nodes_of
@@ -48,9 +48,12 @@ def _cluster(folder, hold):
     # By itself it starts workers at the niceness of 15, which wait for all tests that run beside this one.
     environment.setenv("RAY_worker_niceness", "0")
     environment.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
+    environment.setenv("RAY_gcs_server_port_wait_time_s", f"{LIMIT_SECONDS:.0f}")
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": 80 * MIB, "temp_dir": str(folder / "ray")}
+    # Any port: by itself it takes one that is always the same.
+    node["dashboard_agent_listen_port"] = None
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         yield cluster.address

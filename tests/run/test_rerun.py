@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import tunekit
 from tests.rows import save_rows
+from tests.run.watching import own_signals
 from tests.tiny import save_chats, save_tiny_model
 from tunekit.cli import app
 from tunekit.run.agreement import agreement_of
@@ -29,7 +30,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def repeated(run):
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, own_signals():
         patch.chdir(run.path.parents[1])
         done = CliRunner().invoke(app, ["rerun", "one", "--name", "again"], catch_exceptions=False)
     return done, tunekit.Run(run.path.parent / "again")
@@ -103,7 +104,8 @@ def test_a_repetition_that_does_not_agree_is_exit_code_3(run, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     other = shutil.copytree(run.path, tmp_path / "other")
     (other / "events.jsonl").write_text((other / "events.jsonl").read_text().replace('"loss": ', '"loss": 1'))
-    done = CliRunner().invoke(app, ["rerun", str(other)])
+    with own_signals():
+        done = CliRunner().invoke(app, ["rerun", str(other)])
     assert done.exit_code == 3, done.output
     assert "the first that differs: loss at step 1" in done.output and "it does not agree" in done.output
 

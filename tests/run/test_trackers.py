@@ -18,6 +18,7 @@ import pytest
 from tests.processes import in_processes, own_port
 from tests.run.folders import made_run
 from tests.run.test_measures import GRPO
+from tests.run.watching import own_signals
 from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LIMIT_SECONDS
 from tunekit import api
@@ -353,7 +354,7 @@ def test_a_tracker_that_cannot_be_reported_to_is_refused_before_the_run(
     monkeypatch.setattr(sys, "argv", ["tunekit", "train", str(recipe)])
     for stream in ("stdout", "stderr"):  # which `main` wraps
         monkeypatch.setattr(sys, stream, getattr(sys, stream))
-    with pytest.raises(SystemExit) as ended:
+    with own_signals(), pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
     said = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def seeing(cls: type, method: str, see: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         setattr(cls, method, original)
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Within it a command of tunekit's may handle signals as in a process of its own, which it never takes back."""
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 HOLD = """\

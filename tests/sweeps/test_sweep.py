@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tunekit
-from tests.run.watching import Hold
+from tests.run.watching import Hold, own_signals
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS, until
 from tunekit.cli import app
@@ -34,7 +34,8 @@ output: {sample_prompts: []}
 
 def command(*arguments):
     """A command in this process: its exit code, what it printed, and the error that the program would print."""
-    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    with own_signals():
+        done = CliRunner().invoke(app, [str(one) for one in arguments])
     return done.exit_code, done.stdout, str(done.exception) if isinstance(done.exception, TunekitError) else ""
 
 

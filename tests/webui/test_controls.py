@@ -166,14 +166,17 @@ output:
 
 
 @pytest.mark.slow
-def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_deleted(workspace, serve, open_page):
+def test_a_live_run_is_stopped_continued_from_a_chosen_checkpoint_tagged_and_deleted(
+    workspace, tmp_path, serve, open_page
+):
     from playwright.sync_api import expect
 
     (workspace / "long.yaml").write_text(LONG)
     command = [sys.executable, "-m", "tunekit", "train", "long.yaml"]
     process = subprocess.Popen(command, cwd=workspace, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        page = open_page(f"{serve(workspace).url}runs")
+        # What other tests train is not in the line that it waits in.
+        page = open_page(f"{serve(workspace, XDG_STATE_HOME=str(tmp_path / 'state')).url}runs")
         page.locator("#runs-list a[id^=run-long]").click()
         head, line, stop = page.locator("#runs-head"), page.locator("#controls-line"), page.locator("#controls-stop")
         expect(head).to_contain_text(re.compile(r"step ([4-9]|\d\d+) of"))

@@ -284,12 +284,14 @@ def test_a_file_with_odd_columns_is_uploaded_mapped_and_measured_in_a_browser(tm
     page.locator("#data-measure").click()
     page.locator(".data-numbers").wait_for()
     page.locator("#data-chart svg .role-frame").first.wait_for(state="attached")
-    assert "max_length 32" in page.locator("#data-chart").inner_text()
+    page.locator("#data-chart").get_by_text("max_length 32").first.wait_for(state="attached")
 
     page.goto(f"{server.url}data?path=pairs.jsonl&method=dpo")
     sides = page.locator(".data-sides").first
     sides.wait_for()
-    left, right = (sides.locator(side).bounding_box() for side in (".data-chosen", ".data-rejected"))
+    # Both at the same moment: what is still loaded may move them.
+    places = "one => ['.data-chosen', '.data-rejected'].map(side => one.querySelector(side).getBoundingClientRect())"
+    left, right = sides.evaluate(f"one => ({places})(one).map(place => place.toJSON())")
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
     assert "sea!" in "".join(sides.locator(".data-chosen .data-trained").all_text_contents())
     page.reload()

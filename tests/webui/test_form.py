@@ -322,4 +322,4 @@ def test_form_and_yaml_follow_each_other_and_a_reload_keeps_the_draft(
     page.wait_for_function(
         "document.querySelector('#form-adapter-rank textarea, #form-adapter-rank input')?.value == '5'"
     )
-    assert "chats.jsonl" in yaml.inner_text()
+    yaml.get_by_text("chats.jsonl").wait_for()
