@@ -241,6 +241,7 @@ class Copy:
         self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
         self._forking: subprocess.Popen[bytes] | None = None
+        self._child: int | None = None
         for name in tracked_files():
             to = self.root / name
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -273,10 +274,12 @@ class Copy:
         return Outcome(tuple(dict.fromkeys(_FAILED.findall(output))), hung, output[-2000:])
 
     def close(self) -> None:
-        """End the process that runs of pytest are forked from."""
+        """End what runs here, and the process that it was forked from."""
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child, signal.SIGKILL)
         if self._forking is not None:
             self._forking.kill()
-            self._forking.communicate()
 
     def listed(self, command: Sequence[str]) -> list[str] | None:
         """The lines with tests that a Python command prints; None where it fails."""
@@ -348,13 +351,11 @@ class Copy:
         assert forking.stdin is not None and forking.stdout is not None
         printed.write_text("", encoding="utf-8")
         forking.stdin.write(json.dumps({"args": args, "output": str(printed)}).encode() + b"\n")
-        child, hung = int(_line_of(forking.stdout)), False
-        try:
-            hung = not select.select([forking.stdout], [], [], limit_seconds)[0]
-        finally:
-            # What a test has left is ended as well.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+        self._child = child = int(_line_of(forking.stdout))
+        hung = not select.select([forking.stdout], [], [], limit_seconds)[0]
+        # What a test has left is ended as well.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
         _line_of(forking.stdout)
         return printed.read_text(encoding="utf-8", errors="replace"), hung
 

@@ -163,7 +163,14 @@ class Bench:
                 self._free.put(copy)
 
         with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(with_copy, faults))
+            try:
+                list(pool.map(with_copy, faults))
+            except BaseException:
+                # They would be waited for.
+                pool.shutdown(wait=False, cancel_futures=True)
+                for copy in self._copies:
+                    copy.close()
+                raise
 
     def near(self, faults: Sequence[Fault]) -> None:
         """The first stage."""

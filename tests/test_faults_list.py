@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import planted, planted_faults
+
 ROOT = Path(__file__).parents[1]
 FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text(encoding="utf-8"))
 LEAST = 60
@@ -49,3 +51,56 @@ def test_every_package_has_a_fault(folder):
 def test_the_modules_at_the_top_have_faults_too(name):
     files = [Path(fault["file"]) for fault in FAULTS]
     assert any(file.parent == Path("tunekit") and file.name.startswith(name) for file in files)
+
+
+def test_the_nearest_tests_are_those_that_mirror_the_module():
+    fault = next(fault for fault in planted.read_faults() if fault.file == "tunekit/run/trends.py")
+    assert planted.near_tests(fault, {})[0] == "tests/run/test_trends.py"
+    slow = {"tests/run/test_trends.py": 10 * planted.NEAR_SECONDS}
+    assert planted.near_tests(fault, slow) == ["tests/run/test_trends.py"]
+
+
+def test_a_group_has_no_two_faults_in_one_file():
+    faults = planted.read_faults()
+    groups = planted_faults.groups_of(faults)
+    assert sorted(fault.id for group in groups for fault in group) == sorted(fault.id for fault in faults)
+    for group in groups:
+        assert len(group) <= planted_faults.GROUP
+        assert len({fault.file for fault in group}) == len(group)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_one"),
+    [
+        ("tests/run/test_stop.py", True),
+        ("tests/run/", True),
+        ("tests/run/test_stop.py::test_it", True),
+        ("tests/run/test_stop.py::test_it[twice]", True),
+        ("tests/run/test_stopping.py", False),
+        ("tests/run/test_stop.py::test_it[once]", False),
+    ],
+)
+def test_a_test_is_among_the_lines_that_name_it_its_file_or_its_folder(line, is_one):
+    assert planted.is_among("tests/run/test_stop.py::test_it[twice]", [line]) is is_one
+
+
+def test_what_was_seen_of_other_code_is_not_taken_over(tmp_path):
+    fault, other = planted.read_faults()[:2]
+    state = tmp_path / "state.jsonl"
+    known = planted_faults.Known(state, "this tree")
+    known.add(fault, "near", "tests/test_it.py::test_it")
+    known.add(other, "near", None)
+    assert planted_faults.Known(state, "this tree").caught_by(fault, "near") == "tests/test_it.py::test_it"
+    assert planted_faults.Known(state, "another tree").get(fault, "near") is None
+
+
+def test_a_tier_has_caught_what_a_narrower_one_has_and_says_where_it_was_not_run(tmp_path):
+    caught, missed, unknown = planted.read_faults()[:3]
+    known = planted_faults.Known(tmp_path / "state.jsonl", "this tree")
+    known.add(caught, "near", "tests/test_it.py::test_it")
+    for stage in ("near", "quick"):
+        known.add(missed, stage, None)
+    rows = planted_faults.rows_of([caught, missed, unknown], known)
+    test = "tests/test_it.py::test_it"
+    assert [row["tiers"] for row in rows] == [{"quick": test, "full": test}, {"quick": None}, {}]
+    assert planted_faults.totals_of(rows)["quick"] == {"run": 2, "caught": 1}
