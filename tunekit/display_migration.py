@@ -11,6 +11,7 @@ from tunekit.recipe.write import to_inline_yaml
 _TITLES: dict[Kind, tuple[str, str, str]] = {
     "carried": ("carried over", "the recipe says it", "green"),
     "decided": ("decided by tunekit", "left out of the recipe, with the reason", "cyan"),
+    "different": ("different", "the recipe trains otherwise in this", "magenta"),
     "unsupported": ("cannot be had", "not in the recipe", "red"),
 }
 _MAX_VALUE = 44
@@ -20,14 +21,14 @@ def migration_parts(made: Migration) -> list[RenderableType]:
     """A migration in sections: the recipe, then what became of the keys, and what to look at."""
     count = {kind: len(made.of_kind(kind)) for kind in ("carried", "decided", "unsupported", "silent")}
     head = f"{count['carried']} keys carried over, {count['decided']} decided by tunekit, "
-    head += f"{count['unsupported']} cannot be had, {count['silent']} ask for nothing"
+    head += f"{len(made.different)} different, {count['unsupported']} cannot be had, {count['silent']} ask for nothing"
     parts: list[RenderableType] = [
         Text.assemble((f"{made.path} ({TOOLS[made.tool]})", "bold"), f"  {head}"),
         "",
         Syntax(made.text, "yaml", background_color="default", word_wrap=True),
     ]
     for kind, (title, explanation, style) in _TITLES.items():
-        lines = made.of_kind(kind)
+        lines = made.different if kind == "different" else made.of_kind(kind)
         if lines:
             table = _table()
             for line in lines:

@@ -17,6 +17,7 @@ from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
 from tunekit.data.convert import check_row
 from tunekit.data.rows import Rows, RowStore
+from tunekit.recipe.schema import LossOn
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -320,17 +321,17 @@ GOLDENS = [
     (
         "DeepSeek V3",
         TWO_TURNS,
-        "<｜begin▁of▁sentence｜>be<｜User｜>hi⟦<｜Assistant｜>ho<｜end▁of▁sentence｜>⟧"
-        "<｜User｜>more?⟦<｜Assistant｜>no<｜end▁of▁sentence｜>⟧",
+        "<｜begin▁of▁sentence｜>be<｜User｜>hi<｜Assistant｜>⟦ho<｜end▁of▁sentence｜>⟧"
+        "<｜User｜>more?<｜Assistant｜>⟦no<｜end▁of▁sentence｜>⟧",
     ),
     (
         "DeepSeek V3",
         TOOLS,
         "<｜begin▁of▁sentence｜>be<｜User｜>hi"
-        "⟦<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+        "<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
         '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧'
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>2<｜tool▁output▁end｜>"
-        "⟦<｜tool▁outputs▁end｜>ho<｜end▁of▁sentence｜>⟧",
+        "<｜tool▁outputs▁end｜>⟦ho<｜end▁of▁sentence｜>⟧",
     ),
     (
         "GPT-OSS",
@@ -407,9 +408,9 @@ def rows(row: dict) -> Rows:
     )
 
 
-def trained(name: str, row: dict) -> tuple[PreTrainedTokenizerFast, Tokenised]:
+def trained(name: str, row: dict, loss_on: LossOn = "assistant") -> tuple[PreTrainedTokenizerFast, Tokenised]:
     tokenizer = FAMILIES[name].tokenizer()
-    return tokenizer, tokenised(rows(row), tokenizer, max_length=5000, loss_on="assistant")
+    return tokenizer, tokenised(rows(row), tokenizer, max_length=5000, loss_on=loss_on)
 
 
 NAMES = [f"{name}, {['two turns', 'tools'][row is TOOLS]}, {i}" for i, (name, row, _) in enumerate(GOLDENS)]
@@ -425,6 +426,9 @@ def test_a_family_is_rendered_and_trained_as_worked_out_by_hand(name, row, golde
     assert re.sub(r"Current date: [\d-]+", "Current date: TODAY", shown.replace("⟧⟦", "")) == golden
 
 
+GIVEN = {"DeepSeek V3": ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>")}
+"""Tokens that TRL's template marks and that stand before the model begins to write: a prompt ends in them."""
+
 KNOWN_TO_TRL = ("Llama 3", "Qwen 2.5", "Qwen 3", "Gemma 3", "Phi-3", "DeepSeek V3", "GPT-OSS", "Command R", "GLM-4.5")
 
 
@@ -432,7 +436,7 @@ KNOWN_TO_TRL = ("Llama 3", "Qwen 2.5", "Qwen 3", "Gemma 3", "Phi-3", "DeepSeek V
     ("name", "row"),
     [pytest.param(name, row, id=i) for i, (name, row, _) in zip(NAMES, GOLDENS, strict=True) if name in KNOWN_TO_TRL],
 )
-def test_the_mask_of_a_family_is_that_of_trl_but_for_line_breaks_around_a_turn(name, row):
+def test_the_mask_of_a_family_is_that_of_trl_but_for_what_stands_around_a_turn(name, row):
     tokenizer, made = trained(name, row)
     theirs = tokenizer.apply_chat_template(
         row["messages"],
@@ -446,7 +450,7 @@ def test_the_mask_of_a_family_is_that_of_trl_but_for_line_breaks_around_a_turn(n
     assert any(theirs["assistant_masks"])
     for token, label, mark in zip(ours["input_ids"], ours["labels"], theirs["assistant_masks"], strict=True):
         same = (label != -100) == bool(mark)
-        assert same or (bool(mark) and tokenizer.decode([token]) == "\n")
+        assert same or (bool(mark) and tokenizer.decode([token]) in ("\n", *GIVEN.get(name, ())))
 
 
 def test_goldens_cover_more_than_twelve_families():
@@ -467,7 +471,8 @@ def test_goldens_cover_more_than_twelve_families():
     ],
 )
 def test_what_the_template_of_a_family_leaves_out_is_told(name, row, kinds):
-    _, made = trained(name, row)
+    # A call that is left out may only stand in a turn that is not learned.
+    _, made = trained(name, row, "last" if "tool calls" in kinds else "assistant")
     assert [note for note in made.report.notes if "leaves out" in note] == [
         f"data.jsonl: in 1 of 1 row looked at, the chat template leaves out {kind}, which the model never reads"
         for kind in kinds

@@ -415,7 +415,7 @@ def test_every_key_of_the_file_is_accounted_for_once(name) -> None:
     for line in made.lines:
         last = line.key.rpartition(".")[2].partition("[")[0]
         assert last.replace("_", "") in text[line.line - 1].replace("_", "").replace("-", ""), line
-    kinds = [made.of_kind(kind) for kind in ("carried", "decided", "unsupported", "silent")]
+    kinds = [made.of_kind(kind) for kind in ("carried", "decided", "different", "unsupported", "silent")]
     assert sum(map(len, kinds)) == len(made.lines)
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.chat import common_prefix_length
 from tunekit.data.formats import Format, Row, counted
@@ -22,6 +22,7 @@ from tunekit.data.mixture import Mixing, mix
 from tunekit.data.places import Places
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
 from tunekit.data.rows import Rows
+from tunekit.data.tool_calls import check_calls_written
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 
@@ -203,7 +204,10 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
     num_trainable = num_truncated = 0
     for index, row in enumerate(rows.rows):
         try:
+            check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
             prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
+        except DataError:
+            raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(
                 f"{rows.place(index)}: the row does not fit the chat template: {error}",
@@ -269,6 +273,26 @@ def tokens_of(
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
     shared = min((common_prefix_length(given, one) for one in whole), default=len(given))
     return shared, whole
+
+
+def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase", place: str) -> None:
+    """Check that the chat template writes the calls of tools in the answers of a row.
+
+    Raises:
+        DataError: It leaves out one.
+    """
+    prompt = row["prompt"]
+    if not isinstance(prompt, list):
+        return
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+
+    def render(messages: list[Row]) -> str:
+        return cast(str, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+
+    for column in columns:
+        answered = [i for i, message in enumerate(row[column], start=len(prompt)) if message["role"] == "assistant"]
+        check_calls_written([*prompt, *row[column]], answered, place, render)
 
 
 def tokenised_pairs(

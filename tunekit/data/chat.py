@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.formats import Row
 from tunekit.data.patience import template_in_time
+from tunekit.data.tool_calls import check_calls_written, function_names
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,6 +38,21 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _LEAD: tuple[Row, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 """What stands before a later turn where it is rendered alone: something said, so that it is not the first."""
+
+_PROBES: tuple[tuple[Row, ...], ...] = (
+    (*_LEAD, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}),
+    (
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "0", "type": "function", "function": {"name": "b", "arguments": {}}}],
+        },
+        {"role": "tool", "tool_call_id": "0", "name": "b", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ),
+)
+"""Conversations that show what a template writes before the assistant speaks, behind a question and behind a tool."""
 
 _FEW_TURNS = 2
 """So many turns cost less with all that came before them than behind a lead."""
@@ -78,6 +94,7 @@ class ChatRenderer:
         self._added_tokens: tuple[str, ...] = tuple(tokenizer.get_added_vocab())
         self._marked = _MARKER.search(self._template) is not None
         self._lead_text: str | None = None
+        self._given_heads: tuple[str, ...] | None = None
 
     def prepare(self, messages: Sequence[Row], place: str, *, tools: list[Row] | None = None) -> list[str]:
         """Decide, once for all rows, how the assistant's words are found, and check the decision on one row.
@@ -173,6 +190,32 @@ class ChatRenderer:
             spans = self._by_prefixes(messages, place, turns, tools, text)
         return Rendered(text, tuple(spans))
 
+    def check_calls(
+        self, messages: Sequence[Row], place: str, rendered: Rendered, *, num_prompt: int = 0, tools: list[Row] | None
+    ) -> None:
+        """Check that the calls of the turns that count are in a conversation's text.
+
+        Args:
+            messages: The whole conversation.
+            place: Where the row stands, for messages.
+            rendered: Its text; where it has no ranges, all of it counts.
+            num_prompt: So many messages at the start are given.
+            tools: The functions that the assistant may call.
+
+        Raises:
+            DataError: The chat template leaves out a call.
+        """
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i in said[-1:] if self._last_only] or said
+        check_calls_written(
+            messages,
+            [i for i in turns if i >= num_prompt and messages[i].get("weight") != 0],
+            place,
+            lambda renamed: self.text(_unweighted(renamed), place, tools=tools),
+            said="".join(rendered.text[start:end] for start, end in rendered.spans),
+            remedy="or give the turn weight 0" if rendered.spans else "or leave the row out",
+        )
+
     def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
         """What of a conversation is not in its text, by kind: `system messages`, `reasoning`, `tools`.
 
@@ -241,6 +284,7 @@ class ChatRenderer:
                     hint="take the weights out of the row, or name another template in model.chat_template",
                 )
             spans = [span for i, span in zip(said, spans, strict=True) if i not in weightless]
+        spans = [(self._without_head(text, start, end), end) for start, end in spans]
         given = 0
         if num_prompt:
             asked, earlier = self._marked_spans(messages[:num_prompt], place, tools, add_generation_prompt=True)
@@ -249,6 +293,31 @@ class ChatRenderer:
                 raise _rewritten(place, num_prompt)
         inside = ((max(start, given), end) for start, end in spans)
         return Rendered(text, tuple((start, end) for start, end in inside if start < end))
+
+    def _without_head(self, text: str, start: int, end: int) -> int:
+        """Where a marked passage begins behind what the template itself writes to ask the assistant to speak."""
+        if self._given_heads is None:
+            self._given_heads = tuple({head for probe in _PROBES for head in self._heads_in(probe)})
+        given = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
+        return start + given
+
+    def _heads_in(self, messages: Sequence[Row]) -> Iterator[str]:
+        """The special tokens at the start of marked passages that a generation prompt ends in.
+
+        TRL's template for DeepSeek marks `<｜Assistant｜>` and `<｜tool▁outputs▁end｜>` with the answer; both stand
+        there before the model begins to write.
+        """
+        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        with suppress(DataError):  # a template need not know tools
+            text, spans = self._marked_spans(messages, "a conversation", None)
+            if len(spans) != len(said):
+                return
+            for (start, end), turn in zip(spans, said, strict=True):
+                asked, _ = self._marked_spans(messages[:turn], "a conversation", None, add_generation_prompt=True)
+                shared = text[start : min(end, common_prefix_length(asked, text))]
+                head = _leading(shared, self._added_tokens)
+                if head and any(token.startswith(shared[len(head) :]) for token in self._added_tokens):
+                    yield head
 
     def _marked_spans(
         self,
@@ -360,6 +429,14 @@ def _unweighted(messages: Sequence[Row]) -> list[Row]:
     return [{key: held for key, held in message.items() if key != "weight"} for message in messages]
 
 
+def _leading(text: str, tokens: Sequence[str]) -> str:
+    """The special tokens that a text begins with."""
+    length = 0
+    while following := max((token for token in tokens if text.startswith(token, length)), key=len, default=""):
+        length += len(following)
+    return text[:length]
+
+
 def _parts(message: Row) -> Iterator[tuple[str, str]]:
     role = message["role"]
     reasoning, _, said = (
@@ -370,16 +447,8 @@ def _parts(message: Row) -> Iterator[tuple[str, str]]:
     for key in _REASONING_KEYS:
         if isinstance(message.get(key), str):
             yield "reasoning", message[key].strip()
-    for name in _function_names(message.get("tool_calls")):
+    for name in function_names(message):
         yield "tool calls", name
-
-
-def _function_names(functions: object) -> Iterator[str]:
-    # What only a chat template reads has no checked shape.
-    for entry in functions if isinstance(functions, list) else ():
-        function = entry.get("function", entry) if isinstance(entry, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("name"), str):
-            yield function["name"]
 
 
 def _last_turn(messages: Sequence[Row]) -> int:

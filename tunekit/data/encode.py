@@ -178,6 +178,9 @@ class Encoder:
                 chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())), tools=row.get("tools"))
                 for row, place in zip(rows, places, strict=True)
             ]
+        for row, place, r in zip(rows, places, rendered, strict=True):
+            num_prompt = len(row.get("prompt", ()))
+            chat.check_calls(_conversation(row), place, r, num_prompt=num_prompt, tools=row.get("tools"))
         for row, place, r in zip(rows[:num_looked_at], places, rendered, strict=False):
             observed.num_looked_at += 1
             observed.left_out.update(chat.left_out(_conversation(row), place, row.get("tools"), r.text))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.alignment import ANSWERS, Room, tokens_of
+from tunekit.data.alignment import ANSWERS, Room, check_calls, tokens_of
 from tunekit.data.encode import Encoder
 from tunekit.data.formats import Format, Row
 from tunekit.data.look import Column, FormatColumns, briefly
@@ -217,8 +217,11 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
         _check_size(rows, index)
         try:
+            check_calls(rows.rows[index], columns, tokenizer, rows.place(index))
             num_given, answered = tokens_of(rows.rows[index], columns, tokenizer)
             prompt = prompt_tokens(rows.rows[index], tokenizer) if not columns else []
+        except DataError:
+            raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(f"the row does not fit the chat template: {error}") from error
         left_out = None if room.has(num_given, [len(one) for one in answered]) else room.too_long

@@ -55,6 +55,11 @@ def finish(draft: Draft) -> None:
     """Say what Axolotl does where the file says nothing, and what looks wrong."""
     own = "Axolotl's default, where the file says nothing"
     draft.assume("data.max_length", 512, own)
+    if not rows.are_texts(draft):
+        hf.drops_too_long(draft, "excess_length_strategy", "drop")
+    if draft.get("pretraining_dataset") is not None and not draft.values.get("data.streaming"):
+        what = "Axolotl streams pretraining_dataset"
+        draft.differ("streaming", True, f"{what}; here it is read whole first: data.streaming streams it")
     if draft.values.get("method.type") == "grpo":
         hf.room_for_answers(draft, prompt=0)
     if draft.values.get("adapter.type") in ("lora", "qlora"):
@@ -278,7 +283,7 @@ _TRAINING: dict[str, Rule] = {
     "sequence_len": to("data.max_length", whole),
     "max_prompt_len": decided("prompts have what answers leave of data.max_length"),
     "eval_sequence_len": decided("evaluation has data.max_length too"),
-    "excess_length_strategy": decided("what is longer than data.max_length is cut at its end, and said"),
+    "excess_length_strategy": hf.too_long("truncate"),
     "min_sample_len": refused("short rows are kept"),
     "sample_packing": _packing,
     "eval_sample_packing": decided("evaluation rows are laid out like training rows"),

@@ -163,7 +163,9 @@ OTHER: dict[str, Rule] = {
 
 
 def _special(draft: Draft, entry: Entry) -> Fate:
-    return Fate("decided", "the tokenizer of the model has its special tokens")
+    if entry.key.endswith("pad_token"):
+        return Fate("decided", "padding is never learned, whichever token it is")
+    return Fate("different", "the tokenizer of the model keeps its own special tokens")
 
 
 def _plugins(draft: Draft, entry: Entry) -> Fate:

@@ -11,6 +11,7 @@ from tunekit.recipe.migrate.draft import (
     both,
     carried,
     decided,
+    different,
     each,
     names,
     refused,
@@ -26,6 +27,13 @@ _FIELDS = "rows of other columns: data.columns names them, or a function makes t
 
 _TRAINING_FIELDS = ("train", "training", "loss")
 """Keys of a turn that `data` reads as marks of what is learned."""
+
+_ALPACA = (
+    "Axolotl writes 'Below is an instruction ... ### Instruction: ... ### Response:'; here the model's chat template "
+    "writes a question and its answer"
+)
+_WRAPPED = ("chatml", "llama3", "zephyr")
+"""First words of types that write a prompt as a turn of this template."""
 
 _PLAIN = {"alpaca": "alpaca", "alpaca_chat": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text"}
 _PAIRS: dict[str, dict[str, str]] = {
@@ -131,15 +139,17 @@ def _type(draft: Draft, entry: Entry) -> Fate:
         one = given[index] if isinstance(given, list) else given
         format_, columns = _format(kind, one if isinstance(one, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
-        return Fate("carried", words)
+        return Fate("different", f"{words}; {_ALPACA}") if format_ == "alpaca" else Fate("carried", words)
+    if first in _WRAPPED:
+        columns = _format(kind, {}, method)[1]
+        words = f"data.columns: {columns}; " if columns else ""
+        how = f"Axolotl writes prompts as turns of {first}'s template; here texts are joined as they stand"
+        return Fate("different", f"{words}{how}")
     if last in _PAIRS and "chat_template" not in kind:
         return Fate("carried", f"data.columns: {_PAIRS.get(last, {}) or _format(kind, {}, method)[1]}")
     if last in ("ultra", "default", "chat_template") or first in (
         "chat_template",
         "bradley_terry",
-        "chatml",
-        "llama3",
-        "zephyr",
     ):
         return Fate("decided", "the shape of preference rows is recognised from their columns")
     return Fate(
@@ -191,6 +201,19 @@ def _roles_to_train(draft: Draft, entry: Entry) -> Fate:
     )
 
 
+def _end_tokens(draft: Draft, entry: Entry) -> Fate:
+    if entry.value == "turn":
+        return Fate("decided", _MASKING)
+    return Fate("different", f"{entry.value}: here the end token of each turn that counts does, and of no other")
+
+
+def are_texts(draft: Draft) -> bool:
+    """Whether all rows are plain texts, of which the longer ones go on in the next sequence."""
+    given = draft.values.get("data.train")
+    formats = [one.get("format") if isinstance(one, dict) else None for one in given] if isinstance(given, list) else []
+    return all(format == "text" for format in formats or [draft.values.get("data.format")])
+
+
 def _training_field(draft: Draft, entry: Entry) -> Fate:
     if entry.value in _TRAINING_FIELDS:
         return Fate("silent", f"{entry.value} of a turn is read here too: false leaves it out of the loss")
@@ -232,10 +255,10 @@ def rules(prefix: str) -> dict[str, Rule]:
         "field_model": refused("only the names of roles are known, not of columns"),
         "roles_to_train": _roles_to_train,
         "message_field_training": _training_field,
-        "train_on_eos": decided(_MASKING),
-        "train_on_eot": decided(_MASKING),
+        "train_on_eos": _end_tokens,
+        "train_on_eot": _end_tokens,
         "roles": _roles,
-        "conversation": both(decided(hf.TEMPLATE), "is deprecated in Axolotl: chat_template is its successor"),
+        "conversation": both(different(hf.OTHER_TEMPLATE), "is deprecated in Axolotl: chat_template is its successor"),
         "chat_template": template,
         "chat_template_jinja": jinja,
         "drop_system_message": refused("system messages are kept"),
@@ -302,7 +325,7 @@ def template(draft: Draft, entry: Entry) -> Fate:
     draft.suspect(
         entry.key, f"chat_template {name} replaces the model's own: the model may know another form of dialogue"
     )
-    return Fate("decided", hf.TEMPLATE)
+    return Fate("different", f"Axolotl writes rows by its template {name}; {hf.OTHER_TEMPLATE}")
 
 
 def jinja(draft: Draft, entry: Entry) -> Fate:

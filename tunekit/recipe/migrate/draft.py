@@ -9,7 +9,7 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.migrate.original import Entry, Original
-from tunekit.recipe.migrate.report import Assumed, Fate, Suspicion
+from tunekit.recipe.migrate.report import Assumed, Fate, Line, Suspicion
 from tunekit.recipe.phrases import near, show
 from tunekit.recipe.write import to_inline_yaml
 
@@ -39,6 +39,7 @@ class Draft:
         self.fates: dict[str, Fate] = {}
         self.assumed: list[Assumed] = []
         self.suspicious: list[Suspicion] = []
+        self.unsaid: list[Line] = []
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key of the original; the default where it is missing or null."""
@@ -58,6 +59,16 @@ class Draft:
         if target not in self.values:
             self.values[target] = value
             self.assumed.append(Assumed(target, value, words))
+
+    def differ(self, key: str, value: Any, words: str) -> None:
+        """Note what the tool does by itself, and the recipe otherwise.
+
+        Args:
+            key: The tool's key of it, which the original need not have.
+            value: What the tool takes there.
+            words: How they differ.
+        """
+        self.unsaid.append(Line("different", key, value, self.line_of(key), words))
 
     def suspect(self, key: str, words: str) -> None:
         """Note what may not be meant, at a key of the original."""
@@ -145,6 +156,11 @@ def carried(target: str, value: Any) -> Fate:
 def decided(why: str) -> Rule:
     """Tunekit decides this by itself, whatever the key says."""
     return lambda draft, entry: Fate("decided", why)
+
+
+def different(how: str) -> Rule:
+    """The recipe trains otherwise in this."""
+    return lambda draft, entry: Fate("different", how)
 
 
 def refused(why: str, *, off: tuple[Any, ...] = ()) -> Rule:

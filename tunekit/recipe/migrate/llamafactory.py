@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tunekit.errors import RecipeError
 from tunekit.recipe.migrate import trackers
 from tunekit.recipe.migrate import training as hf
 from tunekit.recipe.migrate.draft import (
@@ -14,6 +15,7 @@ from tunekit.recipe.migrate.draft import (
     both,
     carried,
     decided,
+    different,
     each,
     flag,
     names,
@@ -108,6 +110,12 @@ def finish(draft: Draft) -> None:
         draft.assume("adapter.alpha", 2 * draft.values["adapter.rank"], own)
     if draft.get("stage") == "pt" and draft.get("packing") is None:
         draft.assume("data.packing", True, "LLaMA-Factory packs texts of stage pt")
+    if _has_alpaca(draft):
+        what = "LLaMA-Factory joins instruction and input by a line break"
+        draft.differ("dataset", draft.get("dataset"), f"{what}; here a blank line stands between them")
+    if draft.get("stage", "sft") != "pt":
+        what = "LLaMA-Factory shortens the turns of a row longer than cutoff_len, questions as well as answers"
+        draft.differ("cutoff_len", draft.values["data.max_length"], f"{what}; {hf.CUT}")
     if draft.get("packing") is True and not draft.get("neat_packing"):
         draft.suspect(
             "packing", "packing without neat_packing: documents of one sequence saw each other; here they do not"
@@ -116,6 +124,12 @@ def finish(draft: Draft) -> None:
         draft.suspect(
             "quantization_bit", "quantization_bit with finetuning_type full: quantised weights cannot be trained"
         )
+
+
+def _has_alpaca(draft: Draft) -> bool:
+    given = draft.values.get("data.train")
+    formats = [one.get("format") if isinstance(one, dict) else None for one in given] if isinstance(given, list) else []
+    return "alpaca" in (*formats, draft.values.get("data.format"))
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
@@ -156,6 +170,14 @@ def _dataset_info(draft: Draft, folder: str) -> dict[str, Any]:
 
 def _source(draft: Draft, said: dict[str, Any], folder: str) -> dict[str, Any]:
     """An entry of dataset_info.json as a source of rows."""
+    theirs = said.get("columns") if isinstance(said.get("columns"), dict) else {}
+    media = next((name for name in ("images", "videos", "audios") if name in (theirs or {})), None)
+    if media is not None:
+        name = said.get("file_name") or said.get("hf_hub_url")
+        raise RecipeError(
+            f"{draft.original.path}: the dataset {name} has {media}, and only text is trained on",
+            hint="name data sets of text in the file",
+        )
     hub = said.get("hf_hub_url")
     split, limit = said.get("split"), draft.get("max_samples")
     if hub and isinstance(limit, int):
@@ -234,7 +256,7 @@ def _template(draft: Draft, entry: Entry) -> Fate:
                 entry.key, f"template {name} is for another family than the model {draft.get('model_name_or_path')}"
             )
             break
-    return Fate("decided", hf.TEMPLATE)
+    return Fate("different", f"LLaMA-Factory writes rows by its template {entry.value}; {hf.OTHER_TEMPLATE}")
 
 
 def _dataset(draft: Draft, entry: Entry) -> Fate:
@@ -418,7 +440,7 @@ _OWN: dict[str, Rule] = {
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_resolution",
     ),
     **each(refused("reasoning stands in the rows, as the template writes it"), "enable_thinking preserve_thinking"),
-    "tool_format": decided(hf.TEMPLATE),
+    "tool_format": different(hf.OTHER_TEMPLATE),
     "default_system": refused("a system message stands in the rows, or in the template"),
     **each(
         _optimizer("GaLore"),

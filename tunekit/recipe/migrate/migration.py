@@ -13,6 +13,7 @@ from tunekit.errors import RecipeError
 from tunekit.recipe.load import check_text
 from tunekit.recipe.migrate import axolotl, llamafactory, swift, torchtune, trl
 from tunekit.recipe.migrate.draft import Draft, Rules, apply
+from tunekit.recipe.migrate.multimodal import refuse_media
 from tunekit.recipe.migrate.original import Original, read_original
 from tunekit.recipe.migrate.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.recipe.migrate.suspects import suspects
@@ -80,6 +81,7 @@ def migrate(
     module = _MODULES[name]
     module.prepare(draft)
     apply(draft, module.rules(draft))
+    refuse_media(draft)
     module.finish(draft)
     _settle(draft)
     recipe = _checked(draft)
@@ -95,6 +97,7 @@ def migrate(
         ),
         assumed=tuple(draft.assumed),
         suspicious=tuple(sorted(dict.fromkeys(draft.suspicious))),
+        unsaid=tuple(draft.unsaid),
     )
 
 

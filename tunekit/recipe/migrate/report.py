@@ -6,8 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from tunekit.recipe.schema import Recipe
 
-Kind = Literal["carried", "decided", "unsupported", "silent"]
-"""What became of a key: the recipe says it; tunekit decides it by itself; it cannot be had; or it asked for nothing."""
+Kind = Literal["carried", "decided", "different", "unsupported", "silent"]
+"""What became of a key: the recipe says it; tunekit decides it by itself; the recipe trains otherwise in this; it
+cannot be had; or it asked for nothing."""
 
 TOOLS: Mapping[str, str] = {
     "axolotl": "Axolotl",
@@ -69,14 +70,21 @@ class Migration:
     """Every key of the original, once, in its order."""
     assumed: tuple[Assumed, ...]
     suspicious: tuple[Suspicion, ...]
+    unsaid: tuple[Line, ...] = ()
+    """What the tool does where the original is silent or says something else besides, and the recipe otherwise."""
 
     def of_kind(self, kind: Kind) -> tuple[Line, ...]:
         """The keys that something became of."""
         return tuple(line for line in self.lines if line.kind == kind)
 
     @property
+    def different(self) -> tuple[Line, ...]:
+        """All in which the recipe trains otherwise than the original."""
+        return (*self.of_kind("different"), *self.unsaid)
+
+    @property
     def is_whole(self) -> bool:
-        """Whether nothing was left behind."""
+        """Whether no key was left behind; what is there may still be `different`."""
         return not self.of_kind("unsupported")
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,6 +94,7 @@ class Migration:
             "tool": self.tool,
             "recipe": self.text,
             "keys": [vars(line) for line in self.lines],
+            "unsaid": [vars(line) for line in self.unsaid],
             "assumed": [one._asdict() for one in self.assumed],
             "suspicious": [one._asdict() for one in self.suspicious],
         }

@@ -15,6 +15,7 @@ from tunekit.recipe.migrate.draft import (
     both,
     carried,
     decided,
+    different,
     each,
     flag,
     names,
@@ -44,6 +45,7 @@ MARKS = frozenset(
 _METHODS = {"dpo": "dpo", "orpo": "orpo", "simpo": "cpo", "cpo": "cpo", "kto": "kto", "rm": "reward", "grpo": "grpo"}
 _BETAS = {"simpo": 2.0, "grpo": 0.04}
 _FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet", ".arrow")
+_PLAIN_TEXT = "ms-swift writes rows as plain text; here conversations have the model's chat template"
 _BATCH = 16
 """The batch of a step that ms-swift accumulates to where nothing says how far."""
 
@@ -121,6 +123,9 @@ def finish(draft: Draft) -> None:
         draft.assume("adapter.rank", 8, own)
         draft.assume("adapter.alpha", 32, own)
         draft.assume("adapter.dropout", 0.05, own)
+    hf.drops_too_long(draft, "truncation_strategy", "delete")
+    if draft.original.task == "pt" and draft.get("use_chat_template") is None:
+        draft.differ("use_chat_template", False, f"by itself in swift pt: {_PLAIN_TEXT}")
     kind = str(draft.get("rlhf_type", ""))
     if kind in _BETAS:
         draft.assume("method.beta", _BETAS[kind], own)
@@ -179,6 +184,8 @@ def _loss_scale(draft: Draft, entry: Entry) -> Fate:
         return Fate("decided", "methods other than sft learn from whole answers")
     if base not in ("default", "last_round", "all") or (more and more != "ignore_empty_think"):
         raise UnfitError(f"{entry.value}: data.loss_on takes assistant, last and all, without weights in between")
+    if more:
+        draft.differ(entry.key, entry.value, "ms-swift leaves empty <think> passages out of the loss; here they count")
     if base == "default":
         return Fate("silent", "data.loss_on assistant is the default")
     draft.put("data.loss_on", "last" if base == "last_round" else "all", entry.key)
@@ -204,7 +211,7 @@ def _modules(draft: Draft, entry: Entry) -> Fate:
 def _template(draft: Draft, entry: Entry) -> Fate:
     if entry.value in ("default", "dummy"):
         draft.suspect(entry.key, f"template {entry.value} is not the model's own, which is taken here")
-    return Fate("decided", hf.TEMPLATE)
+    return Fate("different", f"ms-swift writes rows by its template {entry.value}; {hf.OTHER_TEMPLATE}")
 
 
 def _for(methods: str, target: str) -> Rule:
@@ -375,14 +382,16 @@ _OWN: dict[str, Rule] = {
     "model_author": refused("rows are taken as they are"),
     "model_name": refused("rows are taken as they are"),
     "template": _template,
-    **each(decided(hf.TEMPLATE), "template_backend agent_template use_chat_template response_prefix"),
+    "template_backend": decided(hf.TEMPLATE),
+    "use_chat_template": flag(decided(hf.TEMPLATE), different(_PLAIN_TEXT)),
+    **each(different(hf.OTHER_TEMPLATE), "agent_template response_prefix"),
     **each(
         refused("reasoning stands in the rows, as the template writes it"),
         "enable_thinking preserve_thinking add_non_thinking_prefix",
     ),
     "max_length": to("data.max_length", whole),
     "max_model_len": decided("data.max_length is the longest sequence"),
-    "truncation_strategy": decided("what is longer than data.max_length is cut at its end, and said"),
+    "truncation_strategy": hf.too_long("right"),
     "loss_scale": _loss_scale,
     "is_binary_loss_scale": silent("masks are on or off"),
     "packing": _packing,

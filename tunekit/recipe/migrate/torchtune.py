@@ -127,6 +127,20 @@ _KNOWN_ROWS: dict[str, dict[str, Any]] = {
 }
 """Builders of data sets: what they read by themselves, in what shape."""
 
+_PREAMBLE = (
+    "torchtune writes 'Below is an instruction ... ### Instruction: ... ### Response:' into the user's turn; here "
+    "instruction and input stand there as they are"
+)
+_AS_TURNS = "torchtune writes {}; here prompt and answer are joined as plain text"
+_OTHER_PROMPTS = {
+    **dict.fromkeys(("alpaca_dataset", "alpaca_cleaned_dataset"), _PREAMBLE),
+    "samsum_dataset": _AS_TURNS.format("turns of a user, who asks to summarise, and the assistant"),
+    "grammar_dataset": _AS_TURNS.format("turns of a user, who asks to correct, and the assistant"),
+    "instruct_dataset": _AS_TURNS.format("a user's turn and the assistant's"),
+    "stack_exchange_paired_dataset": _AS_TURNS.format("'Question: ... Answer: ' into a user's turn"),
+}
+"""How builders of data sets write prompts that a recipe writes otherwise."""
+
 _ROWS = re.compile(r"_(?:alpaca|chat|instruct)_")
 
 
@@ -315,6 +329,9 @@ def _dataset(draft: Draft, entry: Entry) -> Fate:
         raise UnfitError(
             f"{_last(entry.value)}: no known rows: data.train names them, data.format may be a function of yours"
         )
+    how = _OTHER_PROMPTS.get(_last(entry.value))
+    if how is not None:
+        return Fate("different", f"{carried(target, draft.values.get(target)).words}; {how}")
     return carried(target, draft.values.get(target))
 
 
@@ -534,7 +551,7 @@ _RULES: Rules = {
 
 def _prompt_template(draft: Draft, entry: Entry) -> Fate:
     draft.suspect(entry.key, f"prompt_template {entry.value} is not the model's own, which is taken here")
-    return Fate("decided", hf.TEMPLATE)
+    return Fate("different", f"torchtune writes rows by {_last(entry.value)}; {hf.OTHER_TEMPLATE}")
 
 
 _LOGGERS: dict[str, Tracker] = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow"}

@@ -34,6 +34,10 @@ ATTENTION = "model.attn_implementation auto takes the fastest that is correct on
 KERNELS = "model.kernels auto takes tunekit's own kernels where they are right for the model"
 CHECKPOINTING = "train.gradient_checkpointing auto recomputes only where activations would not fit"
 TEMPLATE = "the model's own chat template writes the rows; model.chat_template names another file"
+OTHER_TEMPLATE = (
+    "the recipe has the model's own chat template, which may write rows otherwise; model.chat_template names a file"
+)
+CUT = "here they are cut at their end; a larger data.max_length keeps them whole"
 LOADING = "rows are read, tokenised and cached by tunekit"
 MODEL_CLASS = "found from the model's own configuration"
 FOLDER = "a run gets a folder of its own, runs/<name>-<time>; output.dir names another"
@@ -436,6 +440,28 @@ HF_RULES: Rules = {
     ),
 }
 """Arguments of transformers' Trainer."""
+
+
+def too_long(*same: str) -> Rule:
+    """What becomes of rows longer than the longest sequence, which are cut at their end here.
+
+    Args:
+        same: Values that mean to cut at the end.
+    """
+
+    def rule(draft: Draft, entry: Entry) -> Fate:
+        if entry.value in same:
+            return Fate("silent", "rows longer than data.max_length are cut at their end here too")
+        verb = {"drop": "dropped", "delete": "dropped", "raise": "an error"}.get(str(entry.value), f"'{entry.value}'")
+        return Fate("different", f"rows longer than data.max_length are {verb} in {draft.tool}; {CUT}")
+
+    return rule
+
+
+def drops_too_long(draft: Draft, key: str, value: str) -> None:
+    """Note that a tool drops rows that are too long, where the original does not say so."""
+    if draft.get(key) is None and draft.values.get("method.type") != "grpo":
+        draft.differ(key, value, f"{draft.tool} drops rows longer than data.max_length by itself; {CUT}")
 
 
 def hf_defaults(draft: Draft, *, learning_rate: float) -> None:

@@ -15,6 +15,7 @@ from tunekit.recipe.migrate.draft import (
     both,
     carried,
     decided,
+    different,
     each,
     flag,
     is_off,
@@ -149,7 +150,7 @@ def finish(draft: Draft) -> None:
         )
     if method == "sft" and draft.get("assistant_only_loss") is None and draft.get("completion_only_loss") is None:
         what = "TRL counts every token of a chat where assistant_only_loss is not on; the recipe counts the assistant's"
-        draft.suspect("dataset_name", f"{what} (data.loss_on: all repeats it)")
+        draft.differ("assistant_only_loss", False, f"{what} (data.loss_on: all repeats it)")
     if draft.get("load_in_4bit") and not draft.get("use_peft"):
         draft.suspect("load_in_4bit", "load_in_4bit without use_peft: weights of 4 bits cannot be trained")
 
@@ -322,10 +323,10 @@ _OWN: dict[str, Rule] = {
     "dataset_num_proc": decided(hf.LOADING),
     "dataset_kwargs": decided(hf.LOADING),
     "dataset_batch_size": decided(hf.LOADING),
-    "eos_token": decided("the tokenizer of the model has it"),
-    "pad_token": decided("the tokenizer of the model has it"),
+    "eos_token": different("the tokenizer of the model keeps its own, which ends a text without chat template"),
+    "pad_token": decided("padding is never learned, whichever token it is"),
     "pad_to_multiple_of": decided("rows are padded to their longest or not at all"),
-    "truncation_mode": decided("what is longer than data.max_length is cut at its end, and said"),
+    "truncation_mode": hf.too_long("keep_start"),
     "use_liger_loss": decided(hf.KERNELS),
     "reference_free": refused("method: orpo and cpo have no reference"),
     "rpo_alpha": refused("method.loss_type [sigmoid, sft] with method.loss_weights comes to the same"),
