@@ -5,7 +5,7 @@ and with their models in `tunekit.cli_after`.
 
 Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 3 a repetition that
 does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 after
-SIGTERM, and 0 after `tunekit stop` and SIGUSR1.
+SIGTERM, 129 after SIGHUP, and 0 after `tunekit stop` and SIGUSR1.
 """
 
 import json

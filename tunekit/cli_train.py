@@ -253,8 +253,9 @@ def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to:
         progress.console.print(f"[dim]reading {what}[/dim]")
     try:
         # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, before_a_run)
+        for sign in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(sign) is signal.SIG_DFL:
+                signal.signal(sign, before_a_run)
         start(progress if announcer is None or progress is None else announcer.heard_by(progress))
     except TunekitError as error:
         if announcer is not None:

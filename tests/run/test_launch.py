@@ -129,13 +129,29 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_
     terminal.press(CTRL_C)
     assert terminal.code() == 130
     assert are_gone(workers.values())
-    assert "Traceback" not in terminal.seen and "go on with: tunekit resume" in terminal.seen
+    next_words = "go on with: tunekit resume" if name == "late" else "begin anew: tunekit train"
+    assert "Traceback" not in terminal.seen and next_words in terminal.seen
     run = newest(workspace, name)
     step = run.status()["step"]
     saved = f"checkpoint of step {step}" if name == "late" else "no checkpoint"
     assert (run.state, run.status()["exit_reason"]) == ("interrupted", f"stopped by the user at step {step}, {saved}")
     assert ("stopping after step" in terminal.seen) == (step > 0) == (newest_complete(run.path).step > 0)
     assert [event["phase"] for event in run.events() if event["event"] == "phase"][-1] == "interrupted"
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_all_processes_with_a_checkpoint(workspace):
+    terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=closed")
+    terminal.read_until("  lr ")
+    workers = workers_of(terminal.pid)
+    assert set(workers) == {0, 1}
+    os.close(terminal.file)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 129
+    assert are_gone(workers.values())
+    run = newest(workspace, "closed")
+    step = newest_complete(run.path).step
+    reason = f"stopped by SIGHUP at step {step}, checkpoint of step {step}"
+    assert step > 0 and (run.state, run.status()["exit_reason"]) == ("interrupted", reason)
 
 
 def test_ctrl_c_before_there_is_a_run_leaves_none(workspace, tmp_path):

@@ -213,8 +213,8 @@ def calm(folder, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "sign", "ranks"),
-    [(1, signal.SIGINT, (0,)), (2, signal.SIGTERM, (1,)), (2, signal.SIGUSR1, (0, 1))],
-    ids=["Ctrl-C", "SIGTERM to one", "SIGUSR1 to all"],
+    [(1, signal.SIGINT, (0,)), (1, signal.SIGHUP, (0,)), (2, signal.SIGTERM, (1,)), (2, signal.SIGUSR1, (0, 1))],
+    ids=["Ctrl-C", "SIGHUP", "SIGTERM to one", "SIGUSR1 to all"],
 )
 def test_a_signal_ends_all_after_a_step_with_a_checkpoint_that_is_gone_on_from_exactly(
     num, sign, ranks, folder, tmp_path, calm

@@ -33,7 +33,7 @@ LONG_SECONDS = 1e9
 """What stands for an end that is not in sight, where infinity would not be told apart from a number that is none."""
 
 
-WHO = ("", COMMAND, "SIGINT", "SIGUSR1", "SIGTERM")
+WHO = ("", COMMAND, "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM")
 """Who may ask, by the number that processes tell each other; nobody is the first."""
 
 

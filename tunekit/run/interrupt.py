@@ -48,7 +48,8 @@ CHILD_SECONDS = 0.5
 PR_SET_PDEATHSIG = 1
 """Linux's number of what sends a process a signal when its parent is gone."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to end. SIGHUP comes when a terminal or an ssh connection is closed."""
 
 
 class Wishes:
@@ -282,7 +283,8 @@ def _is_free(sign: signal.Signals, handler: Any) -> bool:
     """Whether a signal is for runs to handle."""
     if sign == signal.SIGINT:
         return handler is not signal.SIG_IGN
-    if sign == signal.SIGTERM:
+    if sign in (signal.SIGTERM, signal.SIGHUP):
+        # What nohup starts ignores SIGHUP.
         return handler in (signal.SIG_DFL, signal.default_int_handler, before_a_run)
     # Slurm sends it also to what has no use for it, so that jobs ignore it to begin with.
     return handler is signal.SIG_DFL or (handler is signal.SIG_IGN and "SLURM_JOB_ID" in os.environ)

@@ -25,7 +25,7 @@ COMMAND = "tunekit stop"
 WHO = {"SIGINT": "the user", COMMAND: f"`{COMMAND}`"}
 """Who asks, in words, where that is not the name of the signal."""
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 """Exit codes after signals, as shells have them. 0 after SIGUSR1 and `tunekit stop`: they ask for nothing else."""
 
 

@@ -38,7 +38,7 @@ LOOK_SECONDS = 0.3
 OVER = (*FINAL_PHASES, "died", "stuck", "pruned")
 """States of runs that are waited for no longer."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None] | None = None) -> Sweep:
@@ -330,6 +330,9 @@ class _Signals:
         if self._by is None:
             self._by = signal.Signals(number).name
             self._event.set()
+            return
+        if number == signal.SIGHUP:
+            # One closed terminal: it is sent by the kernel, and once more by the shell.
             return
         self._again = True
         for trial in self._sweep.trials():

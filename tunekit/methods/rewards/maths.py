@@ -73,6 +73,8 @@ class Comparing:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            # What a terminal sends is for the run, which still needs it in the step that is computed.
+            start_new_session=True,
         )
         if self._reply(_START_SECONDS) is None:
             raise DependencyError("method.rewards: math: math-verify does not start", hint=f"run python {_SCRIPT} $$")
