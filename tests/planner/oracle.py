@@ -378,8 +378,11 @@ class _Attention(torch.autograd.Function):
 
 
 def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout by one kernel and a mask of bytes, as on CUDA; on a CPU torch draws a mask in the type of the values."""
-    return torch.native_dropout(values, p, training)[0]
+    """Dropout by one kernel and a mask of bytes, as on CUDA; on a CPU torch draws a mask in the type of the values.
+
+    None at all returns the values themselves on both (aten/src/ATen/native/Dropout.cpp).
+    """
+    return torch.native_dropout(values, p, training)[0] if p else values
 
 
 def _attention(query, key, value, attn_mask=None, **options):
@@ -464,4 +467,5 @@ def estimate_of(step: Step, layout: Layout = Layout()) -> MemoryEstimate:  # noq
         layout=layout,
         devices_per_node=min(8, layout.num_processes),
         reserve_share=0.0,
+        scores_length=step.length if step.family in WITHOUT_SDPA else None,
     )

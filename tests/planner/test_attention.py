@@ -3,10 +3,12 @@
 import pytest
 
 from tests.planner.golden import ROWS, recipe
-from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, RTX_4090, T4, with_gpu
+from tests.planner.shapes import GIB, H100, LAPTOP, LLAMA_1B, RTX_4090, T4, with_gpu
 from tunekit.errors import PlanError
+from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
-from tunekit.planner.resolve import resolve
+from tunekit.planner.resolve import resolve, setting_of
+from tunekit.probe.model import known_model
 
 B200 = with_gpu("B200", 180, (10, 0))
 RTX_5090 = with_gpu("RTX 5090", 32, (12, 0))
@@ -130,3 +132,21 @@ def test_it_is_refused_where_it_would_not_be_right(name):
 def test_flex_attention_is_refused_on_a_cpu():
     with pytest.raises(PlanError, match="flex_attention has no backward pass on a CPU; use sdpa"):
         planned(LAPTOP, attention="flex_attention")
+
+
+@pytest.mark.parametrize(
+    ("name", "traced_gib"),
+    # Live tensors of a step without checkpointing, traced by a tracer that is not the tests', 4,096 tokens.
+    [("openai/gpt-oss-20b", 112.0), ("google/gemma-2-9b", 141.3)],
+)
+def test_what_keeps_all_scores_of_long_rows_is_checkpointed(name, traced_gib):
+    """On 80 GiB both were said to fit without, in half of what they need."""
+    model, machine = known_model(name), find_machine("h100").hardware()
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if "gpt" in name else "all-linear"
+    train = {"micro_batch_size": 1}
+    asked = recipe(adapter={"type": "lora", "target_modules": targets}, data={"max_length": 4096}, train=train)
+    plan = resolve(asked, machine, model, ROWS)
+    assert (plan.attn_implementation, plan.gradient_checkpointing) == ("eager", True)
+    setting = setting_of(asked, machine, model)
+    whole = setting.memory(plan.layout, 1, 1, checkpointing=False)
+    assert whole.tensor_bytes / GIB == pytest.approx(traced_gib, rel=0.03)

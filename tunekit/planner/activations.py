@@ -27,11 +27,13 @@ def activation_bytes_per_layer(
     dtype: Dtype,
     *,
     mask_length: int | None,
+    scores_length: int | None = None,
     device: Literal["cpu", "cuda", "mps"] = "cuda",
     autocast: bool = True,
 ) -> int:
     """Bytes that autograd keeps per token for one dense decoder layer without checkpointing.
 
+    `scores_length` is that of a row of scores where all of them are kept, as eager attention does, and None elsewhere.
     `autocast` says whether trained weights are float32 and each product casts them: so on one device and under DDP.
     FSDP2 and DeepSpeed hand a layer all its weights in the compute type.
 
@@ -40,7 +42,44 @@ def activation_bytes_per_layer(
     intermediates. Where it has a mask, SDPA keeps k and v repeated for every head, and a mask row of `mask_length`.
     """
     products = _products(model, adapter, BYTES[dtype], device, autocast=autocast)
-    return _attention_bytes(model, products, mask_length) + _mlp_bytes(products, model.intermediate_size)
+    return _attention_bytes(model, products, mask_length, scores_length) + _mlp_bytes(products, model.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Bytes that eager attention has for each score of a head: for each pair of tokens, seen or not.
+
+    Attributes:
+        kept: For the backward pass.
+        forward: At the most while the layer's forward pass computes them.
+        backward: At the most in its backward pass, beyond what is kept.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+
+
+SQUEEZES_SCORES = frozenset({"gemma2", "vaultgemma"})
+"""Types whose scores go through a tanh, which keeps them once more."""
+
+
+def scores_of(model_type: str, compute_bytes: int, *, wide: bool) -> Scores:
+    """Return what transformers' `eager_attention_forward` has of a score, by the type's code (transformers 5.23).
+
+    A softmax in float32 of a copy in float32, and its result in the compute type, which the product with the values
+    keeps; in the backward pass that softmax, its gradient and what it makes of it. GPT-OSS has all in the compute type,
+    and three copies of it while it puts its sinks beside the scores; in float32 where the residual stream, and so the
+    mask that is added to them, is `wide`.
+    """
+    e = compute_bytes
+    if model_type == "gpt_oss":
+        s = 4 if wide else e
+        return Scores(kept=s + (e if s > e else 0), forward=3 * s, backward=2 * e)
+    squeezed = e if model_type in SQUEEZES_SCORES else 0
+    if e == 4:
+        return Scores(kept=4 + squeezed, forward=8 + squeezed, backward=8)
+    return Scores(kept=4 + e + squeezed, forward=8 + e + squeezed, backward=6)
 
 
 _FROM_ATTENTION, _FROM_MLP = "o_proj", "down_proj"
@@ -140,16 +179,22 @@ def _products(
     )
 
 
-def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | None) -> int:
+def _attention_bytes(model: ModelFacts, products: _Products, mask_length: int | None, scores_length: int | None) -> int:
     """Bytes per token of a layer's attention and the norm before it, and of norms behind, where there are any."""
     h, e, n, q, kv = products.h, products.e, model.num_heads, *_widths(model)
-    attention = 2 * e * q + 2 * e * kv + 4 * n + _query_norm_bytes(model, full=products.full, e=e)
+    if scores_length is None:
+        attention = 2 * e * q + 2 * e * kv + 4 * n
+    else:
+        # Queries, and keys and values repeated for every head; what the output layer reads is a copy.
+        is_read = products.full or (_FROM_ATTENTION in products.attention and not products.casts_inputs)
+        attention = (3 + is_read) * e * q + scores_of(model.model_type, e, wide=products.wide).kept * n * scores_length
+    attention += _query_norm_bytes(model, full=products.full, e=e)
     if any(name.endswith("qkv_proj") for name in model.all_linears.kinds):
         # Values are a part of one tensor with queries and keys as they were before they were rotated.
         attention += e * (q + kv)
     # A single key-value head is repeated without a copy.
     repeated = 2 * (q - kv) if model.num_kv_heads > 1 else 0
-    mask = 0 if mask_length is None else e * (repeated + mask_length)
+    mask = 0 if mask_length is None or scores_length is not None else e * (repeated + mask_length)
     # Norms behind attention and MLP, where there are any, keep their input in float32.
     behind = max(0, model.num_stream_norms - 2) * (4 + (8 if products.full else 4) * h)
     latents = model.latent_widths
@@ -197,8 +242,10 @@ TRACED = frozenset(
     {
         "deepseek_v3",
         "gemma",
+        "gemma2",
         "gemma3_text",
         "glm4",
+        "gpt_oss",
         "granite",
         "llama",
         "ministral",
@@ -214,14 +261,12 @@ TRACED = frozenset(
         "smollm3",
     }
 )
-"""Types whose peak is within 3 % of a trace of their modules with sdpa or flash attention, which a test compares."""
+"""Types whose peak is within 3 % of a trace of their modules, which a test compares: with sdpa, or with eager attention
+where transformers has no sdpa."""
 
 
 def is_traced(model: ModelFacts) -> bool:
-    """Whether the closed forms are those of this kind of model; for others they are those of a Llama of its sizes.
-
-    Not among them: types that transformers runs with its own attention, which keeps all scores (Gemma 2, GPT-OSS).
-    """
+    """Whether the closed forms are those of this kind of model; for others they are those of a Llama of its sizes."""
     return model.model_type in TRACED
 
 
@@ -271,6 +316,7 @@ def layers_of(
     gradient_checkpointing: bool,
     accumulates: bool,
     autocast: bool = True,
+    scores_length: int | None = None,
 ) -> Layers:
     """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
     h, e = model.hidden_size, BYTES[dtype]
@@ -280,7 +326,9 @@ def layers_of(
     copies = products.dora.copies if products.dora else 0
 
     def attention(length: int | None) -> int:
-        return _attention_bytes(model, products, length) * num_tokens + casts // model.num_layers + copies
+        return (
+            _attention_bytes(model, products, length, scores_length) * num_tokens + casts // model.num_layers + copies
+        )
 
     mlps = _mlps(model, products, num_tokens, recomputes=gradient_checkpointing, accumulates=accumulates)
     # Of the first and the last layer, the one that keeps more is what decides.
@@ -292,6 +340,12 @@ def layers_of(
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
+    if scores_length is not None:
+        # A causal mask of what is added to the scores, also where nothing is padded.
+        num_pairs = num_tokens * scores_length
+        shared = (4 if products.wide else e) * num_pairs * sum((sliding < model.num_layers, sliding > 0))
+        scores = scores_of(model.model_type, e, wide=products.wide)
+        mlps = mlps.beside_scores(scores, model.num_heads * num_pairs, recomputes=gradient_checkpointing)
     working = stream + mlps.working
     less = mlps.one + mlps.working - mlps.first
     if gradient_checkpointing:
@@ -319,6 +373,13 @@ class _Mlps:
     working: int
     logits: int = 0
     """Of all routers, kept also where layers are computed again."""
+
+    def beside_scores(self, scores: Scores, num_scores: int, *, recomputes: bool) -> "_Mlps":
+        """The same where attention needs more: before the MLP is computed, and when its own backward pass is over."""
+        kept = 0 if recomputes else scores.kept
+        passing = max(self.passing, (scores.forward - kept) * num_scores - (0 if recomputes else self.one))
+        working = max(self.working, scores.backward * num_scores - self.one)
+        return replace(self, passing=passing, working=working, first=self.first + working - self.working)
 
 
 def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes: bool, accumulates: bool) -> _Mlps:

@@ -110,6 +110,7 @@ class Setting:
         vllm = self.vllm(layout)
         masks = needs_mask(of_rows(attention, lie_apart=padding.is_free))
         slides = masks and window is not None and length >= window
+        whole = size * self.passes.sequences_per_row * length if padding.is_free else length
         return estimate(
             self.model,
             self.recipe.adapter,
@@ -126,6 +127,7 @@ class Setting:
             reserve_share=self.reserve_share,
             passes=self.passes_in(layout),
             vllm_bytes=0 if vllm is None else vllm_bytes(vllm, self.device),
+            scores_length=whole if attention == "eager" else None,
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:

@@ -119,6 +119,7 @@ def estimate(
     reserve_share: float,
     passes: Passes = SFT,
     vllm_bytes: int = 0,
+    scores_length: int | None = None,
 ) -> MemoryEstimate:
     """Memory of one training step on each device.
 
@@ -139,6 +140,7 @@ def estimate(
         reserve_share: What the allocator holds beyond the tensors, as a share of them.
         passes: What the method does in a step.
         vllm_bytes: What vLLM takes of each device.
+        scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
     one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.strategy in ("single", "ddp")
@@ -154,6 +156,7 @@ def estimate(
         gradient_checkpointing=gradient_checkpointing,
         accumulates=accumulates,
         autocast=autocast,
+        scores_length=scores_length,
     )
     if layout.cp_size > 1:
         layers = with_gathered_keys(one, layers, dtype, num_tokens)

@@ -102,8 +102,10 @@ def sparse_mlp(
     rows, inner = mixture.per_token * num_tokens, mixture.per_token * num_tokens * mixture.inner
     gate_up, down = mixture.expert_params(h)
     # What the rows are, where a gradient of the weight needs them; gate and up, the activation; what the experts give.
+    # GPT-OSS bounds gate and up, and takes its activation apart, so that it keeps twice as many.
     selected, product = x * h * rows, x * inner
-    kept = (trained.gate_up * selected) + 3 * product + trained.down * product + x * h * rows
+    gates = (6 if model_type == "gpt_oss" else 3) * product
+    kept = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
     # The router's logits, softmax and choice, and the loss that balances experts.
     kept += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
     logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
@@ -131,9 +133,9 @@ def sparse_mlp(
         # The last product: gradients of its rows and its weight.
         product + (x * down if trained.down else 0),
         # Where gate and up are taken apart: gradients of both and of their product.
-        3 * product - gone_down - merged_down + (x * down if stays else 0),
+        (3 * product if trained.whole else gates) - gone_down - merged_down + (x * down if stays else 0),
         # The first product: the gradient of both, of the rows and of its weight.
-        2 * product + selected - 3 * product - gone_down - merged_down
+        2 * product + selected - gates - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
     return SparseMlp(kept=kept, logits=logits, passing=passing, working=max(moments) - beside)
