@@ -47,7 +47,6 @@ def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None
         **parts.given(),
     )
     fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
-    if parts.head != "tiles":
-        replace_heads(trainer)
+    replace_heads(trainer, keeps_trls=parts.head == "tiles")
     trainer.remove_callback(PrinterCallback)
     return trainer

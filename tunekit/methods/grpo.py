@@ -54,7 +54,6 @@ def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     )
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
-    if parts.head != "tiles":
-        replace_heads(trainer, entropy_gradient=trainer._entropy_bonus_enabled)
+    replace_heads(trainer, entropy_gradient=trainer._entropy_bonus_enabled, keeps_trls=parts.head == "tiles")
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -4,6 +4,9 @@ TRL gives a model a forward pass that scores tokens in tiles of logits (trl 1.16
 `fused_lm_head=True` it returns what is known of each token, and otherwise what the model always did. Ours has the same
 contract and the same numbers, by `tunekit.kernels.linear_ce`: fewer products, larger ones, and only of the tokens that
 count, which the rows' collator names.
+
+Neither is right where a model does more to its hidden states than both know of. Which head scores is held in a `Head`,
+which `tunekit.run.check_head` sets to the model's own logits where it finds them to differ.
 """
 
 import functools
@@ -12,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +23,17 @@ from torch.distributed.tensor import DTensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput
 
-from tunekit.errors import DependencyError
+from tunekit.errors import DependencyError, RunError
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
-from tunekit.kernels.linear_ce import linear_ce, linear_logprob
+from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob
+from tunekit.methods.own_logits import score_logits
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import Trainer
+
+HEAD = "fused_head"
+"""Name of the attribute of a model that holds its `Head`."""
 
 _FORWARD = "_fused_forward"
 _BOUND = (
@@ -81,25 +88,61 @@ def next_labels(labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def replace_heads(trainer: "Trainer", *, sums_losses: bool = False, entropy_gradient: bool = False) -> None:
+@dataclass
+class Head:
+    """A model's fused head.
+
+    Attributes:
+        scorer: What scores tokens: tunekit's head, TRL's, or the model's own logits.
+        bound: What TRL's forward pass has taken from the model and from its trainer.
+        trl: TRL's forward pass, which serves all calls that are not for scores.
+        sums_losses: See `replace_heads`.
+        entropy_gradient: See there.
+    """
+
+    scorer: Literal["tunekit", "trl", "model"]
+    bound: Mapping[str, Any]
+    trl: MethodType
+    sums_losses: bool
+    entropy_gradient: bool
+
+    @property
+    def statistics(self) -> list[str]:
+        """What is wanted of each token besides its log-probability."""
+        return [name for name in self.bound["outputs"] if name != "log_probs"]
+
+
+def replace_heads(
+    trainer: "Trainer", *, sums_losses: bool = False, entropy_gradient: bool = False, keeps_trls: bool = False
+) -> None:
     """Put our head in the place of TRL's, on each model of a trainer that has one, before the trainer wraps them.
 
     Args:
         trainer: The trainer.
         sums_losses: Whether it learns from nothing but the sum of losses, whose gradients the forward pass can compute.
         entropy_gradient: Whether it learns from the entropy too.
+        keeps_trls: Whether TRL's head goes on scoring, until it is found not to be the model's.
 
     Raises:
         DependencyError: There is no such head, or not as it was when this was written.
     """
-    models = [model for model in (trainer.model, vars(trainer).get("ref_model")) if model is not None]
-    for model in models:
+    for model in _models(trainer):
         patched = [module for module in model.modules() if "forward" in vars(module)]
-        if not sum(_replace(module, sums_losses, entropy_gradient, trainer) for module in patched):
+        heads = [_replace(module, sums_losses, entropy_gradient, keeps_trls, trainer) for module in patched]
+        if not any(heads):
             raise _gone(f"{type(model).__name__} has none")
 
 
-def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, trainer: "Trainer") -> bool:
+def fused_heads(trainer: "Trainer") -> list[Head]:
+    """The heads that `replace_heads` has put into a trainer's models, that of the trained one first."""
+    return [vars(module)[HEAD] for model in _models(trainer) for module in model.modules() if HEAD in vars(module)]
+
+
+def _models(trainer: "Trainer") -> list["Module"]:
+    return [model for model in (trainer.model, vars(trainer).get("ref_model")) if model is not None]
+
+
+def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, keeps_trls: bool, trainer: "Trainer") -> bool:
     """Replace the head of one module, if it has one."""
     # Accelerate has put autocast around that of a reference model, and keeps what was there.
     is_wrapped = "_original_forward" in vars(module)
@@ -114,7 +157,9 @@ def _replace(module: "Module", sums_losses: bool, entropy_gradient: bool, traine
     unknown = set(bound["outputs"]) - {"log_probs", *STATISTICS}
     if unknown:
         raise _gone(f"it is asked for {', '.join(sorted(unknown))}")
-    forward = _forward_with(bound, trl, sums_losses=sums_losses, entropy_gradient=entropy_gradient)
+    head = Head("trl" if keeps_trls else "tunekit", bound, trl, sums_losses, entropy_gradient)
+    vars(module)[HEAD] = head
+    forward = _forward_with(head)
     if is_wrapped:
         vars(module)["_original_forward"] = MethodType(forward, module)
         forward = _under(trainer, forward)
@@ -139,25 +184,11 @@ def _gone(how: str) -> DependencyError:
     )
 
 
-def _forward_with(bound: Mapping[str, Any], trl: MethodType, *, sums_losses: bool, entropy_gradient: bool) -> Any:
-    """The forward pass that has the place of TRL's.
-
-    Args:
-        bound: What TRL's had taken from the model and from its trainer.
-        trl: TRL's, which goes on serving all other calls.
-        sums_losses: See `replace_heads`.
-        entropy_gradient: See there.
-    """
-    text_config = bound["text_config"]
-    statistics = [name for name in bound["outputs"] if name != "log_probs"]
-    shape = Shape(
-        logit_scale=bound["logit_scale"],
-        softcap=bound["final_logit_softcapping"],
-        temperature=bound["temperature"],
-    )
+def _forward_with(head: Head) -> Any:
+    """The forward pass that has the place of TRL's."""
 
     # With the signature of the original, which `generate` and trainers look at.
-    @functools.wraps(trl.__func__)
+    @functools.wraps(head.trl.__func__)
     def forward(
         self: Any,
         *args: Any,
@@ -168,43 +199,24 @@ def _forward_with(bound: Mapping[str, Any], trl: MethodType, *, sums_losses: boo
         scored_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return trl(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not fused_lm_head or head.scorer == "trl":
+            return head.trl(*args, **({"fused_lm_head": True} if fused_lm_head else {}), **given, **kwargs)
         kwargs["use_cache"] = False
-        if vars(text_config).get("output_router_logits"):
+        if vars(head.bound["text_config"]).get("output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
-        # These are looked up at each call: FSDP and PEFT replace them.
-        backbone = self.base_model(*args, **kwargs)
-        head = self.get_output_embeddings()
-        hidden = backbone.last_hidden_state.to(head.weight.device)
         is_shifted = shift_labels is not None
         wanted = next_labels(cast("Tensor", labels)) if shift_labels is None else shift_labels
-        wanted = wanted.to(hidden.device)
-        casting: AbstractContextManager[Any] = nullcontext()
-        if bound["cast_lm_head_to_fp32"]:
-            hidden, casting = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
-        with casting:
-            common: dict[str, Any] = {
-                "bias": None if head.bias is None else _whole(head.bias),
-                "index": scored_positions,
-                "statistics": statistics,
-                "shape": shape,
-            }
-            if sums_losses:
-                scores = linear_ce(hidden, _whole(head.weight), wanted, **common)
-            else:
-                scores = linear_logprob(
-                    hidden, _whole(head.weight), wanted, entropy_gradient=entropy_gradient, **common
-                )
+        score = _score_by_model if head.scorer == "model" else _score_by_weight
+        scores, aux_loss = score(head, self, wanted, scored_positions, args, kwargs)
+        wanted = wanted.to(scores.log_probs.device)
         mask = wanted != IGNORED
         num_items = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         summed = -scores.log_probs.sum() if scores.loss is None else scores.loss
-        nll = summed / num_items.to(hidden.device).clamp(min=1)
-        loss, aux_loss = nll, None
-        if kwargs.get("output_router_logits"):
-            aux_loss = _balance(backbone.router_logits, text_config, kwargs.get("attention_mask"))
-            loss = nll + vars(text_config).get("router_aux_loss_coef", 0.0) * aux_loss
+        loss = nll = summed / num_items.to(wanted.device).clamp(min=1)
+        if aux_loss is not None:
+            loss = nll + vars(head.bound["text_config"]).get("router_aux_loss_coef", 0.0) * aux_loss
         end = None if is_shifted else -1
         columns = {
             name: column[:, :end] for name, column in scores._asdict().items() if column is not None and column.dim()
@@ -212,6 +224,64 @@ def _forward_with(bound: Mapping[str, Any], trl: MethodType, *, sums_losses: boo
         return HeadOutput(loss=loss, nll=nll, aux_loss=aux_loss, label_mask=mask[:, :end], **columns)
 
     return forward
+
+
+def _score_by_weight(
+    head: Head, model: Any, wanted: Tensor, index: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[TokenScores, Any]:
+    """Scores by the last hidden states and the head's weight, and the loss of routers, if it is asked for."""
+    bound = head.bound
+    # These are looked up at each call: FSDP and PEFT replace them.
+    backbone = model.base_model(*args, **kwargs)
+    embeddings = model.get_output_embeddings()
+    hidden = backbone.last_hidden_state.to(embeddings.weight.device)
+    wanted = wanted.to(hidden.device)
+    casting: AbstractContextManager[Any] = nullcontext()
+    if bound["cast_lm_head_to_fp32"]:
+        hidden, casting = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
+    shape = Shape(
+        logit_scale=bound["logit_scale"],
+        softcap=bound["final_logit_softcapping"],
+        temperature=bound["temperature"],
+    )
+    with casting:
+        common: dict[str, Any] = {
+            "bias": None if embeddings.bias is None else _whole(embeddings.bias),
+            "index": index,
+            "statistics": head.statistics,
+            "shape": shape,
+        }
+        if head.sums_losses:
+            scores = linear_ce(hidden, _whole(embeddings.weight), wanted, **common)
+        else:
+            scores = linear_logprob(
+                hidden, _whole(embeddings.weight), wanted, entropy_gradient=head.entropy_gradient, **common
+            )
+    if not kwargs.get("output_router_logits"):
+        return scores, None
+    return scores, _balance(backbone.router_logits, bound["text_config"], kwargs.get("attention_mask"))
+
+
+def _score_by_model(
+    head: Head, model: Any, wanted: Tensor, index: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[TokenScores, Any]:
+    """Scores by the model's own logits, and its own loss of routers, if it is asked for."""
+    output = head.bound["original_forward"](*args, **kwargs)
+    scores = score_logits(
+        output.logits,
+        wanted.to(output.logits.device),
+        index=index,
+        statistics=head.statistics,
+        temperature=head.bound["temperature"],
+        entropy_gradient=head.entropy_gradient,
+    )
+    aux_loss = output.get("aux_loss")
+    if kwargs.get("output_router_logits") and aux_loss is None:
+        raise RunError(
+            f"{type(model).__name__} computes no loss of its routers",
+            hint="set method.trainer_args.router_aux_loss_coef=0.0",
+        )
+    return scores, aux_loss
 
 
 def _balance(router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Any:

@@ -65,8 +65,7 @@ def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None
         assert len(trainer.train_dataset) == len(train_dataset)
     else:
         fill_last_step(trainer, parts.train.global_batch_size, shuffle=parts.data.shuffle, seed=parts.train.seed)
-    if parts.head != "tiles":
-        replace_heads(trainer)
+    replace_heads(trainer, keeps_trls=parts.head == "tiles")
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -52,7 +52,6 @@ def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]
     )
     GroupOrder(trainer, parts.train.seed)
     end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
-    if parts.head != "tiles":
-        replace_heads(trainer)
+    replace_heads(trainer, keeps_trls=parts.head == "tiles")
     trainer.remove_callback(PrinterCallback)
     return trainer

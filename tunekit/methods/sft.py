@@ -58,9 +58,9 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         keep_order(trainer, order)
     # Each process makes its own micro-batches of a stream, and gets none that the first one has made.
     trainer.accelerator.dataloader_config.dispatch_batches = False
+    trainer.learns_from_sums = parts.head == "sums"
+    replace_heads(trainer, sums_losses=trainer.learns_from_sums, keeps_trls=parts.head == "tiles")
     if parts.head != "tiles":
-        trainer.learns_from_sums = parts.head == "sums"
-        replace_heads(trainer, sums_losses=trainer.learns_from_sums)
         name_scored_positions(trainer)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -23,6 +23,7 @@ from tunekit.recipe.train import Optim
 from tunekit.redact import Redacting
 from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
+from tunekit.run.check_head import check_head
 from tunekit.run.check_reference import check_reference
 from tunekit.run.checkpoint import publish_result
 from tunekit.run.ending import Ending
@@ -198,6 +199,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
             if plan.attn_implementation == VARLEN:
                 seen = prove_attention(trainer, vocabulary=len(tokenizer), flash=plan.flash_attention)
                 record.write("attention", message=seen)
+            check_head(trainer, plan, record, vocabulary=len(tokenizer))
             check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
             if not start.goes_on:
                 _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
