@@ -166,7 +166,7 @@ def near_tests(fault: Fault, durations: Mapping[str, float], root: Path = ROOT) 
         root: The repository.
     """
     source = (root / fault.file).read_text(encoding="utf-8")
-    names, around = _public_names(source, source[: source.index(fault.old)].count("\n") + 1)
+    names, around, said = _known_by(source, source[: source.index(fault.old)].count("\n") + 1)
     path = Path(fault.file)
     folders = path.parent.parts[path.parts[0] == "tunekit" :]
     mirrors = {Path("tests", *folders[: len(folders) - up], f"test_{path.stem}.py") for up in range(len(folders) + 1)}
@@ -175,10 +175,14 @@ def near_tests(fault: Fault, durations: Mapping[str, float], root: Path = ROOT) 
     words = set(re.findall(r"[A-Za-z_]{6,}", fault.old))
     files = _test_files(root)
     found: Counter[Path] = Counter()
-    for name in names:
+    for name in names | around:
         naming = [file for file, text in files.items() if re.search(rf"\b{re.escape(name)}\b", text)]
         for file in naming if len(naming) < COMMON else ():
-            found[file] += 30 if name == around else 5
+            found[file] += 30 if name in around else 5
+    for piece in said:
+        saying = [file for file, text in files.items() if piece in text]
+        for file in saying if len(saying) < COMMON else ():
+            found[file] += 60
     for file, text in files.items():
         found[file] += 1000 * (file in mirrors) + 100 * bool(imports.search(text))
     near = [file for file, score in found.most_common(NEAR_FILES) if score]
@@ -200,17 +204,39 @@ def _test_files(root: Path) -> dict[Path, str]:
     return {file.relative_to(root): file.read_text(encoding="utf-8") for file in (root / "tests").rglob("test_*.py")}
 
 
-def _public_names(source: str, line: int) -> tuple[set[str], str]:
-    """Names of a module that tells it from others, and the one at its top that a line is in."""
-    names, around = set(), ""
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if not node.name.startswith("_") and (len(node.name) > 8 or "_" in node.name):
+def _known_by(source: str, line: int) -> tuple[set[str], set[str], set[str]]:
+    """By what tests may know a line: the module's public names, those that the line is in, and what is said there."""
+    names, around, said = set(), set(), set()
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and _tells(node.name):
             names.add(node.name)
-        if node.lineno <= line <= (node.end_lineno or node.lineno):
-            around = node.name
-    return names, around
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            around |= {node.name} if _tells(node.name) else set()
+            said = set() if isinstance(node, ast.ClassDef) else set(_said_in(node))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            around |= {target.id for target in targets if isinstance(target, ast.Name) and _tells(target.id)}
+    return names, around, said
+
+
+def _tells(name: str) -> bool:
+    """Whether a name is one that other modules hardly have."""
+    return not name.startswith("_") and (len(name) > 8 or "_" in name)
+
+
+def _said_in(function: ast.AST) -> Iterator[str]:
+    """Pieces of the messages of a function, and the options and keys of recipes in them."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from re.findall(r"--[a-z]+-[a-z-]+|[a-z]+\.[a-z]+_[a-z_]+", part.value)
+                    if part.value.count(" ") > 2:
+                        yield part.value.strip(" :,;({'\"")
 
 
 @dataclass(frozen=True)
