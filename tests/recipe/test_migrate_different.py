@@ -179,3 +179,9 @@ def test_alpaca_rows_of_llama_factory_are_joined_otherwise() -> None:
     Path("data/dataset_info.json").write_text(json.dumps({"asks": {"file_name": "asks.json"}}))
     words = [line.words for line in made(LLAMA_FACTORY, dataset="asks").different if line.key == "dataset"]
     assert words == ["LLaMA-Factory joins instruction and input by a line break; here a blank line stands between them"]
+
+
+@pytest.mark.parametrize(("field", "kind"), [("train", "silent"), ("training", "silent"), ("learn", "unsupported")])
+def test_the_key_that_marks_turns_is_read_from_the_rows_or_named(field, kind) -> None:
+    report = made(AXOLOTL, datasets=[{**CHAT, "message_field_training": field}])
+    assert [line.kind for line in report.lines if line.key == "datasets[0].message_field_training"] == [kind]
