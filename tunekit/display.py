@@ -28,6 +28,7 @@ from rich.text import Text
 from tunekit.display_eval import evaluations_table
 from tunekit.display_plan import plan_view
 from tunekit.doctor import Diagnosis
+from tunekit.errors import TunekitError
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
 from tunekit.planner.speed import Speed, duration
@@ -376,20 +377,28 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
     """Runs with their state, step, and the last of what they are judged by."""
     table = Table("run", "state", "step", "last", "started", "tags", box=None, padding=(0, 3, 0, 0))
     for run in runs:
-        status = run.status()
-        logs = [event for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
-        learned = judged_by([name for log in logs for name in log])
-        values = [log[learned] for log in logs if log.get(learned) is not None]
-        style = {"finished": "green", "failed": "red", "died": "red", "interrupted": "yellow"}.get(run.state, "cyan")
-        table.add_row(
-            Text(run.name),
-            Text(run.state, style=style),
-            f"{status['step']}/{status['num_steps']}",
-            f"{words_of(learned)} {number(float(values[-1]), '.4f')}" if values else "",
-            f"{datetime.fromtimestamp(status['started']):%Y-%m-%d %H:%M:%S}",
-            Text(", ".join(run.tags)),
-        )
+        try:
+            table.add_row(*_cells(run))
+        except TunekitError as error:
+            table.add_row(Text(run.name), Text("unreadable", style="red"), "", Text(error.problem))
     return table
+
+
+def _cells(run: Run) -> list[RenderableType]:
+    """What the table has of a run."""
+    status, state = run.status(), run.state
+    logs = [event for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
+    learned = judged_by([name for log in logs for name in log])
+    values = [log[learned] for log in logs if isinstance(log.get(learned), int | float | str)]
+    style = {"finished": "green", "failed": "red", "died": "red", "interrupted": "yellow"}.get(state, "cyan")
+    return [
+        Text(run.name),
+        Text(state, style=style),
+        f"{status['step']}/{status['num_steps']}",
+        f"{words_of(learned)} {number(float(values[-1]), '.4f')}" if values else "",
+        f"{datetime.fromtimestamp(status['started']):%Y-%m-%d %H:%M:%S}",
+        Text(", ".join(run.tags)),
+    ]
 
 
 def run_report(run: Run, width: int) -> list[RenderableType]:

@@ -93,13 +93,17 @@ def exports_in(run: tunekit.Run, also: str | None = None) -> list[tuple[Path, di
         run: The run.
         also: Another folder with one.
     """
-    folders = {path.parent for path in (run.path / "export").glob("*/export.json") if not path.parent.is_symlink()}
+    folders = {
+        path.parent
+        for path in (run.path / "export").glob("*/export.json")
+        if path.is_file() and not path.parent.is_symlink()
+    }
     if also is not None and (Path(also) / "export.json").is_file():
         folders.add(Path(also))
     found = []
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_SHOWN]:
         try:
             found.append((folder, json.loads((folder / "export.json").read_text(encoding="utf-8"))))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue  # It is being deleted, or was damaged: it is no export then.
     return found

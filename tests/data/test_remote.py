@@ -132,6 +132,7 @@ def test_a_url_that_is_not_valid_is_not_shown_as_a_password_may_be_what_is_wrong
 
 def test_a_run_writes_a_url_down_as_it_is_but_for_its_secrets(monkeypatch):
     monkeypatch.setenv("PASSWORD_OF_ADA", "s3cr3t")
+    monkeypatch.setenv("TUNEKIT_TRUSTED_HOSTS", "host")
     recipe = tunekit_recipe("https://ada:${PASSWORD_OF_ADA}@host/a.jsonl?v=2&token=${PASSWORD_OF_ADA}")
     assert record(*recipe).data.train.path == "https://host/a.jsonl?v=2&token=[redacted]"
     assert record(*tunekit_recipe("s3://bucket/*.jsonl")).data.train.path == "s3://bucket/*.jsonl"

@@ -142,7 +142,7 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_all_processes_with_a_checkpoint(workspace):
     terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=closed")
-    terminal.read_until("  lr ")
+    terminal.read_until("  lr ", seconds=600)
     workers = workers_of(terminal.pid)
     assert set(workers) == {0, 1}
     os.close(terminal.file)

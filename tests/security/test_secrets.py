@@ -62,7 +62,8 @@ def test_an_override_with_a_secret_is_refused_without_telling_it(override):
     assert HUB not in str(refused.value)
 
 
-def test_a_password_may_come_from_the_environment_and_stay_there(canary):
+def test_a_password_may_come_from_the_environment_and_stay_there(canary, monkeypatch):
+    monkeypatch.setenv("TUNEKIT_TRUSTED_HOSTS", "host")
     recipe = load_recipe({"model": "pico", "data": {"train": "https://ada:${SERVICE_TOKEN}@host/a.jsonl"}})
     assert recipe.data.train.path == f"https://ada:{CANARY}@host/a.jsonl"
     # What was loaded is not refused when it is loaded again.
@@ -226,6 +227,7 @@ def command_lines() -> set[bytes]:
 def test_a_source_that_cannot_be_read_is_told_without_its_password(workspace, monkeypatch, tmp_path):
     password = "c4nary-in-a-url"
     monkeypatch.setenv("SERVICE_TOKEN", password)
+    monkeypatch.setenv("TUNEKIT_TRUSTED_HOSTS", "127.0.0.1")
     monkeypatch.chdir(workspace)
     source = "http://ada:${SERVICE_TOKEN}@127.0.0.1:9/a.jsonl"
     recipe = {"model": "model", "data": {"train": source}, "output": {"dir": str(tmp_path / "run")}}

@@ -19,6 +19,7 @@ from tunekit.data.chat import common_prefix_length
 from tunekit.data.formats import Format, Row, counted
 from tunekit.data.load import LoadedData
 from tunekit.data.mixture import Mixing, mix
+from tunekit.data.patience import template_in_time
 from tunekit.data.places import Places
 from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
 from tunekit.data.rows import Rows
@@ -261,7 +262,8 @@ def tokens_of(
         tools = json.loads(tools) if isinstance(tools, str) else tools
 
         def ids(messages: list[Row], **how: Any) -> Sequence[int]:
-            made = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
+            with template_in_time("a row"):
+                made = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
             found: Sequence[int] = made["input_ids"]
             return found
 

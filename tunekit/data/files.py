@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
 
 from tunekit.data.formats import counted, listed
 from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 
 class File(Protocol):
@@ -188,7 +191,9 @@ def open_parquet(file: File) -> Table:
     def read(wanted: Sequence[str]) -> Iterator[Record]:
         number = 0
         try:
-            for batch in pq.ParquetFile(file.open()).iter_batches(batch_size=1000, columns=list(wanted)):
+            parquet = pq.ParquetFile(file.open())
+            rows = _rows_at_once(parquet.metadata, wanted)
+            for batch in parquet.iter_batches(batch_size=rows, columns=list(wanted)):
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, without_nested_nulls(value))
@@ -198,6 +203,20 @@ def open_parquet(file: File) -> Table:
             ) from error
 
     return Table(columns=columns, read=read, unit="row")
+
+
+def _rows_at_once(metadata: Any, wanted: Sequence[str]) -> int:
+    """How many rows may be read together: a value that all rows have stands in the file once.
+
+    No value is larger than what its column takes in a group of rows.
+    """
+    largest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(column) for column in range(group.num_columns))
+        sizes = [one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted]
+        largest = max(largest, sum(sizes))
+    return int(min(1000, max(1, BATCH_BYTES // largest)))
 
 
 def open_arrow(file: File) -> Table:
@@ -297,6 +316,15 @@ OPENERS: dict[str, Callable[[File], Table]] = {
 }
 """How a file is read, by its kind."""
 
+MAX_LINE_BYTES = 2**27
+"""Longest line that is read, in bytes: a row of a few hundred million letters is none to train on."""
+
+FREE_BYTES, MAX_RATIO = 2**28, 200
+"""So many bytes any file may unpack to, and a larger one to so many times its size; text is packed 3 to 20 times."""
+
+BATCH_BYTES = 2**29
+"""Most bytes that rows of a Parquet file take which are read together."""
+
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 
@@ -370,12 +398,54 @@ def opened(file: File) -> BinaryIO:
         return file.open()
     import pyarrow as pa
 
-    return cast(BinaryIO, io.BufferedReader(pa.input_stream(file.open(), compression=compression)))
+    unpacked = pa.input_stream(file.open(), compression=compression)
+    return cast(BinaryIO, io.BufferedReader(_Unpacked(unpacked, file)))
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a compressed file, up to a limit: a small file can unpack to more than any memory or disk holds."""
+
+    def __init__(self, stream: Any, file: File) -> None:
+        self._stream, self._name = stream, file.name
+        self._left = max(FREE_BYTES, MAX_RATIO * _size_of(file))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer).cast("B")
+        part: bytes = self._stream.read(len(view))
+        view[: len(part)] = part
+        self._left -= len(part)
+        if self._left < 0:
+            raise DataError(
+                f"{self._name}: the file unpacks to more than {MAX_RATIO} times its size",
+                hint="unpack it yourself, and name what comes out, if that is right",
+            )
+        return len(part)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _size_of(file: File) -> int:
+    """The size of a file as it lies there; 0 where nobody says it."""
+    if isinstance(file, LocalFile):
+        return file.path.stat().st_size
+    return int(vars(file).get("size_bytes") or 0)
 
 
 def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    number = 0
     try:
-        yield from file
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{name}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes", hint="write one row a line"
+                )
+            yield line
     except OSError as error:
         raise DataError(f"{name}: the file cannot be read to its end ({_first_line(error)})") from error
 

@@ -14,6 +14,7 @@ from tunekit.data.encode import Encoder
 from tunekit.data.formats import Format, Row
 from tunekit.data.look import Column, FormatColumns, briefly
 from tunekit.data.measure import sample
+from tunekit.data.patience import template_in_time
 from tunekit.data.report import Sample
 from tunekit.data.rows import Rows, Skipped
 from tunekit.data.sequences import IGNORED
@@ -247,13 +248,14 @@ def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     if isinstance(row["prompt"], str):
         return list(tokenizer(row["prompt"])["input_ids"])
     tools = row.get("tools")
-    made = tokenizer.apply_chat_template(
-        row["prompt"],
-        tools=json.loads(tools) if isinstance(tools, str) else tools,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )
+    with template_in_time("a prompt"):
+        made = tokenizer.apply_chat_template(
+            row["prompt"],
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )
     return list(made["input_ids"])
 
 

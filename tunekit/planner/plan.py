@@ -29,6 +29,9 @@ LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 EXCHANGE_MARGIN_SECONDS = 60
 """How much longer than a run is watched an exchange waits."""
 
+MAX_DEPTH = 50
+"""Deepest nesting of what is read as a plan."""
+
 GIVEN = frozenset({"device", "model", "data", "mixture", "communication", "failures", "faster elsewhere"})
 """Topics of what was found and not decided."""
 
@@ -181,8 +184,13 @@ class Plan(Facts):
 
         Raises:
             PlanError: It sets a variable that no plan sets; some make a process run other code.
+            ValueError: It is none.
         """
-        plan = cls.model_validate({**yaml.load(text, LOADER), "recipe": recipe})
+        _check_depth(text)
+        values = yaml.load(text, LOADER)
+        if not isinstance(values, dict):
+            raise ValueError("a plan is a mapping")
+        plan = cls.model_validate({**values, "recipe": recipe})
         others = sorted(set(plan.environment) - VARIABLES)
         if others:
             raise PlanError(
@@ -329,3 +337,15 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows of words as lines with columns, the last of which is as long as it is."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _check_depth(text: str) -> None:
+    """Refuse a text that is nested deep: the loader in C calls itself for each level, and ends the program."""
+    depth = 0
+    for event in yaml.parse(text, LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")

@@ -19,6 +19,17 @@ from tunekit.redact import is_secret
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^}]*)\}?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+TRUSTED_HOSTS = "TUNEKIT_TRUSTED_HOSTS"
+"""Variable with the hosts, by commas, that may be sent what a recipe's URL takes from the environment."""
+
+SERVICES: dict[str, tuple[str, ...]] = {
+    "HF_TOKEN": ("huggingface.co", "hf.co"),
+    "HUGGING_FACE_HUB_TOKEN": ("huggingface.co", "hf.co"),
+}
+"""Variables of services, with the hosts that they are for."""
+
+_HOST = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(?:[^/?#]*@)?(\[[^\]]*\]|[^/?#:@]*)")
+_WHOLE = re.compile(r"\$\{[^}]*\}\Z")
 _MAY_BE_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*\Z|[^?#]*\?[^#]*\Z)")
 """What of a URL comes before its user and password, or in its query: no run writes these down."""
 
@@ -38,6 +49,20 @@ def escape_environment(value: Any) -> Any:
     if isinstance(value, list):
         return [escape_environment(item) for item in value]
     return value
+
+
+def _sent_to(text: str, name: str) -> str | None:
+    """The host that a URL sends a variable to, and that is not trusted with it; None where there is none."""
+    match = _HOST.match(text)
+    if match is None:
+        return None
+    scheme, host = match[1].lower(), match[2].lower()
+    if _WHOLE.match(match[2]) and not is_secret(match[2][2:-1]):
+        # The user's own: the recipe does not know it.
+        return None
+    trusted = {one.strip().lower() for one in os.environ.get(TRUSTED_HOSTS, "").split(",")}
+    of_service = scheme in ("https", "hf") and host in SERVICES.get(name, ())
+    return None if host in trusted or of_service else host
 
 
 class _Expansion:
@@ -82,6 +107,9 @@ class _Expansion:
                 self.refuse(key, f"the environment variable {name} is not set", f"export {name}=..., or write the path")
             elif is_secret(name) and not (key[0] == "data" and _MAY_BE_SECRET.match(text[: reference.start()])):
                 self.refuse(key, f"{reference[0]} holds a secret by its name, and a run writes this down", "rename it")
+            elif key[0] == "data" and (host := _sent_to(text, name)) is not None:
+                hint = f"if {host} is yours, export {TRUSTED_HOSTS}={host}; else take ${{{name}}} out"
+                self.refuse(key, f"{reference[0]} would be sent to {host}", hint)
             return os.environ.get(name, reference[0])
 
         return _REFERENCE.sub(fill, text)

@@ -2,12 +2,18 @@
 
 They are looked up when the recipe is loaded, so that a misspelt name costs no training. For that moment the working
 directory is searched as well, as it would be by `python -m`.
+
+`tunekit check` imports them, and reading rows calls them, before anybody has said that a recipe is to be trained. So
+they are the user's own: Python's library and installed packages hold functions that run what a row tells them to.
 """
 
 import difflib
 import importlib
+import importlib.util
+import os
 import pkgutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +22,11 @@ from typing import Any
 
 from tunekit.errors import RecipeError
 
+TRUSTED = "TUNEKIT_TRUSTED_MODULES"
+"""Variable with the installed packages, by commas, whose functions recipes may name."""
+
 _HINT = "write my_module:my_function"
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 def find_function(path: str) -> Callable[..., Any]:
@@ -37,8 +47,36 @@ def find_function(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]  # callable, as just seen
 
 
+def _check_own(name: str) -> None:
+    """Refuse a module that is neither the user's own nor said to be trusted.
+
+    Raises:
+        RecipeError: It is Python's, or of an installed package.
+    """
+    top = name.partition(".")[0]
+    if top == "__main__" or top in (one.strip() for one in os.environ.get(TRUSTED, "").split(",")):
+        return
+    try:
+        spec = importlib.util.find_spec(top)
+    except ValueError:
+        # It was made in this program, by no import.
+        return
+    if spec is None:
+        return
+    places = [Path(place) for place in (spec.origin, *(spec.submodule_search_locations or ())) if place is not None]
+    library = Path(sysconfig.get_path("stdlib"))
+    if spec.origin in ("built-in", "frozen") or any(
+        place.is_relative_to(library) or any(part in _INSTALLED for part in place.parts) for place in places
+    ):
+        raise RecipeError(
+            f"'{top}' is an installed module, and none of your own, whose functions a recipe may name",
+            hint=f"call it from a function in a module of your own, or export {TRUSTED}={top} if you trust the recipe",
+        )
+
+
 def _import(name: str) -> ModuleType:
     with _working_directory_importable():
+        _check_own(name)
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:

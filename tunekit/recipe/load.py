@@ -75,6 +75,9 @@ def reload_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     They are not looked up again: where the run is looked at, their module need not be.
     """
+    if not path.is_file():
+        what = "is no file" if path.exists() else "file not found"
+        raise RecipeError(f"{path}: {what}", hint="put it back from a copy")
     return _load(path, overrides, find_functions=False)[0]
 
 

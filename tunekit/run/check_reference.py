@@ -24,6 +24,7 @@ from tunekit.planner.reference import Reference
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, RLOOMethod
 from tunekit.run.prospects import begin_anew
 from tunekit.run.record import Record
+from tunekit.run.small import read_list
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> No
     file = record.run.path / NUMBERS
     if not file.is_file():
         return
-    earlier: list[float] = json.loads(file.read_text(encoding="utf-8"))
+    earlier: list[float] = read_list(file)
     off = found.per_token([now - then for now, then in zip(found.references, earlier, strict=True)])
     if not off <= tolerance:
         raise RunError(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from tunekit.errors import RunError
 from tunekit.run.checkpoint import CHECKPOINTS
 from tunekit.run.run import Run
+from tunekit.run.small import damaged, read_object
 
 CONTINUATION = "resume.json"
 """File of a run folder that says it."""
@@ -37,14 +38,16 @@ def read_continuation(run: Run) -> Continuation:
     """How a run was gone on with last; of one that never was, nothing.
 
     Raises:
-        RunError: It names something outside the run.
+        RunError: The file is damaged, or names something outside the run.
     """
     try:
-        said = json.loads((run.path / CONTINUATION).read_text(encoding="utf-8"))
+        said = read_object(run.path / CONTINUATION, hint="remove the file")
     except FileNotFoundError:
         return Continuation()
-    weights = said["weights"]
+    step, changes, weights = (said.get(name) for name in ("step", "changes", "weights"))
+    if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
+        raise damaged(run.path / CONTINUATION, "it is no continuation", "remove the file")
     checkpoints = (run.path / CHECKPOINTS).resolve()
     if weights is not None and not (run.path / weights).resolve().is_relative_to(checkpoints):
         raise RunError(f"{run.path / CONTINUATION}: {weights} is none of its checkpoints", hint="remove the file")
-    return Continuation(said["step"], tuple(said["changes"]), weights)
+    return Continuation(step, tuple(map(str, changes)), weights)

@@ -29,7 +29,7 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from tunekit.errors import RunError
+from tunekit.errors import DataError, RunError
 from tunekit.run.loaded import Loaded, end_tokens, longest_of
 from tunekit.run.prompts import prompt_ids
 
@@ -150,7 +150,7 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
             if not said:
                 raise HTTPException(400, "messages is empty")
             ids = prompt_ids(loaded.found, loaded.tokenizer, said, body.get("tools"))
-        except RunError as error:
+        except (DataError, RunError) as error:
             raise HTTPException(400, str(error)) from error
         except (KeyError, TypeError, ValueError, TemplateError) as error:
             raise HTTPException(400, f"messages are not of OpenAI's form: {error!r}") from error

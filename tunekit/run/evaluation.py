@@ -16,6 +16,7 @@ from tunekit.errors import RunError
 from tunekit.redact import without_secrets
 from tunekit.run.measures import number
 from tunekit.run.run import Run, find_run
+from tunekit.run.small import read_object
 
 FOLDER = "evaluations"
 """Folder of a run that holds them."""
@@ -173,8 +174,8 @@ def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
     read = []
     for path in (found.path / FOLDER).glob("[!.]*.json"):
         try:
-            made = Evaluation.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            made = Evaluation.from_dict(read_object(path))
+        except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{path} is no evaluation, or damaged", hint="delete it, and evaluate again") from error
         read.append(replace(made, path=str(path)))
     return sorted(read, key=lambda made: made.began)

@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RunError
+from tunekit.files import open_regular
 from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
@@ -60,6 +61,17 @@ PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "fa
 line for devices; the last three are final."""
 
 FINAL_PHASES = PHASES[-3:]
+
+FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
+    "phase": (("phase", str),),
+    "log": (("step", int),),
+    "eval": (("step", int),),
+    "sample": (("when", str), ("prompt", str), ("answer", str)),
+    "warning": (("message", str),),
+    "error": (("message", str),),
+    "ranks": (("step", int), ("ranks", list)),
+}
+"""Fields by type that events of a kind are read by in many places."""
 
 
 class EventLog:
@@ -98,27 +110,59 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     Raises:
         RunError: A line is damaged; it is named.
     """
-    if not path.exists():
+    try:
+        stream = open_regular(path)
+    except FileNotFoundError:
         return [], offset
-    with path.open("rb") as stream:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    with stream:
         stream.seek(offset)
         whole, newline, _ = stream.read().rpartition(b"\n")
     lines = whole.splitlines()
     try:
-        events = [json.loads(line) for line in lines]
+        events = [parse_event(line) for line in lines]
     except ValueError as error:
         raise _damaged(path, offset, lines) from error
     return events, offset + len(whole) + len(newline)
 
 
+def unreadable(path: Path, error: OSError) -> RunError:
+    """What to raise where the file of a run's events is none, or another user's."""
+    return RunError(f"{path} cannot be read: {error.strerror}", hint="put it back from a copy")
+
+
+def parse_event(line: bytes) -> Event:
+    """The event of a line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        event = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not is_event(event):
+        raise ValueError("it is no event")
+    return dict(event)
+
+
+def is_event(event: object) -> bool:
+    """Whether what a line says is an event, with what everything that reads events relies on."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    fields = FIELDS.get(event["event"], ())
+    return isinstance(event.get("time"), int | float) and all(isinstance(event.get(key), kind) for key, kind in fields)
+
+
 def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
     """What is said of lines behind a byte offset of which one at least is no JSON."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         number = stream.read(offset).count(b"\n")
     for line in lines:
         number += 1
         try:
-            json.loads(line)
+            parse_event(line)
         except ValueError as error:
             return RunError(f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back")
     raise AssertionError("all lines are JSON")

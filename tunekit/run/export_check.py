@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tunekit.data.patience import template_in_time
 from tunekit.errors import ModelError, TunekitError
 from tunekit.planner.states import Dtype
 from tunekit.recipe.model import ModelSection
@@ -207,7 +208,8 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, chat: bool) -> li
     chat = chat and tokenizer.chat_template is not None
     if chat:
         turn = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        with template_in_time("a prompt"):
+            prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
     ids: list[int] = tokenizer(prompt, add_special_tokens=not chat)["input_ids"]
     return ids
 
@@ -302,10 +304,11 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", conversation: list[dict[str,
     texts = [turn["content"] for turn in conversation]
     if tokenizer.chat_template is not None:
         try:
-            texts = [
-                tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generates)
-                for generates in (True, False)
-            ]
+            with template_in_time("a conversation"):
+                texts = [
+                    tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generates)
+                    for generates in (True, False)
+                ]
         except TemplateError as error:
             yield str(error)
     yield texts

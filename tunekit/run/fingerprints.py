@@ -27,6 +27,7 @@ from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import CompleteSource, DataSection, Recipe
 from tunekit.run.prepare import FILES
 from tunekit.run.run import Run
+from tunekit.run.small import read_list
 
 FINGERPRINTS = "fingerprints.json"
 """File of a run folder that holds them."""
@@ -70,10 +71,10 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
     """
     file = run.path / FINGERPRINTS
     try:
-        return [Fingerprint.model_validate(one) for one in json.loads(file.read_text(encoding="utf-8"))]
+        return [Fingerprint.model_validate(one) for one in read_list(file)]
     except FileNotFoundError:
         return []
-    except (json.JSONDecodeError, ValidationError, TypeError) as error:
+    except (RunError, ValidationError) as error:
         raise RunError(f"{file} is damaged", hint="restore it, or delete it: then nothing is compared") from error
 
 

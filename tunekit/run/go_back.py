@@ -16,6 +16,7 @@ from tunekit.recipe.schema import Recipe
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.record import Record
 from tunekit.run.run import Run
+from tunekit.run.small import read_plan
 
 EARLIER_PLAN = "plan_out_of_memory.yaml"
 """File of a run folder with the plan that memory did not suffice for, where another one was made for it."""
@@ -63,4 +64,4 @@ def _with_less(run: Run) -> Plan | None:
 
 
 def _read(path: Path, recipe: Recipe) -> Plan:
-    return Plan.from_yaml(path.read_text(encoding="utf-8"), recipe)
+    return read_plan(path, recipe)

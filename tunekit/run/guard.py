@@ -30,6 +30,7 @@ from tunekit.recipe.train import default_learning_rate
 from tunekit.run.exchange import any_of, of_all, same_everywhere
 from tunekit.run.record import Record
 from tunekit.run.rows import Rows
+from tunekit.run.small import read_list
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,10 +215,9 @@ def left_out(run_folder: Path) -> set[int]:
 
 def _read(run_folder: Path) -> list[dict[str, Any]]:
     try:
-        kept: list[dict[str, Any]] = json.loads((run_folder / LEFT_OUT).read_text(encoding="utf-8"))
+        return read_list(run_folder / LEFT_OUT)
     except FileNotFoundError:
         return []
-    return kept
 
 
 def _write(run_folder: Path, one: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from tunekit.run.alive import identity_of
 from tunekit.run.life import RANKS
 from tunekit.run.place import Place
 from tunekit.run.run import Run
+from tunekit.run.small import read_object
 
 BEAT_SECONDS = 1.0
 """How often they do."""
@@ -150,7 +151,7 @@ def beats_of(run: Run) -> list[Beat]:
     for file in (run.path / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            beats.append(Beat(**json.loads(file.read_text(encoding="utf-8"))))
+            beats.append(Beat(**read_object(file)))
     return sorted(beats, key=lambda beat: beat.rank)
 
 

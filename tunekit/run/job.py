@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from tunekit.run.events import FINAL_PHASES
+from tunekit.run.small import damaged, read_object
 
 JOB = "job.json"
 """Name of the file of a run folder that says which job it is."""
@@ -23,8 +24,13 @@ def write_job(folder: Path, job_id: str) -> None:
 
 def read_job(folder: Path) -> str | None:
     """Slurm's number of the job that a run is; None for one that is no job."""
-    path = folder / JOB
-    return str(json.loads(path.read_text(encoding="utf-8"))["id"]) if path.exists() else None
+    try:
+        job = read_object(folder / JOB)
+    except FileNotFoundError:
+        return None
+    if "id" not in job:
+        raise damaged(folder / JOB, "it has no id")
+    return str(job["id"])
 
 
 def state_of(job_id: str, phase: str) -> str:

@@ -23,7 +23,7 @@ from tunekit.run.events import Listener
 from tunekit.run.group import LAUNCHERS_OWN
 from tunekit.run.heart import forget_beats
 from tunekit.run.place import Place
-from tunekit.run.record import errors_of, forget_errors
+from tunekit.run.record import errors_of, forget_errors, told_if_gone
 from tunekit.run.run import SEEN_SECONDS, Run
 from tunekit.run.stop import forget_request
 from tunekit.run.worker import work
@@ -69,7 +69,8 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
     for name in [name for name in os.environ if name.startswith(LAUNCHERS_OWN)]:
         del os.environ[name]
     try:
-        work(run, listener if place.is_main else None, place)
+        with told_if_gone(run):
+            work(run, listener if place.is_main else None, place)
     except BaseException as error:
         told = errors_of(run)
         if told and told[0]["rank"] != place.rank:

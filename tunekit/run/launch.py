@@ -31,7 +31,7 @@ from tunekit.run.group import LOG, Group
 from tunekit.run.heart import Beat, forget_beats
 from tunekit.run.interrupt import Wishes
 from tunekit.run.place import Place
-from tunekit.run.record import SETTLE_SECONDS, Record, errors_of, forget_errors
+from tunekit.run.record import SETTLE_SECONDS, Record, errors_of, forget_errors, told_if_gone
 from tunekit.run.run import Run
 from tunekit.run.stop import Request, forget_request, requested, words_of
 from tunekit.run.watchdog import Pulse
@@ -54,6 +54,11 @@ def launch(run: Run, listener: Listener | None = None) -> None:
         TunekitError: Something that the user can mend went wrong, in any of the processes.
         Stopped: The run was asked to end before it was done.
     """
+    with told_if_gone(run):
+        _launch(run, listener)
+
+
+def _launch(run: Run, listener: Listener | None) -> None:
     begin(run)
     recipe, plan = run.recipe, run.plan
     forget_errors(run)
@@ -110,7 +115,8 @@ def supervise(
         TunekitError: Something that the user can mend went wrong, in any of the processes.
         Stopped: The run was asked to end before it was done.
     """
-    _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
+    with told_if_gone(run):
+        _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
 
 
 def in_notebook() -> bool:

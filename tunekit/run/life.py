@@ -1,7 +1,6 @@
 """Whether the processes of a run live, by what they left in its folder: seen from any terminal, on any host."""
 
 import contextlib
-import json
 import os
 import tempfile
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.run.alive import is_alive
+from tunekit.run.small import damaged, read_object
 
 RANKS = "ranks"
 """Folder of a run folder with what its processes say."""
@@ -49,8 +49,16 @@ def beats_in(folder: Path) -> list[dict[str, Any]]:
     for file in (folder / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            beats.append(json.loads(file.read_text(encoding="utf-8")))
+            beats.append(_beat(file))
     return beats
+
+
+def _beat(file: Path) -> dict[str, Any]:
+    beat = read_object(file)
+    for key in ("rank", "pid", "identity", "host", "at", "step", "time", "since"):
+        if key not in beat:
+            raise damaged(file, f"it has no {key}")
+    return beat
 
 
 def _silent_seconds(folder: Path, *patterns: str) -> float:

@@ -20,6 +20,7 @@ from tunekit.errors import RunError
 from tunekit.planner.facts import Facts
 from tunekit.probe.host import num_cores
 from tunekit.run.run import Run
+from tunekit.run.small import read_text
 
 MADE_WITH = "made_with.json"
 """File of a run folder that says it."""
@@ -69,8 +70,8 @@ def made_with(run: Run) -> MadeWith | None:
     if not file.is_file():
         return None
     try:
-        return MadeWith.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
+        return MadeWith.model_validate_json(read_text(file))
+    except (OSError, RunError, ValidationError) as error:
         raise RunError(f"{file} cannot be read", hint="it is damaged: delete it, or restore the folder") from error
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.patience import template_in_time
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -220,7 +222,8 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, 
 
     messages = [{"role": role, "content": content} for role, content in conversation]
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answers)
+        with template_in_time("a conversation"):
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answers)
     except TemplateError:
         return None
     return text

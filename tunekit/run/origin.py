@@ -33,6 +33,7 @@ from tunekit.recipe.section import Conflict
 from tunekit.run.names import called
 from tunekit.run.prospects import prospects
 from tunekit.run.run import Run, list_runs
+from tunekit.run.small import damaged, read_object
 
 CODE = "code.json"
 """File of a run folder with the SHA-256 of code that comes with its models, where they lie in folders."""
@@ -157,9 +158,12 @@ def check_run_code(run: Run) -> None:
     if base.trust_remote_code and (base.path, base.revision) != (asked.path, asked.revision):
         raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
     file = run.path / CODE
-    known: dict[str, dict[str, str]] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known = read_object(file) if file.exists() else {}
     for key, section in _trusted(run):
-        check_code(section, known.get(key, {}))
+        of_one = known.get(key, {})
+        if not isinstance(of_one, dict):
+            raise damaged(file, f"{key} is {of_one!r}")
+        check_code(section, of_one)
 
 
 def _trusted(run: Run) -> Iterator[tuple[str, ModelSection]]:

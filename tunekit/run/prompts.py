@@ -13,6 +13,7 @@ from tunekit.data.convert import asked_in
 from tunekit.data.files import OPENERS, Fault
 from tunekit.data.formats import BadRow, Row, counted
 from tunekit.data.messages import plain, with_system
+from tunekit.data.patience import template_in_time
 from tunekit.data.rows import RowStore, place
 from tunekit.data.sources import find_files
 from tunekit.errors import DataError, RunError
@@ -130,12 +131,13 @@ def prompt_ids(
     if tokenizer.chat_template is None:
         raise RunError(f"{found.name} has no chat template for a conversation", hint="write prompts as texts")
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in said],
-            tools=None if tools is None else list(tools),
-            add_generation_prompt=True,
-            tokenize=False,
-        )
+        with template_in_time("a conversation"):
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in said],
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=True,
+                tokenize=False,
+            )
     except TemplateError as error:
         raise RunError(
             f"the chat template of {found.name} refuses this conversation: {error}",

@@ -20,7 +20,8 @@ from operator import lt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunekit.run.events import Event
+from tunekit.files import open_regular
+from tunekit.run.events import Event, is_event, parse_event, unreadable
 
 MAX_POINTS = 2000
 """Points that are kept of a curve; a screen has about as many columns."""
@@ -30,6 +31,9 @@ MAX_TOLD = 200
 
 CHUNK_BYTES = 1 << 18
 """What is read at once: while it is taken in, nothing else of the process goes on."""
+
+MAX_LINE_BYTES = 1 << 24
+"""Longest line that is read as an event."""
 
 HEAD_BYTES = 256
 """Of the beginning of the file, by which another one in its place is told."""
@@ -230,11 +234,13 @@ class EventReader:
             max_bytes: About how much is read at most; what is left comes the next time.
         """
         try:
-            stream = self.path.open("rb")
+            stream = open_regular(self.path)
         except FileNotFoundError:
             was_there = self._seen is not None
             self._forget()
             return was_there
+        except OSError as error:
+            raise unreadable(self.path, error) from error
         with stream:
             status = os.fstat(stream.fileno())
             seen = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -286,6 +292,9 @@ class EventReader:
 
     def _take(self, piece: bytes) -> None:
         lines, newline, self._rest = (self._rest + piece).rpartition(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            # No event: what comes until the end of the line is none either, and is not kept.
+            self._rest = b"\0"
         if not newline:
             return
         for names, some in groupby(self._valid(lines), key=_measures_of):
@@ -321,7 +330,7 @@ class EventReader:
                 del self.answers[next(iter(self.answers))]
             return
         if kind == "ranks" and isinstance(event.get("step"), int):
-            peaks = [rank["peak_memory_bytes"] for rank in event["ranks"]]
+            peaks = [rank["peak_memory_bytes"] for rank in event["ranks"] if "peak_memory_bytes" in rank]
             measured = {"step": event["step"], "time": event["time"], "peak_memory_bytes": max(peaks, default=None)}
             self._add_values(tuple(measured), [event["step"]], [measured])
         if kind == "checkpoint" and isinstance(event.get("step"), int):
@@ -366,12 +375,14 @@ class EventReader:
 def last_events(path: Path) -> list[Event]:
     """The last events of a file, as many as end in its last `TAIL_BYTES`; of a file that is not there, none."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
             tail = stream.read(TAIL_BYTES)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise unreadable(path, error) from error
     lines = tail.split(b"\n")[:-1]
     if size > TAIL_BYTES:
         # Its beginning may lie before.
@@ -389,7 +400,7 @@ def _events(lines: bytes) -> Iterator[Event | None]:
     try:
         # Together they take half of the time. No text of theirs goes over the end of a line.
         found = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         found = []
     if len(found) == lines.count(b"\n") + 1:
         yield from map(_checked, found)
@@ -400,12 +411,11 @@ def _events(lines: bytes) -> Iterator[Event | None]:
 def _event(line: bytes) -> Event | None:
     """An event by its line; None where it is none."""
     try:
-        return _checked(json.loads(line))
+        return parse_event(line)
     except ValueError:
         return None
 
 
 def _checked(event: Any) -> Event | None:
     """What stood in a line as an event; None where it is none."""
-    is_one = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if is_one and isinstance(event.get("time"), int | float) else None
+    return event if is_event(event) else None

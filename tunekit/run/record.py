@@ -1,17 +1,21 @@
 """What a run says of itself: events and status, written by one of its processes for all."""
 
+import contextlib
 import json
 import shutil
 import time
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tunekit.errors import ExchangeError, TunekitError
+from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.redact import without_secrets
 from tunekit.run.events import EventLog, Listener
 from tunekit.run.place import Place
 from tunekit.run.room import with_room
 from tunekit.run.run import Run
+from tunekit.run.small import damaged, read_object
 
 ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
@@ -78,6 +82,22 @@ class Record:
         draft.replace(folder / f"rank-{self.place.rank}.json")
 
 
+@contextlib.contextmanager
+def told_if_gone(run: Run) -> Iterator[None]:
+    """Within it, files that cannot be read or written as the run's folder is gone are an error that says so.
+
+    Raises:
+        RunError: The folder is gone.
+    """
+    try:
+        yield
+    except OSError as error:
+        if (run.path / "status.json").exists():
+            raise
+        what = f"{run.path} is gone: it was deleted or moved while the run went on"
+        raise RunError(what, hint="train it again, and leave its folder until it has ended") from error
+
+
 def forget_errors(run: Run) -> None:
     """Take away what the processes of an earlier attempt had to say."""
     shutil.rmtree(run.path / ERRORS, ignore_errors=True)
@@ -94,5 +114,13 @@ def first_error_of(run: Run) -> dict[str, Any]:
 def errors_of(run: Run) -> list[dict[str, Any]]:
     """What the processes of a run that failed had to say: the earliest first, and last what only saw another end."""
     files = (run.path / ERRORS).glob("rank-*.json")
-    told: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    told = [_error(file) for file in files]
     return sorted(told, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))
+
+
+def _error(file: Path) -> dict[str, Any]:
+    words = read_object(file)
+    for key in ("rank", "time", "kind", "problem", "hint", "traceback"):
+        if key not in words:
+            raise damaged(file, f"it has no {key}")
+    return words

@@ -23,6 +23,7 @@ from tunekit.run.continuation import Continuation, read_continuation, write_cont
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.prospects import begin_anew
 from tunekit.run.run import Run
+from tunekit.run.small import read_plan, read_text
 from tunekit.run.whole import Found, named, newest_weights, steps_of
 
 LENGTH = ("train.max_steps", "train.num_epochs")
@@ -141,7 +142,7 @@ def carry_out(decision: Decision) -> tuple[str, ...]:
 def _replace(run: Run, decision: Decision) -> None:
     """Put the recipe and the plan in the place of the earlier ones, which are kept by a number."""
     texts = {"plan.yaml": decision.plan.to_yaml(), "recipe.yaml": dump_recipe(decision.recipe)}
-    earlier = {"plan.yaml": (run.path / "plan.yaml").read_text(encoding="utf-8")}
+    earlier = {"plan.yaml": read_text(run.path / "plan.yaml")}
     # Not by the text of the recipe: 32, where nobody asked for a number, is 32.0 when it is read.
     if run.recipe == decision.recipe == decision.before and earlier["plan.yaml"] == texts["plan.yaml"]:
         return
@@ -219,8 +220,7 @@ def recipe_of(run: Run, found: Found) -> Recipe:
 def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
     """The plan that a checkpoint was made by."""
     copy = found.path / "plan.yaml"
-    text = (copy if copy.is_file() else run.path / "plan.yaml").read_text(encoding="utf-8")
-    return Plan.from_yaml(text, recipe)
+    return read_plan(copy if copy.is_file() else run.path / "plan.yaml", recipe)
 
 
 def _another_run(run: Run, found: Found) -> str:

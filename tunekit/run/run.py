@@ -49,6 +49,7 @@ from tunekit.run.job import read_job, state_of
 from tunekit.run.life import DIED, beats_in, state_of_processes
 from tunekit.run.measures import judged_by, rows_of, words_of
 from tunekit.run.names import matching, stem_of
+from tunekit.run.small import damaged, read_list, read_object, read_plan
 
 if TYPE_CHECKING:
     import pandas
@@ -61,6 +62,18 @@ TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
 
 MAX_TAG_LETTERS = 40
+
+STATUS: dict[str, tuple[type, ...]] = {
+    "phase": (str,),
+    "step": (int,),
+    "num_steps": (int, type(None)),
+    "started": (int, float),
+    "pid": (int,),
+    "identity": (str, type(None)),
+    "host": (str,),
+    "exit_reason": (str, type(None)),
+}
+"""What every status holds, by type."""
 
 SEEN_SECONDS = 30
 """How long another machine has to see a new file of a run, which the file system of a network may show late."""
@@ -117,7 +130,7 @@ class Run:
     @property
     def plan(self) -> Plan:
         """How it was to be done."""
-        return Plan.from_yaml((self.path / "plan.yaml").read_text(encoding="utf-8"), self.recipe)
+        return read_plan(self.path / "plan.yaml", self.recipe)
 
     @property
     def model_path(self) -> Path:
@@ -131,10 +144,10 @@ class Run:
             RunError: The file that says so is damaged.
         """
         file = self.path / "status.json"
-        try:
-            status: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise RunError(f"{file} is damaged: {error}", hint="put it back from a copy") from error
+        status = read_object(file)
+        for key, kinds in STATUS.items():
+            if not isinstance(status.get(key), kinds):
+                raise damaged(file, f"{key} is {status[key]!r}" if key in status else f"it has no {key}")
         return status
 
     def update_status(self, **changes: Any) -> None:
@@ -145,10 +158,9 @@ class Run:
     def tags(self) -> list[str]:
         """Words that the user has given the run, in their order."""
         try:
-            tags: list[str] = json.loads((self.path / TAGS).read_text(encoding="utf-8"))
+            return [str(tag) for tag in read_list(self.path / TAGS)]
         except FileNotFoundError:
             return []
-        return tags
 
     def begin(self) -> None:
         """Say that the run starts, or goes on, and lives as long as this process."""

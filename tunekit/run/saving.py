@@ -36,6 +36,7 @@ from tunekit.errors import DiskError, RunError
 from tunekit.recipe.train import TrainSection
 from tunekit.run import fsdp2, zero
 from tunekit.run.checkpoint import (
+    CHECKPOINTS,
     COPIES,
     FORMAT,
     Best,
@@ -267,6 +268,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self._bytes is not None and free < self._bytes:
             saving.problem = "the disk is too full"
         else:
+            # Not the run's folder again, where somebody has deleted it.
+            (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
             made.mkdir(parents=True)
 
     def _add_own(self, saving: _Save) -> None:

@@ -12,6 +12,7 @@ from typing import Literal
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.run import Run
+from tunekit.run.small import damaged, parse_json, read_text
 
 REQUEST = "stop.json"
 """File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
@@ -63,10 +64,13 @@ def request(run: Run, *, now: bool, by: str = COMMAND, grace_seconds: float | No
 def requested(run: Run) -> Request | None:
     """What was asked of a run since it began or went on."""
     try:
-        text = (run.path / REQUEST).read_text(encoding="utf-8").strip()
+        text = read_text(run.path / REQUEST).strip()
     except FileNotFoundError:
         return None
-    return Request(**json.loads(text)) if text.endswith("}") else None
+    try:
+        return Request(**parse_json(text)) if text.endswith("}") else None
+    except (ValueError, TypeError) as error:
+        raise damaged(run.path / REQUEST, error, "delete it") from error
 
 
 def stop_wish(run: Run) -> Literal["after the step", "now"] | None:

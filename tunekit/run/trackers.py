@@ -22,6 +22,7 @@ from tunekit.errors import DependencyError, RunError
 from tunekit.recipe.schema import Tracker
 from tunekit.redact import redacted
 from tunekit.run.run import Run
+from tunekit.run.small import damaged, read_object
 
 TRACKERS = "trackers"
 """Folder of a run folder with the files of its trackers, and `log.txt`, what their libraries said."""
@@ -117,7 +118,12 @@ class Kept:
 def kept_of(run: Run, tracker: Tracker) -> Kept:
     """What is kept of a run for a tracker; nothing of one that it was not reported to yet."""
     path = _path_of(run, tracker)
-    return Kept(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else Kept()
+    try:
+        return Kept(**read_object(path))
+    except FileNotFoundError:
+        return Kept()
+    except TypeError as error:
+        raise damaged(path, error) from error
 
 
 def _path_of(run: Run, tracker: Tracker) -> Path:

@@ -22,6 +22,7 @@ from tunekit.run.origin import check_run_code
 from tunekit.run.prospects import prospects
 from tunekit.run.readable import check_readable
 from tunekit.run.run import Run, find_run
+from tunekit.run.small import read_plan
 from tunekit.run.whole import named, steps_of
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _checkpoint(run: Run, name: str) -> Trained:
     if (found.path / "recipe.yaml").is_file():
         recipe = reload_recipe(found.path / "recipe.yaml")
     text = run.path if not (found.path / "plan.yaml").is_file() else found.path
-    plan = Plan.from_yaml((text / "plan.yaml").read_text(encoding="utf-8"), recipe)
+    plan = read_plan(text / "plan.yaml", recipe)
     if not any(found.path.glob("*.safetensors")):
         raise RunError(
             f"{found.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}",

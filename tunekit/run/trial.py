@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tunekit.data.alignment import BARE_PROMPTS, are_bare
 from tunekit.data.formats import Row, counted
+from tunekit.data.patience import template_in_time
 from tunekit.data.rows import Rows
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
@@ -278,9 +279,10 @@ def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The tokens of a prompt, as TRL makes them."""
     if isinstance(row["prompt"], str):
         return list(tokenizer(row["prompt"])["input_ids"])
-    made = tokenizer.apply_chat_template(
-        row["prompt"], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
-    )
+    with template_in_time("a prompt"):
+        made = tokenizer.apply_chat_template(
+            row["prompt"], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
     return list(made["input_ids"])
 
 

@@ -11,6 +11,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.alignment import read_rows
+from tunekit.data.patience import template_in_time
 from tunekit.errors import DataWorkerError, ExchangeError, MemoryShortError, RunError, Stopped, TunekitError
 from tunekit.methods.reference import give_weights, settle_reference
 from tunekit.planner.isolation import VARLEN
@@ -359,7 +360,8 @@ def _sample(
         text = prompt
         if chat:
             turn = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+            with template_in_time("output.sample_prompts"):
+                text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(model.device)
         with torch.no_grad():
             output = model.generate(

@@ -26,6 +26,7 @@ from tunekit.errors import RunError, Stopped, TunekitError
 from tunekit.run.events import FINAL_PHASES, Event
 from tunekit.run.line import devices_of
 from tunekit.run.run import Run, set_tags
+from tunekit.run.small import read_object
 from tunekit.run.stop import COMMAND, EXIT_CODES, WHO, request
 from tunekit.run.stopping import stop_run
 from tunekit.sweeps.folder import FAILED, RECIPE, STOP, TO_DO, WAITING, Outcome, Sweep, Trial, find_sweep
@@ -318,8 +319,8 @@ class _Signals:
     def now(self) -> bool:
         """Whether runs are to end at once."""
         with contextlib.suppress(FileNotFoundError):
-            words = json.loads((self._sweep.path / STOP).read_text(encoding="utf-8"))
-            return self._again or bool(words["now"])
+            words = read_object(self._sweep.path / STOP)
+            return self._again or bool(words.get("now"))
         return self._again
 
     def wait(self, seconds: float) -> None:

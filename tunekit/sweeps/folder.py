@@ -33,6 +33,7 @@ from tunekit.run.inside import is_inside, is_name
 from tunekit.run.names import matching
 from tunekit.run.prospects import ENDED_EARLY
 from tunekit.run.run import MAX_TAG_LETTERS, RUNS, Run
+from tunekit.run.small import read_list, read_text
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span
 
@@ -169,12 +170,12 @@ class Sweep:
             RunError: The file that says so is damaged.
         """
         try:
-            words = yaml.safe_load((self.path / SPEC).read_text(encoding="utf-8"))
+            words = yaml.safe_load(read_text(self.path / SPEC))
             axes = {
                 key: read_span(key, a) or () if isinstance(a, str) else tuple(a) for key, a in words["axes"].items()
             }
             return Spec(**{**words, "axes": axes, "measure": Measure(**words["measure"])})
-        except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, yaml.YAMLError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise RunError(f"{self.path / SPEC} is damaged: {error}", hint="start the sweep anew") from error
 
     @property
@@ -189,8 +190,8 @@ class Sweep:
             RunError: The file that holds them is damaged.
         """
         try:
-            return [Trial(**words) for words in json.loads((self.path / TRIALS).read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError) as error:
+            return [Trial(**words) for words in read_list(self.path / TRIALS, "start the sweep anew")]
+        except (OSError, TypeError) as error:
             raise RunError(f"{self.path / TRIALS} is damaged: {error}", hint="start the sweep anew") from error
 
     def write(self, trial: Trial) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunekit.data.patience import template_in_time
 from tunekit.errors import ModelError
 from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.model.load import load_tokenizer
@@ -35,7 +36,8 @@ def reward_model(section: ModelReward) -> Judge:
         if isinstance(prompt, str):
             end = tokenizer.eos_token or ""  # TRL's RewardTrainer ends texts so
             return list(tokenizer((prompt + completion).removesuffix(end) + end)["input_ids"])
-        made = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
+        with template_in_time("an answer"):
+            made = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
         return list(made["input_ids"])
 
     def score(answers: Answers) -> list[float]:

@@ -1,0 +1,39 @@
+"""Files that somebody else may have made: opened only where they are files, and read only where they are small.
+
+A FIFO in the place of a file would be waited for without end, and a device or a huge file would fill the memory.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+MAX_BYTES = 64 * 2**20
+"""Largest small file, in bytes."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read its bytes.
+
+    Raises:
+        OSError: It is not there, cannot be read, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a small file.
+
+    Raises:
+        OSError: It is not there, cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
+    return content
