@@ -183,6 +183,14 @@ def test_the_suggested_change_does_fit():
     assert plan.memory.total_bytes < 24 * GIB
 
 
+@pytest.mark.parametrize(("name", "finds"), [("google/gemma-3-4b-it", True), ("google/gemma-3-1b-it", False)])
+def test_ddp_looks_for_what_text_does_not_reach_where_there_is_a_vision_tower(name, finds):
+    plan = resolve(recipe(), find_machine("8xh100").hardware(), known_model(name), ROWS)
+    assert (plan.layout.strategy, plan.ddp_find_unused_parameters) == ("ddp", finds)
+    (why,) = (reason.why for reason in plan.reasons if reason.topic == "layout")
+    assert ("text does not reach the vision tower" in why) == finds
+
+
 def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_where_all_are_used():
     device = H100.accelerators[0]
     busy = device.model_copy(update={"memory_free_bytes": 30 * GIB})

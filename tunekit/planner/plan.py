@@ -126,6 +126,8 @@ class Plan(Facts):
     """Whether each decoder layer is compiled."""
     fp8: bool = False
     """Whether products of linear layers have factors of 8 bits."""
+    ddp_find_unused_parameters: bool = False
+    """Whether DDP looks for trained parameters that a step does not reach: of a vision tower, which text does not."""
     padding_free: bool
     """Whether the rows of a micro-batch lie one behind the other, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool
