@@ -12,7 +12,7 @@ from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.isolation import FlashAttention
 from tunekit.planner.kernels import Kernels
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate, Part
+from tunekit.planner.memory import Confidence, MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
 from tunekit.planner.saving import Saving
@@ -53,6 +53,13 @@ tensor."""
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
 
+
+_BASIS: Mapping[Confidence, str] = {
+    "traced": "formulas within 3 % of traces of torch's modules",
+    "closed form": "formulas that no trace was compared with",
+    "outside the model": "formulas of a Llama of its sizes",
+}
+"""What figures of memory are, by their confidence."""
 
 VARIABLES = frozenset(
     {
@@ -158,6 +165,8 @@ class Plan(Facts):
     saving: Saving = Saving()
     """What is written to disk."""
     memory: MemoryEstimate
+    unchecked: str | None = None
+    """What lies outside of the range in which the formulas of memory were checked; None where nothing does."""
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
     speed: Speed | None = None
@@ -220,7 +229,15 @@ class Plan(Facts):
     @property
     def headline(self) -> str:
         """The choice in one sentence: what fits where, and how the work is spread."""
-        return f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+        chosen = f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+        return f"{chosen}; {self.unchecked}" if self.unchecked else chosen
+
+    @property
+    def memory_basis(self) -> str:
+        """What the figures of memory are: how they were checked, and on which side they err."""
+        if self.device.kind == "cuda" and self.kernels != "torch":
+            return f"{_BASIS[self.memory.confidence]}; an upper bound: {self.kernels}'s kernels keep less"
+        return _BASIS[self.memory.confidence]
 
     @property
     def model_words(self) -> str:
@@ -278,7 +295,7 @@ class Plan(Facts):
     def memory_line(self) -> str:
         """Predicted memory by part against the limit, in one line."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.memory_parts().items())
-        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} (estimate)"
+        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} ({self.memory_basis})"
         return f"{total}, {self.memory.peak_words}: {parts}"
 
     def memory_parts(self) -> dict[Part, int]:

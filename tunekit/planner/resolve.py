@@ -8,6 +8,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.attention import choose_attention, dense_reason, flash_attention_of, of_rows
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
+from tunekit.planner.checked import why_unchecked
 from tunekit.planner.checks import check_recipe, check_retry, choose_dtype
 from tunekit.planner.compiling import check_float8, choose_compile, compile_reasons
 from tunekit.planner.environment import (
@@ -161,6 +162,7 @@ def resolve(
         schedule=schedule,
         saving=saving,
         memory=found.memory,
+        unchecked=why_unchecked(model, recipe.data.max_length),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
