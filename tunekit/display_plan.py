@@ -137,6 +137,7 @@ class MemoryBar:
         table = _grid(2)
         where = f"{gib(memory.tensor_bytes)} of tensors, {memory.peak_words}"
         table.add_row("memory", Text.assemble(where, (f" ({memory.confidence})", "dim")))
+        table.add_row("", Text(self.plan.memory_basis, style="dim"))
         table.add_row("", _key(tensors, in_colour=in_colour))
         table.add_row("besides", _key(besides, in_colour=in_colour))
         for line in self.plan.elsewhere_lines():

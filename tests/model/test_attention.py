@@ -194,7 +194,7 @@ def test_what_it_is_not_it_says(given, said):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "qwen2_moe"])
 def test_a_run_proves_it_before_the_first_step(model_type, dtype):
     trainer = trainer_of(small_model(model_type, VARLEN).to(dtype))
     before = torch.get_rng_state()

@@ -14,6 +14,8 @@ from tunekit.errors import PlanError
 from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
 from tunekit.planner.machines import find_machine
 from tunekit.planner.resolve import resolve, setting_of
+from tunekit.probe.model import known_model
+from tunekit.recipe.parallel import ParallelSection
 from tunekit.recipe.train import Optim
 
 
@@ -63,6 +65,32 @@ def test_long_sequences_are_divided_where_each_part_keeps_a_device_busy():
     assert "ZeRO-3, Ulysses 8" in found
 
 
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("meta-llama/Llama-3.1-70B", "4x8xh100"),
+        ("meta-llama/Llama-3.1-8B", "8xa100-40gb"),
+        ("meta-llama/Llama-3.1-8B", "8xl40s"),
+    ],
+)
+def test_a_reference_that_fsdp2_gathers_whole_is_divided_by_zero_3_before_anything_leaves_the_devices(name, machine):
+    model, devices = known_model(name), find_machine(machine).hardware()
+    asked = recipe(method="dpo", adapter="full", train={"global_batch_size": 32})
+    plan = resolve(asked, devices, model, ROWS)
+    assert plan.layout.name == "ZeRO-3"
+    assert any(one.layout.strategy == "fsdp2" for one in plan.rejected)
+    parallel = {"strategy": "zero3", "offload_optimizer_device": "cpu"}
+    offloaded = resolve(asked.model_copy(update={"parallel": ParallelSection(**parallel)}), devices, model, ROWS)
+    assert plan.speed.tokens_per_second.low > offloaded.speed.tokens_per_second.low
+
+
+@pytest.mark.parametrize(
+    "sections", [{"adapter": "full"}, {"method": "dpo"}, {"method": "orpo", "adapter": "full"}, {"method": "grpo"}]
+)
+def test_without_a_second_model_zero_3_is_not_tried_where_fsdp2_does_the_same(sections):
+    assert "ZeRO-3" not in names("8xh100", **sections)
+
+
 def test_a_disk_is_used_where_one_is_named():
     found = names("h100", adapter="full", parallel={"nvme_path": "/nvme"})
     assert found[-1] == "ZeRO-3, NVMe offload"
@@ -110,7 +138,8 @@ REFUSED = {
     ),
     "qlora with fsdp2": (
         {"adapter": "qlora", "parallel": {"strategy": "fsdp2"}},
-        "FSDP2, full shard, no reshard: Accelerate does not shard the 4-bit weights of bitsandbytes; "
+        "FSDP2, full shard, no reshard: Accelerate shards 4-bit weights only where they are stored in a floating type "
+        "(bnb_4bit_quant_storage), and tunekit stores them in bytes; "
         "use ddp, or adapter.type=lora",
     ),
     "8-bit optimizer with fsdp2": (

@@ -183,6 +183,45 @@ def test_the_suggested_change_does_fit():
     assert plan.memory.total_bytes < 24 * GIB
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B", 8192, None),
+        ("meta-llama/Llama-3.1-8B", 16384, "rows of 16,384 tokens (checked: up to 8,192)"),
+        ("meta-llama/Llama-3.1-405B", 2048, "406 B parameters (checked: up to 70.6 B)"),
+    ],
+)
+def test_a_plan_outside_of_what_its_formulas_were_checked_on_says_so_in_its_first_line(name, length, words):
+    asked = recipe(data={"max_length": length})
+    plan = resolve(asked, find_machine("8xh200").hardware(), known_model(name), ROWS)
+    first, *_ = plan.explain().splitlines()
+    wanted = "" if words is None else f"; memory was not checked for {words}"
+    assert first == f"lora on some-model fits 8 x {plan.device.name}: {plan.layout_words}{wanted}"
+
+
+def test_a_type_that_was_never_traced_is_named_in_the_first_line_with_those_that_were():
+    model = LLAMA_1B.model_copy(update={"model_type": "falcon_h1"})
+    plan = resolve(recipe(), H100, model, ROWS)
+    assert "; memory was not checked for falcon_h1 (checked: deepseek_v3, gemma, " in plan.explain().splitlines()[0]
+    assert "(formulas of a Llama of its sizes; an upper bound: tunekit's kernels keep less)" in plan.memory_line()
+
+
+def test_the_figures_of_memory_say_on_which_side_they_err():
+    plan = resolve(recipe(model={"path": "m", "kernels": "torch"}), H100, LLAMA_1B, ROWS)
+    assert plan.memory_basis == "formulas within 3 % of traces of torch's modules"
+    assert resolve(recipe(), H100, LLAMA_1B, ROWS).memory_basis == f"{plan.memory_basis}; an upper bound: " + (
+        "tunekit's kernels keep less"
+    )
+
+
+@pytest.mark.parametrize(("name", "finds"), [("google/gemma-3-4b-it", True), ("google/gemma-3-1b-it", False)])
+def test_ddp_looks_for_what_text_does_not_reach_where_there_is_a_vision_tower(name, finds):
+    plan = resolve(recipe(), find_machine("8xh100").hardware(), known_model(name), ROWS)
+    assert (plan.layout.strategy, plan.ddp_find_unused_parameters) == ("ddp", finds)
+    (why,) = (reason.why for reason in plan.reasons if reason.topic == "layout")
+    assert ("text does not reach the vision tower" in why) == finds
+
+
 def test_a_busy_accelerator_is_left_out_where_one_is_enough_and_sets_the_limit_where_all_are_used():
     device = H100.accelerators[0]
     busy = device.model_copy(update={"memory_free_bytes": 30 * GIB})

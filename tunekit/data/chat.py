@@ -83,11 +83,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, last_only: bool = False) -> None:
         if tokenizer.chat_template is None:
-            raise DataError(
-                "the tokenizer has no chat template, so messages cannot become text",
-                hint="name a Jinja file in model.chat_template, start from a chat model, "
-                "or use rows of prompt and completion",
-            )
+            raise without_template()
         self._tokenizer = tokenizer
         self._last_only = last_only
         self._template: str = tokenizer.get_chat_template()
@@ -150,7 +146,7 @@ class ChatRenderer:
                     add_generation_prompt=add_generation_prompt,
                 )
         except (TemplateError, TypeError, OverflowError, MemoryError) as error:
-            raise _refusal(error, place) from error
+            raise refusal(error, place) from error
         return cast(str, rendered)
 
     def render(
@@ -343,7 +339,7 @@ class ChatRenderer:
                     **self._tokenizer.special_tokens_map,
                 )
         except (TemplateError, TypeError, OverflowError, MemoryError) as error:
-            raise _refusal(error, place) from error
+            raise refusal(error, place) from error
         return texts[0], ranges[0]
 
     def _by_windows(
@@ -510,7 +506,16 @@ def _rewritten(place: str, index: int) -> DataError:
     )
 
 
-def _refusal(error: Exception, place: str) -> DataError:
+def without_template() -> DataError:
+    """The error of conversations whose tokenizer has no chat template."""
+    return DataError(
+        "the tokenizer has no chat template, so messages cannot become text",
+        hint="name a Jinja file in model.chat_template, start from a chat model, or use rows of prompt and completion",
+    )
+
+
+def refusal(error: Exception, place: str) -> DataError:
+    """The error of a row that a chat template does not take."""
     from jinja2 import TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):

@@ -88,17 +88,19 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
 
 def candidates(setting: Setting) -> Iterator[Candidate]:
     """The layouts to try, the cheapest first, of those that the recipe allows."""
-    asked = setting.recipe.parallel
+    asked, passes = setting.recipe.parallel, setting.passes
+    divides_second = passes.keeps_reference or passes.teacher is not None
     for kind in KINDS:
         for candidate in kind(setting):
-            if _is_asked_for(asked, candidate.layout):
+            if _is_asked_for(asked, candidate.layout, divides_second=divides_second):
                 yield candidate
 
 
-def _is_asked_for(asked: ParallelSection, layout: Layout) -> bool:
+def _is_asked_for(asked: ParallelSection, layout: Layout, *, divides_second: bool) -> bool:
+    # FSDP2 does the same as a stage that nothing is added to; but a second model ZeRO-3 alone divides.
     adds_nothing = layout.offload_optimizer_device == "none" and layout.sp_size == 1
+    adds_nothing = adds_nothing and not (layout.strategy == "zero3" and divides_second)
     if asked.strategy == "auto" and layout.strategy.startswith("zero") and adds_nothing:
-        # FSDP2 does the same.
         return False
     if asked.reshard_after_forward != "auto" and layout.strategy != "fsdp2":
         return False
@@ -157,7 +159,7 @@ def _shard_sizes(setting: Setting, used: Spread) -> list[int]:
 
 
 def _zero(setting: Setting) -> Iterator[Candidate]:
-    """DeepSpeed's stages as they are, for those who ask for them."""
+    """DeepSpeed's stages as they are, for those who ask for them, or have a second model."""
     used = spread(setting)
     if not used or used.num_devices == 1:
         return
@@ -167,7 +169,12 @@ def _zero(setting: Setting) -> Iterator[Candidate]:
         ("zero3", "weights, gradients and optimizer states"),
     ):
         layout = Layout.model_validate({"strategy": strategy, "dp_shard_size": used.num_devices})
-        yield Candidate(layout, used.num_nodes, f"{what} are divided")
+        why = f"{what} are divided"
+        if strategy == "zero3" and setting.passes.teacher is not None:
+            why += ", and the teacher, which FSDP2 does not divide"
+        elif strategy == "zero3" and setting.passes.keeps_reference:
+            why += ", and the reference layer by layer, which FSDP2 gathers whole"
+        yield Candidate(layout, used.num_nodes, why)
 
 
 def _tensor_parallel(setting: Setting) -> Iterator[Candidate]:
@@ -277,8 +284,11 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
     if isinstance(recipe.adapter, QloraAdapter) and (
         layout.strategy in ("fsdp2", "zero3") or layout.offload_param_device != "none"
     ):
-        who = "Accelerate does not shard" if layout.strategy == "fsdp2" else "ZeRO-3 does not divide"
-        return Refusal(f"{who} the 4-bit weights of bitsandbytes", "use ddp, or adapter.type=lora")
+        why = "ZeRO-3 does not divide the 4-bit weights of bitsandbytes"
+        if layout.strategy == "fsdp2":
+            why = "Accelerate shards 4-bit weights only where they are stored in a floating type "
+            why += "(bnb_4bit_quant_storage), and tunekit stores them in bytes"
+        return Refusal(why, "use ddp, or adapter.type=lora")
     if layout.strategy == "fsdp2" and optim not in SHARDED_OPTIMS:
         return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
     if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:

@@ -12,7 +12,7 @@ from tunekit.planner.facts import DataFacts, Device, Facts
 from tunekit.planner.isolation import FlashAttention
 from tunekit.planner.kernels import Kernels
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate, Part
+from tunekit.planner.memory import Confidence, MemoryEstimate, Part
 from tunekit.planner.origin import Origin
 from tunekit.planner.reference import Reference
 from tunekit.planner.saving import Saving
@@ -56,6 +56,13 @@ tensor."""
 NO_TENSORS: frozenset[Part] = frozenset({"context", "reserve"})
 """Parts that torch does not count among its tensors."""
 
+
+_BASIS: Mapping[Confidence, str] = {
+    "traced": "formulas within 3 % of traces of torch's modules",
+    "closed form": "formulas that no trace was compared with",
+    "outside the model": "formulas of a Llama of its sizes",
+}
+"""What figures of memory are, by their confidence."""
 
 VARIABLES = frozenset(
     {
@@ -129,6 +136,8 @@ class Plan(Facts):
     """Whether each decoder layer is compiled."""
     fp8: bool = False
     """Whether products of linear layers have factors of 8 bits."""
+    ddp_find_unused_parameters: bool = False
+    """Whether DDP looks for trained parameters that a step does not reach: of a vision tower, which text does not."""
     padding_free: bool
     """Whether the rows of a micro-batch lie one behind the other, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool
@@ -159,6 +168,8 @@ class Plan(Facts):
     saving: Saving = Saving()
     """What is written to disk."""
     memory: MemoryEstimate
+    unchecked: str | None = None
+    """What lies outside of the range in which the formulas of memory were checked; None where nothing does."""
     memory_limit_bytes: int
     """What the plan allows itself to use of the device."""
     speed: Speed | None = None
@@ -226,7 +237,15 @@ class Plan(Facts):
     @property
     def headline(self) -> str:
         """The choice in one sentence: what fits where, and how the work is spread."""
-        return f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+        chosen = f"{self.recipe.adapter.type} on {self.model_words} fits {self.devices_words}: {self.layout_words}"
+        return f"{chosen}; {self.unchecked}" if self.unchecked else chosen
+
+    @property
+    def memory_basis(self) -> str:
+        """What the figures of memory are: how they were checked, and on which side they err."""
+        if self.device.kind == "cuda" and self.kernels != "torch":
+            return f"{_BASIS[self.memory.confidence]}; an upper bound: {self.kernels}'s kernels keep less"
+        return _BASIS[self.memory.confidence]
 
     @property
     def model_words(self) -> str:
@@ -284,7 +303,7 @@ class Plan(Facts):
     def memory_line(self) -> str:
         """Predicted memory by part against the limit, in one line."""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.memory_parts().items())
-        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} (estimate)"
+        total = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)} ({self.memory_basis})"
         return f"{total}, {self.memory.peak_words}: {parts}"
 
     def memory_parts(self) -> dict[Part, int]:

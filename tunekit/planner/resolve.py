@@ -8,6 +8,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.attention import choose_attention, dense_reason, flash_attention_of, of_rows
 from tunekit.planner.beyond import Beyond, beyond
 from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
+from tunekit.planner.checked import why_unchecked
 from tunekit.planner.checks import check_recipe, check_retry, choose_dtype
 from tunekit.planner.compiling import check_float8, choose_compile, compile_reasons
 from tunekit.planner.environment import (
@@ -141,6 +142,7 @@ def resolve(
         kernels=kernels,
         torch_compile=compiled,
         fp8=recipe.train.fp8,
+        ddp_find_unused_parameters=layout.strategy == "ddp" and model.num_vision_params > 0,
         padding_free=padding.is_free,
         gradient_checkpointing=found.gradient_checkpointing,
         micro_batch_size=found.micro_batch_size,
@@ -160,6 +162,7 @@ def resolve(
         schedule=schedule,
         saving=saving,
         memory=found.memory,
+        unchecked=why_unchecked(model, recipe.data.max_length),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
         reasons=(
@@ -271,6 +274,8 @@ class _Chosen:
             if setting.host_limit_bytes is None:
                 why += "; whether this machine has that much main memory is not known"
             why += "".join(f"; {instead}" for instead in _without_offload(setting))
+        if self.fit.layout.strategy == "ddp" and setting.model.num_vision_params:
+            why += "; DDP looks for what has no gradients, since text does not reach the vision tower"
         if self.fit.layout.sync_each_batch:
             why += "; gradients are summed in every micro-batch, since they would not fit undivided"
         return Reason(topic="layout", choice=self.fit.layout.name, why=why)

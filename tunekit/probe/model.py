@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunekit.errors import ModelError
 from tunekit.planner.architectures import tensors_of
@@ -81,6 +81,45 @@ def with_tokenizer(model: ModelSection) -> ModelSection:
     if origin is None or any((Path(origin.folder) / name).is_file() for name in TOKENIZER_FILES):
         return model
     return origin.base
+
+
+class Template(NamedTuple):
+    """The chat template of a tokenizer, and the special tokens that it writes."""
+
+    text: str | None
+    tokens: Mapping[str, str]
+
+
+def chat_template_of(model: ModelSection) -> Template | None:
+    """Return the chat template of a model as its tokenizer has it; None where none is at hand, or it is unclear.
+
+    Nothing is fetched and nothing heavy is loaded: these are small files beside the weights.
+    """
+    section = with_tokenizer(model)
+    folder: Path | None = Path(model_folder(section))
+    if folder is not None and not folder.is_dir():
+        folder = fetched_folder(section)
+    file = None if folder is None else folder / "tokenizer_config.json"
+    if folder is None or file is None or not file.is_file():
+        return None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
+    known = {name: token for name, token in tokens.items() if token is not None}
+    if model.chat_template is not None:
+        given = Path(model.chat_template)
+        return Template(given.read_text(encoding="utf-8"), known) if given.is_file() else None
+    if (folder / "chat_template.jinja").is_file():
+        return Template((folder / "chat_template.jinja").read_text(encoding="utf-8"), known)
+    stored = config.get("chat_template")
+    if stored is None and not _has_chat_template(folder) and not (folder / "additional_chat_templates").is_dir():
+        return Template(None, known)
+    return Template(stored, known) if isinstance(stored, str) else None
+
+
+def _token(value: Any) -> str | None:
+    """A special token as a tokenizer_config.json has it: its text, or a section with it."""
+    found = value.get("content") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else None
 
 
 def _probe(model: ModelSection) -> ModelFacts:

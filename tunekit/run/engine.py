@@ -55,7 +55,8 @@ def trainer_args(plan: Plan) -> dict[str, Any]:
     if layout.strategy == "single":
         return {}
     if layout.strategy == "ddp":
-        return {"ddp_find_unused_parameters": False, "ddp_timeout": plan.exchange_timeout_seconds}
+        unused = plan.ddp_find_unused_parameters
+        return {"ddp_find_unused_parameters": unused, "ddp_timeout": plan.exchange_timeout_seconds}
     if layout.tp_size > 1:
         return tensor_parallel.trainer_args(plan)
     if layout.strategy == "fsdp2":
@@ -90,6 +91,7 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
         zero.divide_every_epoch(trainer)
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.keep_losses_in_float32(trainer, plan)
+        fsdp2.name_layers(trainer)
 
 
 def _save_no_checkpoints(trainer: "Trainer") -> None:

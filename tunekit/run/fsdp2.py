@@ -84,6 +84,18 @@ def keep_losses_in_float32(trainer: "Trainer", plan: Plan) -> None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
 
+def name_layers(trainer: "Trainer") -> None:
+    """Tell Accelerate which layers to divide: of those that transformers names, the ones that the model has.
+
+    Accelerate refuses a name without a module (1.15, `fsdp2_prepare_auto_wrap_policy`), and transformers gathers the
+    names of all that a model might consist of: with Gemma 3's, those of SigLIP's text encoder, which is not in it.
+    """
+    model = trainer.model
+    present = {type(module).__name__ for module in model.modules()}
+    named = cast("Collection[str]", model._no_split_modules)
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+
+
 def gather_head(trainer: "Trainer") -> None:
     """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
 

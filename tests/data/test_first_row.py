@@ -1,0 +1,73 @@
+"""A check sees what training would refuse in the first row, and refuses nothing that transformers renders."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from jinja2 import TemplateError
+
+from tests.tiny import make_tokenizer, save_chats, save_tiny_model
+from tunekit import api
+from tunekit.data.first_row import check_first_rows
+from tunekit.data.load import LoadedData
+from tunekit.data.rows import Rows
+from tunekit.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first-row")
+    save_tiny_model(folder / "model")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(16)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "the tokenizer has no chat template, so messages cannot become text"),
+        (
+            "{% generation %}{% endgeneration %}{{ raise_exception('no ' + messages[0]['role']) }}",
+            "rows.jsonl:1: the chat template refuses the row: no user",
+        ),
+    ],
+)
+@pytest.mark.parametrize("call", [api.check, api.train], ids=["check", "train"])
+def test_the_first_row_is_refused_before_a_run_as_in_it(folder, tmp_path, call, template, words):
+    for file in (folder / "model").glob("chat_template*"):
+        file.unlink()
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "model")
+    recipe = {"model": str(folder / "model"), "data": {"train": str(folder / "rows.jsonl"), "max_length": 64}}
+    with pytest.raises(DataError, match=re.escape(words)):
+        call({**recipe, "output": {"dir": str(tmp_path / "run")}})
+
+
+TEMPLATES = sorted((Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates").glob("*.jinja"))
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+CONVERSATIONS = [
+    [USER, ANSWER],
+    [{"role": "system", "content": "s"}, USER, ANSWER],
+    [USER, USER, ANSWER],
+    [ANSWER, USER],
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda file: file.stem)
+def test_a_template_refuses_here_what_it_refuses_in_transformers(template):
+    tokenizer, text = make_tokenizer(), template.read_text()
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    for messages in CONVERSATIONS:
+        rows = Rows(format="messages", rows=[{"messages": messages}], source="rows.jsonl", numbers=[1])
+        try:
+            tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False, **tokens)
+        except TemplateError as error:
+            if type(error) is TemplateError:
+                with pytest.raises(DataError, match=re.escape(str(error))):
+                    check_first_rows(LoadedData((rows,), (), []), text, tokens)
+                continue
+        except TypeError:
+            pass
+        check_first_rows(LoadedData((rows,), (), []), text, tokens)
