@@ -309,3 +309,17 @@ def test_updates_of_different_types_are_refused():
     layers = [layer(40, 8)[0], layer(40, 8, adapters=torch.bfloat16)[0]]
     with pytest.raises(ValueError, match="one type"):
         lora_linears(torch.randn(5, NUM_INPUTS), layers)
+
+
+def test_an_output_may_be_changed_in_place_as_olmo_clips_its_projections():
+    torch.manual_seed(0)
+    layers, weights = zip(*(layer(num, 4) for num in (32, 16)), strict=True)
+    x = torch.randn(2, 5, NUM_INPUTS, requires_grad=True)
+    found, exact = leaves(x, layers), in_float64(x, layers, weights)
+    clipped = [y.clamp_(-4, 4) for y in lora_linears(x, layers)]
+    wanted = [y.clamp(-4, 4) for y in exact[1]]
+    assert all((one.abs() == 4).any() for one in clipped)
+    ours = torch.autograd.grad(sum(y.square().sum() for y in clipped), found)
+    theirs = torch.autograd.grad(sum(y.square().sum() for y in wanted), exact[0])
+    for one, other in zip([*clipped, *ours], [*wanted, *theirs], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)

@@ -198,6 +198,41 @@ def test_a_wrong_layer_is_found_by_the_proof(architecture, changes):
     assert ADD not in num_fused(report)
 
 
+def test_a_module_whose_proof_fails_stays_and_says_why():
+    def rule(module):
+        found = norm_rule(module)
+        return dataclasses.replace(found, trial=broken) if isinstance(found, Fusion) else found
+
+    def broken(*_):
+        raise ValueError("expected 3, got 2\nand more")
+
+    model = make_model("llama")
+    report = fuse(model, rules=(rule, gated_rule))
+    reasons = {line.module: line.reason for line in report.kept}
+    assert reasons["LlamaRMSNorm"] == "it could not be tried: ValueError: expected 3, got 2"
+    assert num_fused(report) == {SILU: 2}
+    assert not any(is_fused(module) for name, module in model.named_modules() if name.endswith("norm"))
+
+
+def test_a_model_whose_own_code_does_not_take_the_proofs_input_is_fused_but_for_that():
+    config = AutoConfig.for_model(
+        "jetmoe",
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=16,
+        num_local_experts=3,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    report = fuse(model)
+    reasons = {line.module: line.reason for line in report.kept}
+    assert reasons["JetMoeDecoderLayer"].startswith("it could not be tried: ValueError: not enough values to unpack")
+    ids = torch.arange(1, 12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 def test_unfusing_restores_the_model():
     model = make_model("qwen3")
     before, names = results(model, padded_batch()), list(model.state_dict())

@@ -158,6 +158,55 @@ def test_a_broken_model_folder_is_one_clear_line(name, model):
     assert str(caught.value) == "model.path: " + message.format(path=str(model))
 
 
+OTHERS = {
+    "mamba": (
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 71, "state_size": 8},
+        "the config.json of {path!r} (mamba) has no num_attention_heads or n_head or n_heads or num_heads or "
+        "attention_heads; tunekit plans decoders whose layers attend, by these numbers: use one",
+    ),
+    "bart": (
+        {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 71},
+        "{path!r} (bart) is configured as an encoder and a decoder, which tunekit does not train; "
+        "use a model that is a decoder alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_model_of_another_build_is_refused_for_what_it_is_and_not_as_incomplete(kind, model):
+    fields, message = OTHERS[kind]
+    config = {"architectures": [f"{kind.title()}ForCausalLM"], "model_type": kind, **fields}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        probe_model(ModelSection(path=str(model)))
+    assert str(caught.value) == "model.path: " + message.format(path=str(model))
+
+
+NAMED_OTHERWISE = {
+    "gpt_neo": {"num_layers": 3, "num_heads": 2, "attention_types": [[["global", "local", "global"], 1]]},
+    "xglm": {"d_model": 32, "num_layers": 3, "attention_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_OTHERWISE)
+def test_sizes_are_read_by_the_names_that_a_family_has_for_them(kind, model):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, **{"hidden_size": 32, **NAMED_OTHERWISE[kind]})
+    config.architectures = ["SomeForCausalLM"]
+    config.save_pretrained(model)
+    facts = probe_model(ModelSection(path=str(model)))
+    assert (facts.num_layers, facts.num_heads, facts.hidden_size) == (3, 2, 32)
+
+
+def test_a_width_for_each_layer_is_the_widest(model):
+    config = json.loads((model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    config |= {"model_type": "gemma3n_text", "intermediate_size": [64] * (layers - 1) + [96]}
+    (model / "config.json").write_text(json.dumps(config))
+    assert probe_model(ModelSection(path=str(model))).intermediate_size == 96
+
+
 def test_a_missing_folder_suggests_a_near_one(model):
     with pytest.raises(ModelError) as caught:
         probe_model(ModelSection(path=str(model.with_name("modle"))))

@@ -218,3 +218,11 @@ def test_fields_follow_the_rules_of_dataclasses(tmp_path: Path) -> None:
         "other": None,
     }
     assert fields["mode"].choices == ("a", "b")
+
+
+@pytest.mark.parametrize("name", ["eos_token", "pad_token"])
+def test_words_of_a_tokenizer_are_no_secrets_and_refused_for_what_they_are(name: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe({**SOURCE, "method": {"type": "sft", "trainer_args": {name: "<|im_end|>"}}})
+    assert "the tokenizer of the model has it" in str(refused.value)
+    assert "secret" not in str(refused.value)

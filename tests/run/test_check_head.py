@@ -21,6 +21,7 @@ from tests.tiny import make_tokenizer, save_chats
 from tunekit.errors import RunError
 from tunekit.methods.head import fused_heads, replace_heads
 from tunekit.run import check_head
+from tunekit.run.prepare import FILES
 from tunekit.run.run import Run
 
 SIZES = {
@@ -51,7 +52,17 @@ ORDINARY = {
 OTHERS = {
     "bert": {"is_decoder": True},
     "modernbert-decoder": {},
-    "inkling_text": {"logits_mup_width_multiplier": 3.0},
+    "inkling_text": {
+        "logits_mup_width_multiplier": 3.0,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 1,
+        "swa_head_dim": 16,
+        "rel_extent": 32,
+    },
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16},
     "llama4_text": {"num_local_experts": 2, "moe_layers": []},
     "rembert": {"is_decoder": True, "output_embedding_size": 24},
@@ -60,10 +71,13 @@ OTHERS = {
 
 WITH_TRLS = ["tunekit", "trl"]
 
+METHOD = SimpleNamespace(trainer_args={})
+PLAN = SimpleNamespace(dtype="float32", recipe=SimpleNamespace(data=SimpleNamespace(max_length=64), method=METHOD))
+
 
 def tiny(kind, dtype=torch.float32, **fields):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SIZES | {**ORDINARY, **OTHERS}[kind] | fields))
+    config = AutoConfig.for_model(kind, **(SIZES | {**ORDINARY, **OTHERS}.get(kind, {}) | fields))
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         # Logits of some units, as of a trained model.
@@ -124,6 +138,65 @@ def test_a_scale_that_is_a_tenth_off_is_found_in_bfloat16():
     assert "differ by up to" in why(trainer, "bfloat16")
 
 
+def routed(kind, scorer="tunekit", **fields):
+    """A trainer of a model whose routers' loss TRL has turned on, as it does by two fields of the configuration."""
+    trainer = with_head(tiny(kind, **fields), scorer, aux_loss_enabled=True, router_aux_loss_coef=0.01)
+    check_head._settle_routers(trainer, PLAN, 71)
+    return trainer
+
+
+GRANITE = {"mamba_n_heads": 4, "num_local_experts": 4, "shared_intermediate_size": 48, "layer_types": ["attention"] * 2}
+ROUTED = {
+    "mixtral": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "granitemoe": {"num_local_experts": 4},
+    "granitemoehybrid": GRANITE,
+    "phimoe": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_the_loss_of_routers_is_the_models_own(kind):
+    trainer = routed(kind, **ROUTED[kind])
+    assert why(trainer) is None and trainer.aux_loss_enabled
+    model = trainer.model.eval()
+    ids = torch.arange(1, 31).view(2, 15)
+    own = model(input_ids=ids, output_router_logits=True, use_cache=False).aux_loss
+    found = model(input_ids=ids, labels=ids, output_router_logits=True, fused_lm_head=True).aux_loss
+    assert own > 0
+    torch.testing.assert_close(found, own)
+
+
+def test_trls_head_is_left_where_it_does_not_know_how_many_experts_there_are():
+    trainer = routed("granitemoe", "trl", **ROUTED["granitemoe"])
+    (head,) = fused_heads(trainer)
+    assert "no `num_experts`" in check_head._why_not_trls(trainer, head)
+    head.scorer = "model"
+    ids = torch.arange(1, 31).view(2, 15)
+    assert trainer.model(input_ids=ids, labels=ids, output_router_logits=True, fused_lm_head=True).aux_loss > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("granitemoehybrid", GRANITE | {"num_local_experts": 0}), ("llama4_text", {})]
+)
+def test_a_model_without_a_loss_of_routers_has_none(kind, fields):
+    trainer = routed(kind, **fields)
+    assert not trainer.aux_loss_enabled and not trainer.router_aux_loss_coef
+
+
+def test_routers_whose_loss_is_another_have_the_models_own():
+    trainer = routed("doge", is_moe=True, num_experts=4, num_experts_per_tok=2)
+    assert "routers whose loss is not that of Mixtral's" in why(trainer)
+
+
+def test_a_loss_of_routers_that_is_asked_for_and_that_there_is_not_is_refused():
+    method = SimpleNamespace(trainer_args={"router_aux_loss_coef": 0.1})
+    plan = SimpleNamespace(recipe=SimpleNamespace(method=method))
+    trainer = with_head(tiny("llama4_text"), aux_loss_enabled=True)
+    with pytest.raises(RunError, match="Llama4ForCausalLM computes no loss of routers"):
+        check_head._settle_routers(trainer, plan, 71)
+
+
 def test_logits_that_are_not_numbers_are_left_to_the_guard():
     model = tiny("llama")
     model.get_output_embeddings().weight.data[3] = math.nan
@@ -147,7 +220,7 @@ def test_the_models_own_head_gives_its_loss_and_gradients(kind):
     labels = ids.clone()
     labels[:, :4] = labels[1] = -100
     plain, model = tiny(kind).eval(), tiny(kind).eval()
-    logits = plain(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    logits = plain(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     wanted = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / 50
     wanted.backward()
     trainer = with_head(model)
@@ -182,9 +255,6 @@ class Told:
 
     def write(self, event, **fields):
         self.events.append((event, fields))
-
-
-PLAN = SimpleNamespace(dtype="float32", recipe=SimpleNamespace(data=SimpleNamespace(max_length=64)))
 
 
 def test_the_run_says_that_the_models_own_logits_are_scored():
@@ -276,7 +346,7 @@ def mean_loss(folder, run):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     sums, num = 0.0, 0
-    for row in read_dataset(run.path / "data" / "train"):
+    for row in read_dataset(run.path / "data" / FILES["train"]):
         ids, labels = (torch.tensor(row[name])[None] for name in ("input_ids", "labels"))
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1].double()
@@ -292,7 +362,7 @@ def events(run, kind):
 @pytest.mark.parametrize("kernels", ["tunekit", "torch"])
 def test_the_first_loss_is_that_of_transformers(kernels, folder):
     run = Run(tunekit.train(recipe(folder, kernels, kernels)).path.resolve())
-    assert [event["head"] for event in events(run, "warning")] == ["model"]
+    assert [event["head"] for event in events(run, "warning") if "head" in event] == ["model"]
     assert events(run, "log")[0]["loss"] == pytest.approx(mean_loss(folder, run), abs=2e-5)
 
 
@@ -316,10 +386,14 @@ def test_pairs_are_scored_by_the_same_logits(folder):
     assert first["logps/chosen"] == pytest.approx(sum(found) / len(found), abs=1e-3)
 
 
+def scorers(trainer):
+    return [head.scorer for head in fused_heads(trainer)]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_several_processes_train_on_the_same_loss(strategy, folder):
     parallel = {"strategy": strategy, "num_processes": 2}
     path = made(recipe(folder, strategy, parallel=parallel))
-    assert work_in(path, 2, lambda trainer: [head.scorer for head in fused_heads(trainer)]) == [["model"]] * 2
+    assert work_in(path, 2, scorers) == [["model"]] * 2
     run = Run(path)
     assert events(run, "log")[0]["loss"] == pytest.approx(mean_loss(folder, run), abs=2e-5)

@@ -38,6 +38,7 @@ def canary(monkeypatch):
         ({"data": {"train": "s3://ada:pass:word@host/a.jsonl"}}, "data.train.path"),
         ({"data": {"train": ["a.jsonl", "https://u:geheim99@host/b.jsonl"]}}, "data.train[1].path"),
         ({"method": {"type": "sft", "trainer_args": {"hub_token": "whatever"}}}, "method.trainer_args.hub_token"),
+        ({"method": {"type": "sft", "trainer_args": {"eos_token": HUB}}}, "method.trainer_args.eos_token"),
         ({"output": {"sample_prompts": ["hi", f"my key is {CANARY}"]}}, "output.sample_prompts[1]"),
         ({"train": {"learning_rate": "AKIA" + "Q7" * 8}}, "train.learning_rate"),
         ({"model": {"path": "pico", "token": "ghp_" + "a" * 36}}, "model.token"),

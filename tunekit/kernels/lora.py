@@ -197,6 +197,8 @@ def _lora(x: Tensor, layers: Sequence[Linear], *, apart: bool) -> tuple[Tensor, 
         results: tuple[Tensor, ...] = _LoraLinears.apply(  # type: ignore[no-untyped-call]
             x.to(product_dtype), seed, constants, low_dtype, apart, *tensors
         )
+    # Made views here: of a view that an autograd function returns, nothing may be changed in place, as OLMo does.
+    results = tuple(rows.view(*x.shape[:-1], rows.shape[-1]) for rows in results)
     if not autocasts:
         return results
     # bitsandbytes gives its results the type of x, autocast or not.
@@ -238,8 +240,8 @@ class _LoraLinears(torch.autograd.Function):
             y = _base_product(rows, layer)
             if h is not None and layer.low is not None and not apart:
                 y = _add_product(y, h, layer.low.b.to(low_dtype).T, layer.low.scale)
-            outputs.append(y.view(*x.shape[:-1], y.shape[-1]))
-        parts = [h.view(*x.shape[:-1], h.shape[-1]) for h in hidden if h is not None] if apart else []
+            outputs.append(y)
+        parts = [h for h in hidden if h is not None] if apart else []
         ctx.save_for_backward(x if any(layer.low is not None for layer in layers) else None, seed, *hidden, *tensors)
         ctx.constants, ctx.low_dtype, ctx.apart = constants, low_dtype, apart
         ctx.x_shape, ctx.x_dtype, ctx.device = x.shape, x.dtype, x.device.type

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput
 
-from tunekit.errors import DependencyError, RunError
+from tunekit.errors import DependencyError
 from tunekit.kernels.cross_entropy import IGNORED, STATISTICS, Shape
 from tunekit.kernels.linear_ce import TokenScores, linear_ce, linear_logprob
 from tunekit.methods.own_logits import score_logits
@@ -259,7 +259,7 @@ def _score_by_weight(
             )
     if not kwargs.get("output_router_logits"):
         return scores, None
-    return scores, _balance(backbone.router_logits, bound["text_config"], kwargs.get("attention_mask"))
+    return scores, _balance(model, backbone.router_logits, bound["text_config"], kwargs.get("attention_mask"))
 
 
 def _score_by_model(
@@ -275,22 +275,28 @@ def _score_by_model(
         temperature=head.bound["temperature"],
         entropy_gradient=head.entropy_gradient,
     )
-    aux_loss = output.get("aux_loss")
-    if kwargs.get("output_router_logits") and aux_loss is None:
-        raise RunError(
-            f"{type(model).__name__} computes no loss of its routers",
-            hint="set method.trainer_args.router_aux_loss_coef=0.0",
-        )
-    return scores, aux_loss
+    return scores, output.get("aux_loss")
 
 
-def _balance(router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Any:
+def _balance(model: Any, router_logits: Any, text_config: Any, attention_mask: Tensor | None) -> Any:
     """The loss of routers, which is Mixtral's in each of their families."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     return load_balancing_loss_func(
-        router_logits, text_config.num_experts, text_config.num_experts_per_tok, attention_mask
+        router_logits, experts_of_layer(model, text_config), experts_of_token(model, text_config), attention_mask
     )
+
+
+def experts_of_layer(model: Any, text_config: Any) -> int:
+    """Experts of a layer, as the model's own forward pass has them: configurations have several names for them."""
+    number: int = vars(model).get("num_experts") or text_config.num_experts
+    return number
+
+
+def experts_of_token(model: Any, text_config: Any) -> int:
+    """Experts that a token goes through, likewise."""
+    number: int = vars(model).get("num_experts_per_tok") or text_config.num_experts_per_tok
+    return number
 
 
 def _whole(weight: Tensor) -> Tensor:

@@ -47,11 +47,8 @@ def score_logits(
             # A word that cannot be chosen adds nothing; 0 times -inf would be NaN.
             entropy = spread(-(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1))
     with torch.no_grad():
-        others = {
-            "log_sum_sq_probs": lambda: (2 * log_p).logsumexp(-1),
-            "mean_logits": lambda: z.mean(-1),
-            "is_top1": lambda: z.argmax(-1) == of_tokens,
-        }
-        columns = {name: spread(column()) if name in statistics else None for name, column in others.items()}
+        sums = spread((2 * log_p).logsumexp(-1)) if "log_sum_sq_probs" in statistics else None
+        means = spread(z.mean(-1)) if "mean_logits" in statistics else None
+        tops = spread(z.argmax(-1) == of_tokens) if "is_top1" in statistics else None
     log_probs = spread(log_p.gather(-1, of_tokens[:, None]).squeeze(-1))
-    return TokenScores(loss=None, log_probs=log_probs, entropy=entropy, **columns)
+    return TokenScores(None, log_probs, entropy, sums, means, tops)

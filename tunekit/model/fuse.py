@@ -64,7 +64,7 @@ class Line:
         num_modules: How many there are.
         example: Name of the first of them in the model.
         form: What they compute; None where no rule knows it.
-        reason: Why they stayed as they are; None where they are fused.
+        reason: Why they stayed as they are, also where their proof failed; None where they are fused.
         difference: What the proof found, as a share of a row's largest value; None where there was none.
     """
 
@@ -145,7 +145,7 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
     unfuse(model)
     first = next(model.parameters())
     named = dict(model.named_modules())
-    proofs: dict[Hashable, Difference] = {}
+    proofs: dict[Hashable, Difference | str] = {}
     found: dict[str, _Found] = {}
     for rule in RULES if rules is None else rules:
         for name, module in named.items():
@@ -170,7 +170,7 @@ class _Found:
 def _fuse_one(
     module: nn.Module,
     fusion: Fusion | Kept,
-    proofs: dict[Hashable, Difference],
+    proofs: dict[Hashable, Difference | str],
     device: torch.device,
     dtype: torch.dtype,
 ) -> _Found:
@@ -182,12 +182,23 @@ def _fuse_one(
         return _Found(fusion.form, obstacle, None)
     key = (type(module), fusion.forward, fusion.settings, fusion.sizes)
     if key not in proofs:
-        proofs[key] = prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
+        proofs[key] = _try(fusion, device, dtype)
     proof = proofs[key]
+    if isinstance(proof, str):
+        return _Found(fusion.form, proof, None)
     if not proof.is_rounding:
         return _Found(fusion.form, proof.words(), proof.share)
     replace(module, fusion)
     return _Found(fusion.form, None, proof.share)
+
+
+def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference | str:
+    """What the proof of a fusion found, or why there is none."""
+    try:
+        return prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
+    except Exception as error:  # noqa: BLE001  (a stand-in runs the model's own code, which may want another input)
+        first = next(iter(str(error).splitlines()), "")
+        return f"it could not be tried: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
 def _obstacle(module: nn.Module) -> str | None:

@@ -337,9 +337,9 @@ def _facts(
     text = text_config(complete(config) if known else config)
     hidden, heads = (
         _number(text, path, "hidden_size", "n_embd", "d_model"),
-        _number(text, path, "num_attention_heads", "n_head", "n_heads"),
+        _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     )
-    num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers")
+    num_layers = _number(text, path, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     shapes = {name: shape for name, (shape, _) in tensors.items() if _is_loaded(name, num_layers)}
     num_experts = num_experts_of(text)
     return ModelFacts(
@@ -382,14 +382,29 @@ def _is_loaded(name: str, num_layers: int) -> bool:
 
 
 def _mlp_width(config: Mapping[str, Any], hidden: int) -> int:
-    return int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden)
+    width = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    # Gemma 3n has one for each layer.
+    return max(map(int, width)) if isinstance(width, list) else int(width)
 
 
 def _number(config: Mapping[str, Any], path: str, *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])
-    raise ModelError(f"model.path: the config.json of {path!r} has no {names[0]}", hint="the folder may be incomplete")
+    kind = config.get("model_type")
+    if is_known(config):
+        raise ModelError(
+            f"model.path: the config.json of {path!r} has no {names[0]}", hint="the folder may be incomplete"
+        )
+    if "encoder_layers" in config or config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"model.path: {path!r} ({kind}) is configured as an encoder and a decoder, which tunekit does not train",
+            hint="use a model that is a decoder alone",
+        )
+    raise ModelError(
+        f"model.path: the config.json of {path!r} ({kind}) has no {' or '.join(names)}",
+        hint="tunekit plans decoders whose layers attend, by these numbers: use one",
+    )
 
 
 def _folder_tensors(folder: Path, path: str) -> dict[str, tuple[tuple[int, ...], str]]:

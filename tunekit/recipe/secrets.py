@@ -12,10 +12,11 @@ from tunekit.recipe.places import Key, Places, Problem
 from tunekit.redact import secret_in
 
 _NAME = re.compile(
-    r"(?:^|_)(?:(?:hub|auth|api|access|bearer|private|secret)_?(?:token|key)|token|passw(?:or)?d|secret|credentials?)$",
+    r"(?:^|_)(?:(?:hub|auth|api|access|bearer|private|secret)_?(?:token|key)"
+    r"|(?<!(?:bos|eos|pad|unk|sep|cls)_)(?<!mask_)token|passw(?:or)?d|secret|credentials?)$",
     re.IGNORECASE,
 )
-"""Names of fields that can hold nothing else than a secret."""
+"""Names of fields that can hold nothing else than a secret. A tokenizer's `eos_token` and its like are words."""
 
 _LOG_IN = "take it out, and give it by an environment variable or the provider's login, such as `hf auth login`"
 _IN_URL = "write ${NAME} in its place, and export NAME"

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import RunError
+from tunekit.planner.model_config import num_experts_of
 from tunekit.planner.plan import Plan
 from tunekit.run.record import Record
 
@@ -57,7 +58,11 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
         _check_distillation(trainer, plan, vocabulary)
         return
     heads = fused_heads(trainer)
-    why = _why_not_fused(trainer, trainer.model, heads[0].bound, plan, vocabulary) if heads else None
+    if not heads:
+        return
+    _settle_routers(trainer, plan, vocabulary)
+    why = _why_not_trls(trainer, heads[0])
+    why = why or _why_not_fused(trainer, trainer.model, heads[0].bound, plan, vocabulary)
     if why is None:
         return
     problem = f"{type(_language_model(trainer, trainer.model)).__name__} {why}"
@@ -71,6 +76,44 @@ def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: in
         "several times, beyond the plan's memory estimate",
         head="model",
     )
+
+
+def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
+    """Turn the loss of routers off for a model that computes none.
+
+    TRL goes by two fields of the configuration (trl 1.16, `aux_loss_enabled`), which dense models of a family with
+    experts have too (Granite 4), and models that balance their experts by other means (Llama 4).
+
+    Raises:
+        RunError: It is asked for.
+    """
+    if not vars(trainer).get("aux_loss_enabled"):
+        return
+    model = _language_model(trainer, trainer.model)
+    text_config = model.config.get_text_config()
+    if num_experts_of(text_config.to_dict()):
+        with _in_evaluation(trainer, trainer.model):
+            batch, _ = _rows(trainer, vocabulary)
+            output = trainer.model(**batch, use_cache=False, output_router_logits=True)
+        if output.get("aux_loss") is not None:
+            return
+    if plan.recipe.method.trainer_args.get("router_aux_loss_coef"):
+        raise RunError(
+            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no loss of routers",
+            hint="leave it out",
+        )
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
+    text_config.output_router_logits = False
+
+
+def _why_not_trls(trainer: Any, head: "Head") -> str | None:
+    """Why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
+    text_config = head.bound["text_config"]
+    if head.scorer != "trl" or not vars(trainer).get("aux_loss_enabled"):
+        return None
+    if "num_experts" in text_config.to_dict() or "num_experts" in text_config.attribute_map:
+        return None
+    return "has no `num_experts` in its configuration, by which TRL's head computes the loss of routers"
 
 
 def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
@@ -131,18 +174,23 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     """
     import torch
 
+    from tunekit.methods.head import experts_of_layer
     from tunekit.model.proof import ROUNDING
 
     model = _language_model(trainer, wrapped)
     why = _why_unknown(model)
     if why is not None:
         return why
+    routed = {"output_router_logits": True} if vars(trainer).get("aux_loss_enabled") else {}
     with _in_evaluation(trainer, wrapped):
         batch, labels = _rows(trainer, vocabulary)
-        logits = wrapped(**batch, use_cache=False).logits
+        output = wrapped(**batch, **routed, use_cache=False)
+        logits = output.logits
+        if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
+            return "has routers whose loss is not that of Mixtral's, which a fused head computes"
         try:
             with _hidden_states_checked(model):
-                scored = wrapped(**batch, labels=labels, use_cache=False, fused_lm_head=True)
+                scored = wrapped(**batch, **routed, labels=labels, use_cache=False, fused_lm_head=True)
         except _NotForHeadError as error:
             return str(error)
     dtype = getattr(torch, plan.dtype)
@@ -150,14 +198,24 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     allowed = ROUNDING[dtype] * eps
     own = (logits[:, :-1].float() / bound["temperature"])[scored.label_mask]
     share, nats = _difference(own, labels[:, 1:][scored.label_mask], scored.log_probs[scored.label_mask], eps)
-    found = torch.tensor([[share, nats]], dtype=torch.float32, device=trainer.accelerator.device)
-    share, nats = trainer.accelerator.gather(found).amax(0).tolist()
+    balance = abs(float(output.aux_loss) - float(scored.aux_loss)) / abs(float(output.aux_loss)) if routed else 0.0
+    found = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
+    share, nats, balance = trainer.accelerator.gather(found).amax(0).tolist()
+    if not balance <= allowed:
+        return (
+            f"computes another loss of its routers than Mixtral's, by {balance:.2g} of it (rounding is {allowed:.2g})"
+        )
     if share <= allowed:
         return None
     return (
         "computes other logits than its head's weight gives of its last hidden states: log-probabilities differ by up "
         f"to {nats:.2g} nats, {share:.2g} of the largest logit (rounding is {allowed:.2g})"
     )
+
+
+def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
+    """Whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
+    return bool(router_logits) and all(one.dim() == 2 and one.shape[-1] == num_experts for one in router_logits)
 
 
 def _difference(
