@@ -17,7 +17,7 @@ from tunekit.recipe.rewards import ExactMatchReward, FunctionReward, ModelReward
 JUDGE = {"type": "judge", "base_url": "http://x/v1", "model": "m", "instruction": "Be strict."}
 GIVEN: list[Any] = [
     "exact_match",
-    "os.path:join",
+    "tests.rows:row_for",
     {"type": "numeric_match", "tolerance": 0.1, "weight": 2.0},
     JUDGE,
     {"type": "reward_model", "model": "pico"},
@@ -37,10 +37,10 @@ def rewards_of(*overrides: str) -> list[Any]:
 def test_a_lone_word_is_a_reward_or_a_function() -> None:
     assert rewards_of()[:3] == [
         ExactMatchReward(),
-        FunctionReward(path="os.path:join"),
+        FunctionReward(path="tests.rows:row_for"),
         NumericMatchReward(tolerance=0.1, weight=2.0),
     ]
-    assert GRPOMethod(rewards=["exact_match", "os.path:join"]).rewards == rewards_of()[:2]  # type: ignore[list-item]
+    assert GRPOMethod(rewards=["exact_match", "tests.rows:row_for"]).rewards == rewards_of()[:2]  # type: ignore[list-item]
 
 
 def test_rewards_are_written_down_and_read_back(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_rewards_are_written_down_and_read_back(tmp_path: Path) -> None:
 def test_overrides_reach_into_the_list() -> None:
     assert rewards_of("method.rewards[2].tolerance=0.5")[2] == NumericMatchReward(tolerance=0.5, weight=2.0)
     assert rewards_of("method.rewards[2]=exact_match")[2] == ExactMatchReward()
-    assert rewards_of("method.rewards[0]=os.path:split")[0] == FunctionReward(path="os.path:split")
+    assert rewards_of("method.rewards[0]=tests.rows:save_rows")[0] == FunctionReward(path="tests.rows:save_rows")
     assert rewards_of("method.rewards=[exact_match,{type: numeric_match, weight: 3}]") == [
         ExactMatchReward(),
         NumericMatchReward(weight=3),
@@ -92,8 +92,8 @@ method:
     - score
     - {tolerance: 3}
     - 3
-    - os.path:joi
-    - {type: function, path: "os.path:joi"}
+    - tests.rows:row_fo
+    - {type: function, path: "tests.rows:row_fo"}
     - {type: regex, pattern: "(a"}
     - {type: exact_match, tolerance: 3}
     - {type: length, max_tokens: 8, free_tokens: 8}
@@ -112,8 +112,8 @@ did you mean 'numeric_match'?
 recipe.yaml:10:7: method.rewards[2]: must be module:function or one of {TYPES}, got 'score'; did you mean 'code'?
 recipe.yaml:11:7: method.rewards[3].type: is required, but missing; choose one of function, {TYPES}
 recipe.yaml:12:7: method.rewards[4]: must be a section (with type, path, weight, column, ...), got 3
-recipe.yaml:13:7: method.rewards[5]: the module 'os.path' has no function 'joi'; did you mean 'join'?
-recipe.yaml:14:30: method.rewards[6].path: the module 'os.path' has no function 'joi'; did you mean 'join'?
+recipe.yaml:13:7: method.rewards[5]: the module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
+recipe.yaml:14:30: method.rewards[6].path: the module 'tests.rows' has no function 'row_fo'; did you mean 'row_for'?
 recipe.yaml:15:30: method.rewards[7].pattern: is no regular expression: missing ), unterminated subpattern at position 0
 recipe.yaml:16:27: method.rewards[8].tolerance: method.rewards[8].type=exact_match has no 'tolerance'; \
 it goes with method.rewards[8].type=numeric_match
