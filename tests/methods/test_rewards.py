@@ -561,10 +561,11 @@ def test_a_row_without_what_a_reward_reads_is_named_before_training(reward: Any,
 
 
 def test_rewards_that_read_no_column_look_at_no_row() -> None:
-    check_rows(sections("repetition", "os.path:join"), [rows({"prompt": "a"})])
+    check_rows(sections("repetition", "tests.rows:row_for"), [rows({"prompt": "a"})])
 
 
-def test_rewards_have_names_of_their_own_in_the_metrics() -> None:
+def test_rewards_have_names_of_their_own_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEKIT_TRUSTED_MODULES", "os, posixpath")
     named = sections("exact_match", "os.path:join", "math", "posixpath:join", "exact_match", "os.path:split")
     assert reward_names(named) == ["exact_match_1", "os.path:join", "math", "posixpath:join", "exact_match_2", "split"]
 

@@ -108,6 +108,21 @@ def test_names_in_nested_functions_and_properties_count():
     assert "two" in names_used(Some)
 
 
+def test_a_wrapper_that_somebody_put_there_counts_with_what_it_wraps():
+    def wrapped(method):
+        def wrapper(self):
+            return method(self)
+
+        return wrapper
+
+    class Some:
+        def one(self):
+            return self.two
+
+    Some.one = wrapped(Some.one)
+    assert "two" in names_used(Some)
+
+
 def test_a_run_with_a_renamed_sampler_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     save_tiny_model(tmp_path / "model")
     recipe = {

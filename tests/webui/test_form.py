@@ -16,7 +16,7 @@ from webui.form import EVERYDAY, faults_by_entry, name_of
 from webui.site import Site
 
 REWARDS = {
-    "function": {"path": "os.path:join"},
+    "function": {"path": "tests.rows:row_for"},
     "regex": {"pattern": "a"},
     "json_schema": {"path": "schema.json"},
     "length": {"max_tokens": 20, "free_tokens": 10},
@@ -35,7 +35,7 @@ FITTING: dict[str, Any] = {
     "method.trainer_args": {"adam_beta1": 0.8, "lr_scheduler_kwargs": {"a": [1]}}, "method.num_generations": 4,
     "method.epsilon_high": 5.0, "method.loss_weights": [0.25, 2.0], "method.rewards.free_tokens": 4,
     "method.rewards.max_tokens": 12, "method.rewards.pattern": "[a-z]+: \\d", "method.rewards.column": "other",
-    "method.rewards.path": "os.path:split", "method.generation.stop": ["\n\n", "END"],
+    "method.rewards.path": "tests.rows:save_rows", "method.generation.stop": ["\n\n", "END"],
     "method.label_smoothing": 0.25, "train.num_epochs": 2.5, "train.max_steps": 7, "train.learning_rate": 3e-5,
     "train.metric_for_best_model": "eval_x", "train.retry_out_of_memory": True, "train.global_batch_size": 32,
     "output.report_to": ["wandb", "mlflow"],
@@ -97,7 +97,7 @@ def other_value(entry: tunekit.Entry) -> Any:
         return int(value) if entry.kind == "int" else float(value) + (0.5 if high is None else 0)
     if entry.kind == "list":
         return ["hinge", "sft"] if entry.item_kind == "choice" else ["a: b", "c"]
-    return "dict" if entry.kind == "mapping" else "os.path:split" if entry.is_open else "some text: #1"
+    return "dict" if entry.kind == "mapping" else "tests.rows:save_rows" if entry.is_open else "some text: #1"
 
 
 def beside(text: str, entry: tunekit.Entry, method: str) -> str:

@@ -7,6 +7,7 @@ restored. So each name has to be there, take the arguments that it took, and be 
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.metadata import version
@@ -160,17 +161,37 @@ def field_problems(wanted: Mapping[str, str]) -> Iterator[Renamed]:
 
 
 def names_used(cls: type) -> set[str]:
-    """Return the names of attributes, and of globals, in the code of a class and of those that it builds on."""
-    functions = (_code(value) for base in cls.__mro__ for value in vars(base).values())
-    return {name for code in functions if code is not None for name in _names(code)}
+    """Return the names of attributes, and of globals, in the code of a class and of those that it builds on.
+
+    A wrapper counts with what it wraps: somebody else may have put it there.
+    """
+    values = [value for base in cls.__mro__ for value in vars(base).values()]
+    return {name for function in _functions(values) for name in _names(function.__code__)}
 
 
-def _code(value: Any) -> CodeType | None:
-    function = value.fget if isinstance(value, property) else inspect.unwrap(value) if callable(value) else value
-    return function.__code__ if isinstance(function, FunctionType) else None
+def _functions(values: Iterable[Any]) -> list[FunctionType]:
+    """Return the functions among values, those of properties, and those that wrappers hold."""
+    waiting, found = list(values), dict[int, FunctionType]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, property):
+            waiting.append(value.fget)
+        elif isinstance(value, staticmethod | classmethod):
+            waiting.append(value.__func__)
+        elif isinstance(value, FunctionType) and id(value) not in found:
+            found[id(value)] = value
+            waiting.extend(_held(value))
+    return list(found.values())
 
 
-def _names(code: CodeType) -> Iterable[str]:
+def _held(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # A cell is empty until the name that it holds is assigned.
+        with suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
