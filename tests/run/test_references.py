@@ -208,10 +208,10 @@ def steps_and_passes(asked):
 def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model, adapter, here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = recipe(model, adapter, method=BEFOREHAND)
-    # Step 0 is looked at in two passes, of two rows.
+    # Step 0 is looked at in two passes, of two rows, and the head in two more.
     first, computed = steps_and_passes(asked)
     again, found = steps_and_passes(asked)
-    assert (computed, found) == (2 + 2, 2)
+    assert (computed, found) == (2 + 4, 4)
     losses = [[event["loss"] for event in logged(run)] for run in (first, again)]
     assert losses[0] == losses[1]
     assert losses[0] == pytest.approx(
@@ -219,10 +219,10 @@ def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model
     )
     rows = (here / "pairs.jsonl").read_text()
     (here / "changed.jsonl").write_text(rows.replace("double 7", "double 9"))
-    assert steps_and_passes({**asked, "data": {**asked["data"], "train": "changed.jsonl"}})[1] == 4
+    assert steps_and_passes({**asked, "data": {**asked["data"], "train": "changed.jsonl"}})[1] == 6
     save_tiny_model(tmp_path / "model", seed=1)
     others = str(tmp_path / "model") if model == "model" else str(changed(here / model, tmp_path / "adapter"))
-    assert steps_and_passes({**asked, "model": others})[1] == 4
+    assert steps_and_passes({**asked, "model": others})[1] == 6
 
 
 def changed(adapter: Path, to: Path) -> Path:

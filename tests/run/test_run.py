@@ -349,7 +349,7 @@ def test_a_half_written_event_is_left_for_the_next_read(tmp_path):
     events, offset = read_events(log.path)
     assert [(event["step"], event["loss"]) for event in events] == [(1, "nan")]
     with log.path.open("a") as stream:
-        stream.write('g", "step": 2}\n')
+        stream.write('g", "time": 0, "step": 2}\n')
     more, end = read_events(log.path, offset)
     assert [event["step"] for event in more] == [2]
     assert read_events(log.path, end) == ([], end)
@@ -360,7 +360,7 @@ def test_a_damaged_event_is_named_by_its_line(tmp_path):
     log.write("log", step=1)
     offset = read_events(log.path)[1]
     with log.path.open("ab") as stream:
-        stream.write(b'{"event": "log", "step": 2}\n\0\0\0\n{"event": "log", "step": 3}\n')
+        stream.write(b'{"event": "log", "time": 0, "step": 2}\n\0\0\0\n{"event": "log", "time": 0, "step": 3}\n')
     for start in (0, offset):
         with pytest.raises(
             RunError, match=r"events\.jsonl:3: the line is damaged: .*; delete it, or put the file back"

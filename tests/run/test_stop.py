@@ -3,12 +3,14 @@
 What a stopped run has when it is gone on with is compared with a run that nothing happened to.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -23,7 +25,7 @@ from tunekit import api
 from tunekit.errors import RunError, Stopped
 from tunekit.run.alive import identity_of
 from tunekit.run.checkpoint import newest_complete
-from tunekit.run.heart import beats_of
+from tunekit.run.heart import Beat, beats_of
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
 from tunekit.run.stop import EXIT_CODES, forget_request, requested
@@ -400,5 +402,6 @@ def test_a_run_on_another_host_has_died_when_it_gave_no_sign_for_long(folder, mo
     assert run.state == "died"
     # One of its processes still does.
     (run.path / "ranks").mkdir()
-    (run.path / "ranks" / "rank-1.json").write_text('{"host": "elsewhere"}')
+    beat = Beat(rank=1, pid=1, identity="it", host="elsewhere", time=now, step=1, at="forward", since=now)
+    (run.path / "ranks" / "rank-1.json").write_text(json.dumps(asdict(beat)))
     assert run.state == "training"

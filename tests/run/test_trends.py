@@ -148,7 +148,8 @@ def test_a_reward_for_length_makes_answers_run_away(here):
 
 
 def test_a_learning_rate_that_is_far_too_high_loses_the_reference_and_what_to_try(here):
-    found = warned(trained("prompts", grpo("chance", beta=0.001), 0.1, "full"))
+    # With a rate of 0.1 the entropy may end on either side of its limit, by the rounding of the processor.
+    found = warned(trained("prompts", grpo("chance", beta=0.001), 1.0, "full"))
     assert {"kl_explodes", "entropy_collapses"} <= found
     assert "loss_rises" in warned(trained("chats", "sft", 2.0, "full"))
 

@@ -29,7 +29,9 @@ def ended(sweep, number, changes, losses):
     sweep.write(trial)
     folder = sweep.run_path(trial)
     folder.mkdir(parents=True)
-    status = {"phase": "finished", "step": len(losses) - 1, "num_steps": len(losses) - 1}
+    steps = len(losses) - 1
+    status = {"phase": "finished", "step": steps, "num_steps": steps, "started": 0.0, "pid": 1, "identity": None}
+    status |= {"host": "here", "exit_reason": "finished"}
     (folder / "status.json").write_text(json.dumps(status), encoding="utf-8")
     lines = [{"event": "eval", "time": 0, "step": step, "eval_loss": loss} for step, loss in enumerate(losses)]
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
