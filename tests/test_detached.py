@@ -62,7 +62,7 @@ def test_a_mapping_and_a_loaded_recipe_start_as_their_file_does(workspace):
 
 def test_a_run_goes_on_when_its_starter_is_killed(workspace, tmp_path):
     # It does not come to its end before.
-    hold = Hold(tmp_path / "hold", "/log.txt")
+    hold = Hold(tmp_path / "hold", "/stacks/rank-0.txt")
     program = "import tunekit; print(tunekit.start('mine.yaml', ['train.max_steps=30']).path, flush=True); input()"
     starter = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -120,7 +120,7 @@ def test_a_run_that_was_stopped_goes_on_detached(workspace, tmp_path, monkeypatc
     tunekit.stop(run)
     step = run.status()["step"]
     assert run.state == "interrupted" and 0 < step < 100_000
-    hold = Hold(tmp_path / "hold", "/log.txt")
+    hold = Hold(tmp_path / "hold", "/stacks/rank-0.txt")
     with monkeypatch.context() as environment:
         environment.setenv("PYTHONPATH", hold.environment()["PYTHONPATH"])
         again = tunekit.start_resume(run, [f"train.max_steps={step + 5}"])

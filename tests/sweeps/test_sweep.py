@@ -48,6 +48,8 @@ def workspace(tmp_path_factory):
     (folder / "mine.yaml").write_text(RECIPE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        # Its runs wait in a line, in which those of other tests are not.
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         # However long the last checkpoint of a run takes, it is waited for.
         patch.setattr("tunekit.run.stopping.LEAST_SECONDS", LIMIT_SECONDS)
         yield folder
@@ -200,7 +202,7 @@ def test_a_sweep_is_conducted_by_one_process(resumed):
 def test_optuna_chooses_three_and_a_run_that_somebody_ends_is_left_for_later(workspace, tmp_path, monkeypatch):
     told = []
     # The second never comes to its end by itself.
-    monkeypatch.setenv("PYTHONPATH", Hold(tmp_path / "hold", "-02/log.txt").environment()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", Hold(tmp_path / "hold", "-02/stacks/rank-0.txt").environment()["PYTHONPATH"])
 
     def end_the_second(event):
         told.append(event)
