@@ -390,6 +390,7 @@ def scorers(trainer):
     return [head.scorer for head in fused_heads(trainer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_several_processes_train_on_the_same_loss(strategy, folder):
     parallel = {"strategy": strategy, "num_processes": 2}
