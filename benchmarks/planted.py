@@ -13,7 +13,6 @@ import os
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import venv
@@ -25,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+import psutil
 import yaml
 
 from tests.tiers import UNKNOWN_SECONDS
@@ -83,7 +83,6 @@ for line in sys.stdin:
             status = pytest.main(asked["args"], plugins=[AsGiven(asked["args"])])
         sys.stdout.flush()
         os._exit(status)
-    print(child, flush=True)
     os.waitpid(child, 0)
     print("done", flush=True)
 """
@@ -267,7 +266,6 @@ class Copy:
         self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
         self._forking: subprocess.Popen[bytes] | None = None
-        self._child: int | None = None
         for name in tracked_files():
             to = self.root / name
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -301,11 +299,18 @@ class Copy:
 
     def close(self) -> None:
         """End what runs here, and the process that it was forked from."""
-        if self._child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child, signal.SIGKILL)
         if self._forking is not None:
             self._forking.kill()
+        self._end_what_is_left()
+
+    def _end_what_is_left(self) -> None:
+        """End what was started by the copy's own Python. Some of it may be in sessions of its own."""
+        own = None if self._forking is None else self._forking.pid
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or [""]
+            if process.pid != own and words[0].startswith(f"{self._venv}{os.sep}"):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
     def listed(self, command: Sequence[str]) -> list[str] | None:
         """The lines with tests that a Python command prints; None where it fails."""
@@ -377,11 +382,8 @@ class Copy:
         assert forking.stdin is not None and forking.stdout is not None
         printed.write_text("", encoding="utf-8")
         forking.stdin.write(json.dumps({"args": args, "output": str(printed)}).encode() + b"\n")
-        self._child = child = int(_line_of(forking.stdout))
         hung = not select.select([forking.stdout], [], [], limit_seconds)[0]
-        # What a test has left is ended as well.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
+        self._end_what_is_left()
         _line_of(forking.stdout)
         return printed.read_text(encoding="utf-8", errors="replace"), hung
 
