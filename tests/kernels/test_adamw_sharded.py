@@ -54,6 +54,7 @@ def sharded(dtype, states):
     return results
 
 
+@pytest.mark.slow
 def test_parts_in_float32_are_those_of_the_whole():
     model = model_of(torch.float32)
     optimizer = AdamW(model.parameters(), **OPTIONS, states="float32", seed=4)

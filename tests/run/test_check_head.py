@@ -305,6 +305,7 @@ def found_in_one(kind):
     return why(trainer)
 
 
+@pytest.mark.slow
 def test_all_processes_find_what_one_of_them_finds():
     first, second = in_processes(2, found_in_one, "granite")
     assert first is not None and second == first

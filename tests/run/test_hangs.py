@@ -203,6 +203,7 @@ def stacks_of(run, rank):
     return (run.path / "stacks" / f"rank-{rank}.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_with_the_place_and_the_stacks_of_all(here):
     error, run = end_of("sleep", "sleep")
     assert isinstance(error, StandstillError)
@@ -214,6 +215,7 @@ def test_a_rank_that_stands_still_is_named_with_the_place_and_the_stacks_of_all(
     assert run.state == "failed" and "rank 1 stood still" in run.status()["exit_reason"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(here):
     error, run = end_of("stop", "stop")
     assert isinstance(error, StandstillError)
@@ -234,6 +236,7 @@ def test_a_rank_that_ends_without_a_word_is_named_and_not_those_that_lost_it(her
     assert "waited" not in told["problem"], "it sees that the other is gone before its own limit"
 
 
+@pytest.mark.slow
 def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(here, monkeypatch):
     # Both end by themselves.
     monkeypatch.setattr("tunekit.run.launch.SETTLE_SECONDS", LIMIT_SECONDS)
@@ -243,6 +246,7 @@ def test_the_first_error_is_shown_though_those_that_it_hit_were_heard_of_first(h
     assert "rank 1:\nTraceback" in str(error) and "what went wrong first" in str(error)
 
 
+@pytest.mark.slow
 def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     error, _ = end_of("row-kill", "row kill", num_workers=1)
     assert isinstance(error, DataWorkerError)
@@ -250,6 +254,7 @@ def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     assert "main memory" in error.hint
 
 
+@pytest.mark.slow
 def test_a_process_that_makes_no_rows_any_more_is_told_with_its_stack(here):
     error, run = end_of("row-sleep", "row sleep", num_workers=1)
     assert isinstance(error, StandstillError)

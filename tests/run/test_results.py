@@ -95,6 +95,7 @@ def tunekit_base_logits(model_folder, ids):
         return LlamaForCausalLM.from_pretrained(model_folder).eval()(torch.tensor([ids])).logits[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_evaluation_does_not_change_training(kind, model_folder, data, tmp_path):
     """On some processors bitsandbytes repacks 4-bit weights in the first evaluation; gradients are wrong after it."""

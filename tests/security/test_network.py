@@ -66,6 +66,7 @@ def test_reports_are_off_also_where_the_library_was_there_before(watched):
     assert connections(file) == []
 
 
+@pytest.mark.slow
 def test_a_run_makes_no_connection(watched, tmp_path):
     environment, file = watched
     save_tiny_model(tmp_path / "model", hidden=16, layers=1)
