@@ -254,6 +254,19 @@ def test_a_killed_process_that_makes_rows_is_told_without_a_traceback(here):
     assert "main memory" in error.hint
 
 
+def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_with_another_error(here, monkeypatch):
+    def lose_the_others(*_):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+
+    def hear_of_the_child(*_):
+        raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
+
+    monkeypatch.setattr("tunekit.run.worker._load_train_save", lose_the_others)
+    monkeypatch.setattr("tunekit.run.worker.exchange_problem", hear_of_the_child)
+    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+        worker.work(api.make_run("double.yaml", ["output.name=both", "parallel={}"]))
+
+
 @pytest.mark.slow
 def test_a_process_that_makes_no_rows_any_more_is_told_with_its_stack(here):
     error, run = end_of("row-sleep", "row sleep", num_workers=1)

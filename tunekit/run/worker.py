@@ -131,10 +131,22 @@ def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised
 def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     os.environ.update(plan.environment)
     from tunekit.run.callback import Watch
+
+    watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
+    try:
+        return _work_watched(run, record, watch, wishes, recipe, plan)
+    except RuntimeError as error:
+        # torch raises it wherever the signal of the child reaches this process, also while another error is told.
+        lost = data_worker_problem(error, record.place)
+        if lost is None:
+            raise
+        raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
+
+
+def _work_watched(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
-    watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
         if record.place.is_main:
             hold_room(run)
@@ -149,11 +161,8 @@ def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
-        lost = data_worker_problem(error, record.place)
-        if lost is not None:
-            raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
         problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
-        if problem is None:
+        if problem is None or data_worker_problem(error, record.place) is not None:
             raise
         hint = f"what the others did last stands in {run.path / 'log*.txt'}"
         raise ExchangeError(f"{_where(run, watch, 'after')}: {problem}{gone_words(run)}", hint=hint) from error
