@@ -16,7 +16,7 @@ import pytest
 
 DURATIONS = Path(__file__).with_name("durations.json")
 
-UNKNOWN_SECONDS = 20.0
+UNKNOWN_SECONDS = 60.0
 """What a test file without a recorded duration is counted as."""
 
 
