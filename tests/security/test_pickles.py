@@ -1,7 +1,10 @@
 """No pickle runs anything: not in a checkpoint, a model, an adapter or rows, by whatever way it is come upon."""
 
 import json
+import os
+import pickle
 import shutil
+import signal
 
 import pytest
 import torch
@@ -278,3 +281,19 @@ def test_a_folder_with_a_loading_script_is_not_run(workspace, tmp_path, sentinel
     (tmp_path / "owned" / "owned.py").write_text(script)
     with pytest.raises(DataError, match="owned"):
         api.check(recipe_for(workspace, data={"train": "owned"}))
+
+
+def test_of_what_pythons_getattr_gives_only_members_of_enums_are_opened():
+    """Python 3.11.2 writes a member of an enum as `getattr(enum, name)`."""
+    from tunekit.run.pickles import _member
+
+    assert _member(signal.Signals, "SIGHUP") is signal.SIGHUP
+    for kind, name in (
+        (os, "system"),
+        (signal.Signals, "mro"),
+        (signal.Signals, "__class__"),
+        (str, "join"),
+        (3, "real"),
+    ):
+        with pytest.raises(pickle.UnpicklingError):
+            _member(kind, name)

@@ -12,6 +12,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,8 +106,19 @@ def _known_classes(*, deepspeed: bool) -> Iterator[None]:
         from deepspeed.utils.tensor_fragment import fragment_address
 
         classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-    with arrays(), safe_globals(classes):
+    with arrays(), safe_globals([*classes, (_member, "builtins.getattr")]):
         yield
+
+
+def _member(kind: object, name: object) -> Enum:
+    """Return a member of an enum, which Python 3.11.2 writes as `getattr(enum, name)`; nothing else is looked up.
+
+    Raises:
+        pickle.UnpicklingError: It is asked of something else, or for something else.
+    """
+    if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("GLOBAL builtins.getattr")
 
 
 @contextmanager
@@ -130,6 +142,8 @@ class _TableUnpickler(pickle.Unpickler):
         """What a pickle may name."""
         import torch
 
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in _TABLE_CLASSES.get(module, ()) or (
             module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         ):
