@@ -4,10 +4,11 @@ A FIFO in the place of a file would be waited for without end, and a device or a
 """
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MAX_BYTES = 64 * 2**20
 """Largest small file, in bytes."""
@@ -37,3 +38,15 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        ValueError: It is no JSON text, or is nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import RunError
-from tunekit.files import open_regular
+from tunekit.files import open_regular, parse_json
 from tunekit.redact import without_secrets
 
 Event = dict[str, Any]
@@ -138,10 +138,7 @@ def parse_event(line: bytes) -> Event:
     Raises:
         ValueError: It is none.
     """
-    try:
-        event = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    event = parse_json(line)
     if not is_event(event):
         raise ValueError("it is no event")
     return dict(event)

@@ -3,14 +3,13 @@
 A file is read only if it is one, up to a size, and what it holds is checked before anything relies on it.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tunekit.errors import RunError, TunekitError
-from tunekit.files import read_regular
+from tunekit.files import parse_json, read_regular
 from tunekit.planner.plan import Plan
 from tunekit.recipe.schema import Recipe
 
@@ -87,18 +86,6 @@ def _read_json(path: Path, hint: str) -> Any:
         return parse_json(read_text(path))
     except ValueError as error:
         raise damaged(path, error, hint) from error
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text says.
-
-    Raises:
-        ValueError: It is no JSON text, or is nested too deep.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
 
 
 def _kind(value: object) -> str:

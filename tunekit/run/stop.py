@@ -9,10 +9,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from tunekit.files import parse_json
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.events import FINAL_PHASES
 from tunekit.run.run import Run
-from tunekit.run.small import damaged, parse_json, read_text
+from tunekit.run.small import damaged, read_text
 
 REQUEST = "stop.json"
 """File of a run folder in which somebody asks it to end, from any terminal and any host that sees the folder."""
