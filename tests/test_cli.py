@@ -113,6 +113,7 @@ def test_train_keeps_the_libraries_words_out_of_the_terminal(workspace):
         assert noise not in answer.stdout
 
 
+@pytest.mark.slow
 def test_training_again_makes_another_run(trained, workspace):
     answer = tunekit(workspace, "train", "double.yaml", "train.max_steps=1")
     assert answer.returncode == 0, answer.stderr

@@ -108,6 +108,17 @@ def test_a_run_that_cannot_be_started_says_so_as_the_command_line_does(workspace
     assert not Path("runs").exists()
 
 
+def test_a_hub_that_cannot_be_reached_is_told_in_the_same_words_with_detach(workspace):
+    command = [sys.executable, "-m", "tunekit", "train", "mine.yaml", "model.path=Qwen/Qwen3-0.6B"]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    plain, detached = (
+        subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=offline)
+        for options in ([], ["--detach"])
+    )
+    assert (plain.returncode, detached.returncode) == (2, 2)
+    assert "the hub cannot be reached" in detached.stderr and detached.stderr == plain.stderr
+
+
 def test_a_detached_run_is_stopped_in_its_first_moment_and_at_any_other(workspace):
     run = tunekit.start("mine.yaml", ["train.max_steps=100000"])
     assert "interrupted" in tunekit.stop(run)

@@ -39,6 +39,14 @@ def plans():
     }
 
 
+def test_what_vllm_takes_is_drawn_without_colours():
+    plan = planned("Qwen/Qwen3-0.6B", "h100", method={"type": "grpo", "generation": {"use_vllm": True}})
+    assert "vllm" in plan.memory.parts
+    drawn = io.StringIO()
+    Console(file=drawn, width=120, color_system=None).print(plan_view(plan))
+    assert f"v vllm {gib(plan.memory.parts['vllm'])}" in drawn.getvalue()
+
+
 @pytest.fixture(scope="module")
 def refused():
     """The refusals of a machine that is too small, and of one that cannot train at all."""

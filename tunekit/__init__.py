@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from tunekit.run.export import Export, export
     from tunekit.run.generate import Generated, generate
     from tunekit.run.kept import Checkpoint, checkpoints
-    from tunekit.run.measures import judged_by
+    from tunekit.run.measures import direction_of, judged_by
     from tunekit.run.origin import check_text
     from tunekit.run.reader import EventReader, Series, last_events
     from tunekit.run.report import report
@@ -123,6 +123,7 @@ __all__ = [
     "delete_run",
     "devices",
     "diagnose_run",
+    "direction_of",
     "edit_text",
     "effects_of",
     "evaluate",
@@ -218,6 +219,7 @@ _HOMES = {
     "delete_run": "tunekit.run.deleting",
     "devices": "tunekit.accelerators",
     "diagnose_run": "tunekit.run.diagnosis",
+    "direction_of": "tunekit.run.measures",
     "edit_text": "tunekit.recipe.rewrite",
     "effects_of": "tunekit.run.effects",
     "evaluate": "tunekit.run.evaluate",

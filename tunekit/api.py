@@ -6,7 +6,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.first_row import check_first_rows
 from tunekit.data.load import LoadedData, load_data
 from tunekit.data.prepare import Progress
 from tunekit.data.preview import DataPreview
@@ -20,7 +19,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.storage import check_disk
 from tunekit.planner.variants import Largest, Variant, Variants, combinations
 from tunekit.probe.hardware import probe_hardware
-from tunekit.probe.model import chat_template_of, probe_model
+from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.recipe.model import ModelSection
@@ -174,9 +173,6 @@ def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
     _check_disk(planned)
     data = lookup.data(recipe)
     _check_rewards(recipe, data)
-    template = chat_template_of(recipe.model)
-    if template is not None:
-        check_first_rows(data, *template)
     return planned, data.notes
 
 

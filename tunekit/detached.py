@@ -18,9 +18,8 @@ from typing import IO, Any
 
 import yaml
 
-from tunekit import errors
 from tunekit.accelerators import visible_to
-from tunekit.errors import RunError, Stopped, TunekitError
+from tunekit.errors import RunError, Stopped, TunekitError, from_words
 from tunekit.recipe.rewrite import short_recipe
 from tunekit.recipe.schema import Recipe
 from tunekit.run.events import Event, Listener
@@ -126,8 +125,7 @@ def _run_of(line: str, console: IO[bytes]) -> Run:
     told = json.loads(line)
     if "run" in told:
         return Run(told["run"])
-    kind: type[TunekitError] = vars(errors)[told["kind"]]
-    raise kind(told["problem"], hint=told["hint"], changes=told.get("changes", ()))
+    raise from_words(told)
 
 
 def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:
@@ -167,12 +165,11 @@ class Announcer:
 
     def refuse(self, error: TunekitError) -> None:
         """Tell that there is no run."""
-        words = {"kind": type(error).__name__, "problem": error.problem, "hint": error.hint}
-        self._tell({**words, "changes": error.changes})
+        self._tell(error.to_words())
 
     def stopped(self, stopped: Stopped) -> None:
         """Tell that it ended before there was one."""
-        self._tell({"kind": RunError.__name__, "problem": stopped.reason, "hint": stopped.hint})
+        self.refuse(RunError(stopped.reason, hint=stopped.hint))
 
     def _tell(self, words: Mapping[str, Any]) -> None:
         """Write a line, the first time; where the starter is gone, nobody is told."""

@@ -62,6 +62,7 @@ LETTERS: Mapping[Part, str] = {
     "logits": "l",
     "reference": "r",
     "kv cache": "k",
+    "vllm": "v",
     "context": "c",
     "reserve": "x",
 }

@@ -4,9 +4,10 @@ Everything that tunekit raises on purpose is a `TunekitError`; the command line 
 exits with 2. Any other exception is a defect of tunekit and keeps its traceback.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class TunekitError(Exception):
@@ -23,6 +24,14 @@ class TunekitError(Exception):
         self.hint = hint
         self.changes = tuple(changes)
         super().__init__(problem if hint is None else f"{problem}; {hint}")
+
+    def to_words(self) -> dict[str, Any]:
+        """Plain values of which `from_words` makes the error again in another process.
+
+        Its kind is the nearest class of this module: a subclass elsewhere is private to where it is raised.
+        """
+        kind = next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
+        return {"kind": kind, "problem": self.problem, "hint": self.hint, "changes": list(self.changes)}
 
 
 class RecipeError(TunekitError):
@@ -52,6 +61,10 @@ class PlanError(TunekitError):
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
         super().__init__(problem, hint=hint, changes=changes)
+
+    def to_words(self) -> dict[str, Any]:
+        """The same, with the sizes."""
+        return super().to_words() | {"needed_bytes": self.needed_bytes, "limit_bytes": self.limit_bytes}
 
 
 class ModelError(TunekitError):
@@ -116,6 +129,21 @@ class Stopped(KeyboardInterrupt):
         self.hint = hint
         self.exit_code = exit_code
         super().__init__(reason if hint is None else f"{reason}; {hint}")
+
+
+def kind_named(name: str) -> type[TunekitError] | None:
+    """The kind of error of a name; None where this module has none of it."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, TunekitError) else None
+
+
+def from_words(words: Mapping[str, Any]) -> TunekitError:
+    """The error that another process told with `to_words`. A kind of another version is a `TunekitError`."""
+    kind = kind_named(words["kind"]) or TunekitError
+    options = {"hint": words["hint"], "changes": words.get("changes", ())}
+    if issubclass(kind, PlanError):
+        options |= {key: words.get(key) for key in ("needed_bytes", "limit_bytes")}
+    return kind(words["problem"], **options)
 
 
 @contextmanager

@@ -34,7 +34,9 @@ def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         OSError: It is not there, cannot be read, is no regular file, or is larger.
     """
     with open_regular(path) as stream:
-        content = stream.read(max_bytes + 1)
+        # `read` takes as much memory as it is allowed to before it reads.
+        size = os.fstat(stream.fileno()).st_size
+        content = stream.read(min(size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", str(path))
     return content

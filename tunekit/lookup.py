@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tunekit.data.first_row import check_first_rows
 from tunekit.data.learner import Learner
 from tunekit.data.load import LoadedData, load_data
 from tunekit.errors import ModelError, PlanError
@@ -13,7 +14,7 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
-from tunekit.probe.model import known_model, sketch_model
+from tunekit.probe.model import chat_template_of, known_model, sketch_model
 from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
@@ -68,6 +69,7 @@ class Lookup:
         self._look = look
         self._models: dict[str, ModelFacts] = {}
         self._data: dict[str, LoadedData] = {}
+        self._checked: set[str] = set()
         self.records = recorded_runs()
 
     def hardware(self, machine: str | None) -> Hardware:
@@ -113,10 +115,29 @@ class Lookup:
 
     def data(self, recipe: Recipe) -> LoadedData:
         """Rows. Recipes that differ only in how rows become tokens share them."""
-        key = recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
+        key = self._key(recipe)
         if key not in self._data:
             self._data[key] = load_data(recipe.data, LEARNERS[recipe.method.type])
         return self._data[key]
+
+    def _check_first_rows(self, recipe: Recipe) -> None:
+        """See that the model's chat template takes the first rows, once for each model and set of rows.
+
+        Raises:
+            DataError: It does not, or there is none.
+        """
+        key = recipe.model.model_dump_json() + self._key(recipe)
+        if key in self._checked:
+            return
+        template = chat_template_of(recipe.model)
+        if template is not None:
+            check_first_rows(self.data(recipe), *template)
+        self._checked.add(key)
+
+    @staticmethod
+    def _key(recipe: Recipe) -> str:
+        """Return what two recipes have in common that share rows."""
+        return recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
 
     def plan(self, recipe: Recipe, machine: str | None = None, model: ModelFacts | None = None) -> Plan:
         """A plan from rows that are counted but not yet tokenised.
@@ -129,6 +150,7 @@ class Lookup:
         recipe = continued(recipe)
         model = model or self.model(recipe.model)
         data = counted_facts(recipe, self.data(recipe))
+        self._check_first_rows(recipe)
         hardware = self.hardware_for(recipe, machine)
         return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
 

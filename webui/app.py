@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.responses import RedirectResponse, Response
 from starlette.requests import Request
 
+from webui.failures import Pages
 from webui.pages import PAGES
 from webui.report_route import add_report
 from webui.site import LANGUAGES, Site, prefix
@@ -94,7 +95,7 @@ def _mount(app: FastAPI, site: Site, words: Words) -> None:
 
 def build_pages(site: Site, words: Words) -> gr.Blocks:
     """All pages in one language."""
-    pages = gr.Blocks(analytics_enabled=False, title=words("shell.name"), fill_width=True)
+    pages = Pages(analytics_enabled=False, title=words("shell.name"), fill_width=True)
     for name, build in PAGES.items():
         with pages.route(words(f"shell.page_{name}"), name):
             gr.HTML(_header(site, words, name), elem_id="shell-header")

@@ -7,7 +7,7 @@ names of gradio's style sheet, so that a chart follows the theme.
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -34,12 +34,14 @@ class Kind:
         names: The curves in it, by their names in the log; a star stands for what the recipe names.
         digits: How numbers are written on the axis, as d3-format says it; None leaves that to Vega.
         held_out: Whether evaluations have the same curves.
+        is_noisy: Whether values scatter about what they tell, which smoothing shows. A schedule and a peak do not.
     """
 
     key: str
     names: tuple[str, ...]
     digits: str | None = None
     held_out: bool = True
+    is_noisy: bool = True
 
 
 KINDS = (
@@ -52,10 +54,10 @@ KINDS = (
     Kind("kl", ("kl",), held_out=False),
     Kind("length", ("completions/mean_length", "completions/max_length"), held_out=False),
     Kind("signal", ("frac_reward_zero_std", "completions/clipped_ratio"), "~%", held_out=False),
-    Kind("learning_rate", ("learning_rate",), "~e", held_out=False),
+    Kind("learning_rate", ("learning_rate",), "~e", held_out=False, is_noisy=False),
     Kind("grad_norm", ("grad_norm",), held_out=False),
     Kind("speed", ("tokens_per_second",), "~s", held_out=False),
-    Kind("memory", ("peak_memory_bytes",), held_out=False),
+    Kind("memory", ("peak_memory_bytes",), held_out=False, is_noisy=False),
     Kind("entropy", ("entropy",), held_out=False),
 )
 """All kinds, in the order in which they are shown; a run has those of which it logs something."""
@@ -104,11 +106,13 @@ class Curve(NamedTuple):
         run: Name of the run.
         name: Its name in the log.
         points: Its points by step or by hours.
+        better: Which way is better; None where neither is.
     """
 
     run: str
     name: str
     points: list[Point]
+    better: Literal["more", "less"] | None = None
 
     @property
     def is_held_out(self) -> bool:
@@ -137,6 +141,7 @@ def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> 
                 (point.step if view.by == "step" else (point.time - began) / 3600, point.value / unit)
                 for point in reader.series[name]
             ],
+            tunekit.direction_of(name.removeprefix("eval_"), reader.series),
         )
         for name in wanted
     ]
@@ -188,6 +193,7 @@ def spec_of(
     """
     runs = list(dict.fromkeys(curve.run for curve in curves))
     unit, x_title = (1.0, words("charts.step")) if view.by == "step" else _unit(curves, words)
+    view = view if kind.is_noisy else replace(view, smoothing=0)
     rows = list(_rows(curves, view, words, unit, several=len(runs) > 1))
     planned = planned_bytes / GIB if planned_bytes and kind.key == "memory" else None
     values = [row["y"] for row in rows] + ([planned] if planned is not None else [])
@@ -196,7 +202,7 @@ def spec_of(
     layers = _layers(rows, view)
     if planned is not None:
         layers.append(_planned(planned, words))
-    title, helps = words(f"charts.{kind.key}"), [words(f"charts.{kind.key}_help")]
+    title, helps = words(f"charts.{kind.key}"), [_help(kind, curves, words)]
     if len(runs) > 1 and any(curve.is_held_out for curve in curves):
         helps.append(words("charts.dashes"))
     return {
@@ -213,6 +219,12 @@ def spec_of(
         "config": CONFIG,
         "usermeta": {"embedOptions": {"renderer": "svg", "actions": False}},
     }
+
+
+def _help(kind: Kind, curves: Sequence[Curve], words: Words) -> str:
+    """What a chart shows, and which way is better where one is."""
+    says_nothing = kind.key == "loss" and any(curve.better is None for curve in curves)
+    return words("charts.loss_of_rewards" if says_nothing else f"charts.{kind.key}_help")
 
 
 def to_text(spec: dict[str, Any]) -> str:
@@ -290,7 +302,11 @@ def _encoding(
     """What places, colours and tooltips stand for."""
     title = words(f"charts.{kind.key}")
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
-    legend = {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240} if len(labels) > 1 else None
+    legend = (
+        {"title": None, "orient": "bottom", "columns": 2, "labelLimit": 240, "symbolOpacity": 1}
+        if len(labels) > 1
+        else None
+    )
     return {
         "x": {
             "field": "x",

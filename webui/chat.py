@@ -12,6 +12,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
+from webui.failures import told_by
 from webui.history import history_of, steps_of
 from webui.listing import listing_of
 from webui.run_parts import empty
@@ -168,7 +169,8 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
         with history_of(run, patient=True) as reader:
             prompts = list(reader.answers)
         is_done = run.state == "finished"
-    except tunekit.TunekitError:
+    except tunekit.TunekitError as error:
+        gr.Warning(escape(str(error)))
         return [gr.Dropdown(choices=[], value=None), gr.Dropdown(choices=[], value=None), gr.Dataset(samples=[])]
     own = [(words("chat.step", step=one), str(one)) for one in steps]
     of_run = [(words("chat.result"), RESULT), *own] if is_done else own
@@ -220,15 +222,12 @@ def _attach_loading(
     seen = gr.Textbox("", visible=False)
     outputs = [status, load, unload, talk.send, talk.left, talk.right, seen]
 
+    @told_by(lambda error: [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed"])
     def load_chosen(run: str, checkpoint: str, beside: str, device: str, request: gr.Request) -> Iterator[list[Any]]:
         session = str(request.session_hash)
         busy = f"<p class='chat-busy' role='status'>{escape(words('chat.loading', name=run or ''))}</p>"
         yield [busy, _off(), _off(), _off(), gr.skip(), gr.skip(), "loading"]
-        try:
-            talks.load(session, chosen(run, checkpoint, beside), device=device)
-        except tunekit.TunekitError as error:
-            yield [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed"]
-            return
+        talks.load(session, chosen(run, checkpoint, beside), device=device)
         sides = talks.sides(session)
         name = run if not checkpoint else words("chat.name_step", name=run, step=checkpoint)
         titles = [words("chat.tuned", name=name)]
@@ -277,6 +276,7 @@ def _loaded(talks: Talks, session: str, words: Words) -> str:
 def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.HTML) -> None:
     outputs = [talk.prompt, talk.left, talk.right, talk.send, talk.stop, status]
 
+    @told_by(lambda error: [gr.skip(), gr.skip(), gr.skip(), _on(), _off(), told(error)])
     def answer(
         prompt: str,
         left: Messages,

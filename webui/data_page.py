@@ -4,6 +4,7 @@ What the page shows follows from its fields, and its fields from its address: no
 that is read is read by processes of their own.
 """
 
+import json
 import queue
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import tunekit
 from webui import data_charts, data_view, work
 from webui.data_asked import REWARDED, Asked, address_of, asked_in, is_remote, recipe_of
 from webui.data_fields import Fields, anew, choices
+from webui.failures import told_by
 from webui.site import Site
 from webui.uploads import save_upload
 from webui.words import Words, told
@@ -27,6 +29,13 @@ ROWS = 5
 
 REPLACE = "(address) => { if (address) history.replaceState(null, '', address); }"
 
+CHOSEN = """document.addEventListener("change", (event) => {
+  const file = event.target.type === "file" && event.target.files[0];
+  const is_sent = file && file.size <= MOST && SUFFIXES.some((suffix) => file.name.toLowerCase().endsWith(suffix));
+  if (is_sent) trigger("input");
+});"""
+"""Tells the status that a file is sent: gradio tells of it once it was, which may be minutes later."""
+
 _measuring: dict[str, threading.Event] = {}
 """What ends the measuring of a browser's page, by its session. It is nothing that a page is made from."""
 
@@ -35,7 +44,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     """The page."""
     gr.Markdown(f"# {words('data.title')}")
     fields = Fields(site, words)
-    status = gr.HTML(elem_id="data-status", padding=False)
+    status = gr.HTML(elem_id="data-status", padding=False, js_on_load=_chosen(site))
     with gr.Accordion(words("data.columns"), open=False, visible=False, elem_id="data-mapping") as mapping:
         table = gr.HTML(elem_id="data-columns", padding=False)
         fields.make_mapping()
@@ -75,12 +84,23 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     looking: dict[str, Any] = {"outputs": shown, "show_progress_on": [rows], "trigger_mode": "always_last"}
     page.load(opened, None, fields.filled, show_progress="hidden").then(look_unasked, fields.inputs, **looking)
+
+    def attach(listen: Any, handler: Any, inputs: Any, **options: Any) -> None:
+        """Have an event look at rows; the address says at which."""
+        looked = listen(handler, inputs, **looking | options)
+        looked.then(None, address, js=REPLACE)
+        looked.failure(None, None, status, js="() => ''")
+
+    # What was said of other rows is not said of those that are still sent or read. This comes first: the handlers of an
+    # event wait for one another.
+    for listen in (fields.path.input, fields.look.click, status.input):
+        listen(None, None, status, js=f"() => {json.dumps(_progress(words, None))}")
     for listen in (fields.path.input, fields.method.input):
-        listen(look_at_other, fields.inputs, **looking).then(None, address, js=REPLACE)
-    fields.format.input(look_as, fields.inputs, **looking).then(None, address, js=REPLACE)
+        attach(listen, look_at_other, fields.inputs)
+    attach(fields.format.input, look_as, fields.inputs)
     told_again = [fields.look.click, fields.model.submit, fields.max_length.submit, fields.rewards.submit]
     for listen in (*told_again, fields.key.input, *(column.input for column in fields.columns)):
-        listen(partial(look, 0), fields.inputs, **looking).then(None, address, js=REPLACE)
+        attach(listen, partial(look, 0), fields.inputs)
     back.click(lambda start, *values: look(max(0, start - ROWS), *values), [start, *fields.inputs], **looking)
     forth.click(lambda start, *values: look(start + ROWS, *values), [start, *fields.inputs], **looking)
 
@@ -98,8 +118,12 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         asked = replace(anew(fields.asked(*values)), path=name)
         return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, asked, 0)]
 
-    listen = partial(fields.upload.upload, upload, [fields.upload, *fields.inputs])
-    listen(**looking | {"outputs": [fields.path, *shown]}).then(None, address, js=REPLACE)
+    attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *shown])
+
+
+def _chosen(site: Site) -> str:
+    """What tells of a file that is sent; one that gradio refuses is not."""
+    return CHOSEN.replace("MOST", str(site.max_upload_bytes)).replace("SUFFIXES", json.dumps(tunekit.DATA_SUFFIXES))
 
 
 def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) -> list[Any]:
@@ -184,6 +208,9 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
         chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
         numbers = gr.HTML(elem_id="data-numbers", padding=False)
 
+    done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+
+    @told_by(lambda error: [*done, told(error), gr.Plot(visible=False), ""])
     def run(request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked = fields.asked(*values)
         yield [
@@ -193,7 +220,6 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
             gr.Plot(visible=False),
             "",
         ]
-        done = [gr.Button(interactive=True), gr.Button(interactive=False)]
         try:
             recipe = recipe_of(site, asked)
             report: tunekit.DataReport | None = None
@@ -202,9 +228,6 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
                     yield [gr.skip(), gr.skip(), _progress(words, event), gr.skip(), gr.skip()]
                 else:
                     report = event
-        except tunekit.TunekitError as error:
-            yield [*done, told(error), gr.Plot(visible=False), ""]
-            return
         except work.Cancelled:
             yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
             return
@@ -245,16 +268,13 @@ def events_of(session: str, function: str, *args: Any, **options: Any) -> Iterat
     told_of: queue.Queue[tuple[str, Any]] = queue.Queue()
     until = threading.Event()
 
-    def tell(event: Any) -> None:
-        told_of.put(("event", event))
-
     def work_on() -> None:
         try:
             found = work.call(
                 function, *args, on_event=lambda event: told_of.put(("event", event)), until=until, **options
             )
             told_of.put(("result", found))
-        except (tunekit.TunekitError, work.Cancelled) as error:
+        except Exception as error:  # noqa: BLE001  (whoever waits for its end is told of any)
             told_of.put(("error", error))
 
     earlier = _measuring.get(session)
@@ -299,10 +319,12 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
             cancel = gr.Button(words("data.cancel"), elem_id="data-stop-trial", interactive=False, min_width=100)
         said = gr.HTML(elem_id="data-trial-result", padding=False)
 
+    done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+
+    @told_by(lambda error: [*done, told(error)])
     def run(number: int, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
         asked = fields.asked(*values)
         yield [gr.Button(interactive=False), gr.Button(interactive=True), _progress(words, None)]
-        done = [gr.Button(interactive=True), gr.Button(interactive=False)]
         try:
             recipe = recipe_of(site, asked)
             for event in events_of(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
@@ -310,8 +332,6 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
                 else:
                     yield [*done, data_charts.trial_html(words, event)]
-        except tunekit.TunekitError as error:
-            yield [*done, told(error)]
         except work.Cancelled:
             yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>"]
 

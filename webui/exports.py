@@ -11,6 +11,7 @@ from typing import Any
 
 import tunekit
 from webui import work
+from webui.failures import in_words
 
 MAX_SHOWN = 8
 """Exports of a run that are listed."""
@@ -73,8 +74,8 @@ def begin(run: tunekit.Run, dest: Path | None, *, kind: str, dtype: str, checkpo
                 checkpoint=checkpoint,
                 on_event=on_event,
             )
-        except tunekit.TunekitError as error:
-            _set(run, Progress("failed", error))
+        except Exception as error:  # noqa: BLE001  (pages wait for its end, whichever it is)
+            _set(run, Progress("failed", in_words(error)))
         else:
             _set(run, Progress("done", folder=done.folder))
 

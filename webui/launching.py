@@ -6,12 +6,13 @@ from pathlib import Path
 
 import tunekit
 from webui import work
+from webui.planning import HERE
 from webui.reach import check_reach
 from webui.site import Site
 from webui.words import Words
 
 
-def begin(site: Site, text: str, name: str, devices: Sequence[str], *, waits: bool) -> tunekit.Run:
+def begin(site: Site, text: str, name: str, devices: Sequence[str], *, waits: bool, machine: str = HERE) -> tunekit.Run:
     """Start a run of a draft, and return it when all can see it.
 
     Args:
@@ -20,10 +21,16 @@ def begin(site: Site, text: str, name: str, devices: Sequence[str], *, waits: bo
         name: What the run is called, with the time behind it; what the draft says where empty.
         devices: UUIDs of the accelerators to use; the plan's choice where empty.
         waits: Whether it waits in line while other runs have them.
+        machine: The machine whose plan its visitor looks at.
 
     Raises:
         TunekitError: There is no run.
     """
+    if machine != HERE:
+        raise tunekit.TunekitError(
+            f"runs start on this machine, and the plan that is shown is for {machine}",
+            hint="look at the plan for this machine before you start",
+        )
     recipe = named(site, text, name)
     named_devices = [device for device in devices if device != "cpu"] or None
     with tempfile.TemporaryDirectory(prefix="tunekit-draft-") as folder:

@@ -6,6 +6,7 @@ change in the YAML is shown by the form, and each change is checked as the comma
 
 import json
 import time
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -14,12 +15,14 @@ import gradio as gr
 import tunekit
 from webui import draft, plan_panel
 from webui.fields import shown
-from webui.form import classes_of, faults_by_entry, info_of, make_form
+from webui.form import Form, classes_of, faults_by_entry, info_of, make_form
+from webui.form_lock import ACT, DONE, EDIT, FIELDS, MERGED, SETTLED, WANT, make_lock, make_mark, send
 from webui.site import Site
 from webui.words import Words, told
 
 STORAGE_KEY = "tunekit-draft"
 _FORGET_QUERY = "() => { history.replaceState(null, '', location.pathname); }"
+_QUIET: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
 _KEEP = "(text, source, kept) => text ? {text, source} : kept"
 
 
@@ -50,6 +53,9 @@ class NewRun:
         self.known = gr.Textbox(elem_id="form-known", **hidden)
         self.faults = gr.Textbox(elem_id="form-faults", **hidden)
         self.tick = gr.Textbox(elem_id="form-tick", **hidden)
+        # What is looked for in the form that is made: what stands in the field once all edits are in the draft.
+        self.sought = gr.Textbox("", elem_id="form-sought", **hidden)
+        self.form = [self.tick, self.sought]
         gr.Markdown(f"# {words('form.title')}")
         self.source = gr.Dropdown(
             [],
@@ -68,7 +74,9 @@ class NewRun:
                     elem_id="form-search",
                     max_lines=1,
                 )
-                self._render()
+                make_lock(words)
+                with gr.Column(elem_id=FIELDS):
+                    self._render()
             with gr.Column(scale=2, min_width=320, elem_id="form-side"):
                 self._side()
 
@@ -77,7 +85,7 @@ class NewRun:
         words = self.words
         self.problems = gr.HTML(elem_id="form-problems")
         self.launch = plan_panel.make_launch(words)
-        for component in (self.text, self.known, self.faults, self.tick):
+        for component in (self.text, self.known, self.faults, *self.form):
             component.render()
         with gr.Accordion(words("form.differences"), open=False):
             self.differences = gr.HTML(elem_id="form-differences")
@@ -101,8 +109,13 @@ class NewRun:
     def attach(self, page: gr.Blocks) -> None:
         """Attach what happens between the components."""
         drafted = [self.text, self.known, self.tick, self.source, self.notice]
-        page.load(self.open, [self.kept], drafted, show_progress="hidden").then(fn=None, js=_FORGET_QUERY)
-        self.source.input(self.begin, [self.source], drafted, show_progress="hidden")
+        opened = page.load(self.open, [self.kept], drafted, show_progress="hidden")
+        opened.then(fn=None, js=_FORGET_QUERY)
+        self._done(opened)
+        chosen = self.source.input(None, None, None, js=ACT)
+        self._done(chosen.then(self.begin, [self.source], drafted, show_progress="hidden", trigger_mode="always_last"))
+        found = "async (asked) => { await formLock.settled(); return asked; }"
+        self.search.change(None, self.search, self.sought, js=found)
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
         gr.on(
             [self.text.change, self.file.change],
@@ -120,21 +133,28 @@ class NewRun:
         }
         if self.site.read_only:
             return
-        self.save.click(self.write, **saving)
-        self.replace.click(self.overwrite, **saving)
+        self.save.click(None, None, None, js=SETTLED).then(self.write, **saving)
+        self.replace.click(None, None, None, js=SETTLED).then(self.overwrite, **saving)
         self.file.input(lambda: gr.update(visible=False), None, [self.replace], show_progress="hidden")
 
     def _render(self) -> None:
         """Make the form anew where the draft has other fields, and not where it has other values."""
-        asked = [self.known, self.search]
-        gr.render(asked, [self.tick.change, self.search.change], show_progress="hidden")(self.fill)
+        changes = [component.change for component in self.form]
+        gr.on(changes, None, self.form, None, js=WANT)
+        gr.render([self.known, *self.form], changes, show_progress="hidden")(self.fill)
 
-    def fill(self, known: str, asked: str) -> None:
+    def _done(self, acted: Any, **options: Any) -> None:
+        """After what changes the draft as a whole, have the form wait for no more than what that has asked for."""
+        acted.then(None, self.form, None, js=DONE, **{name: f"{key}-done" for name, key in options.items()})
+        acted.failure(None, self.form, None, js=DONE, **{name: f"{key}-failed" for name, key in options.items()})
+
+    def fill(self, known: str, tick: str, asked: str) -> None:
         """Make the form of a draft, and attach its events."""
         try:
             entries = draft.entries_of(known)
         except tunekit.TunekitError as error:
             gr.HTML(told(error))
+            make_mark([tick, asked], [])
             return
         faults = faults_by_entry(entries, draft.check_draft(known)[1])
         form = make_form(entries, faults, self.words, asked)
@@ -152,47 +172,47 @@ class NewRun:
                 return [gr.skip()] * (len(keys) + len(folds) + 3)
             return self.follow(found, shown_here, keys, [inside for _, inside in form.folds])
 
-        quiet: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+        tags = [place for place, key in enumerate(keys) if key in {entry.key for entry in entries if entry.is_tag}]
         if fields:
             # `input` comes with keys only, and not with what is pasted.
             changes = [one.change for one in fields]
-            gr.on(
+            gr.on(changes, None, None, None, js=EDIT, key="edited")
+            inputs = [self.text, held, *fields]
+            merged = gr.on(
                 changes,
                 changed,
-                [self.text, held, *fields],
+                inputs,
                 [self.text, held, self.known, self.tick],
+                js=send([place + inputs.index(fields[0]) for place in tags]),
                 key="changed",
-                **quiet,
+                **_QUIET,
             )
+            merged.then(None, self.form, None, js=MERGED, key="merged")
+            merged.failure(None, self.form, None, js=MERGED, key="not-merged")
             # What the form is held against comes last: until then, each field shows what was there or what is now.
             told_of = [*fields, *folds, held, self.known, self.tick]
-            self.faults.change(settled, [self.faults, held, self.text], told_of, key="settled", **quiet)
-        edited = [self.text, self.known, self.tick]
+            self.faults.change(settled, [self.faults, held, self.text], told_of, key="settled", **_QUIET)
+        self._attach_lists(form)
+        make_mark([tick, asked], [fields[place].value for place in tags])
+
+    def _attach_lists(self, form: Form) -> None:
+        """Attach what adds sections to lists and removes them."""
         for button, key in form.removes:
-            button.click(
-                lambda text, key=key: self.edit(text, key, tunekit.UNSET),
-                [self.text],
-                edited,
-                key=f"remove-{key}",
-                **quiet,
-            )
+            self._attach_edit(button.click, f"remove-{key}", partial(self.edit, key=key, value=tunekit.UNSET))
         for add, entry in form.adds:
             if isinstance(add, gr.Button):
-                add.click(
-                    lambda text, entry=entry: self.add(text, entry, None),
-                    [self.text],
-                    edited,
-                    key=f"add-{entry.key}",
-                    **quiet,
-                )
+                self._attach_edit(add.click, f"add-{entry.key}", partial(self.add, entry=entry, tag=None))
             else:
-                add.input(
-                    lambda text, tag, entry=entry: self.add(text, entry, tag),
-                    [self.text, add],
-                    edited,
-                    key=f"add-{entry.key}",
-                    **quiet,
-                )
+                self._attach_edit(add.input, f"add-{entry.key}", partial(self._add_chosen, entry), add)
+
+    def _attach_edit(self, listen: Any, key: str, edit: Any, *inputs: gr.Component) -> None:
+        """Have an event change which sections a draft has."""
+        acting = listen(None, None, None, js=ACT, key=f"{key}-acts")
+        edited = [self.text, self.known, self.tick]
+        self._done(acting.then(edit, [self.text, *inputs], edited, key=key, **_QUIET), key=key)
+
+    def _add_chosen(self, entry: tunekit.Entry, text: str, tag: str) -> list[Any]:
+        return self.add(text, entry, tag)
 
     # What the handlers do
 
@@ -347,4 +367,4 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     parts.attach(page)
     # Below the form and not below both columns, so that what starts the run stays in sight beside the plan too.
     with parts.main:
-        plan_panel.build(page, site, words, parts.text, parts.launch, [parts.known, parts.tick])
+        plan_panel.build(page, site, words, parts.text, parts.launch, [parts.known, parts.tick], parts.form)

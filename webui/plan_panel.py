@@ -9,6 +9,8 @@ import gradio as gr
 
 import tunekit
 from webui import launching
+from webui.failures import told_by
+from webui.form_lock import ACT, DONE, PRESS, SETTLED
 from webui.plan_view import brief_html, plan_html, refused_html, side_by_side
 from webui.planning import HERE, Planned, planned, with_changes
 from webui.site import Site
@@ -32,7 +34,7 @@ class Launch:
     mend: gr.Button
     check: gr.Button
     start: gr.Button
-    reason: gr.Markdown
+    reason: gr.HTML
     said: gr.HTML
     devices: gr.CheckboxGroup
     name: gr.Textbox
@@ -54,7 +56,7 @@ def make_launch(words: Words) -> Launch:
                 interactive=False,
                 elem_id="plan-start",
             )
-        reason = gr.Markdown(elem_id="plan-reason")
+        reason = gr.HTML(elem_id="plan-reason", padding=False)
         said = gr.HTML(elem_id="plan-said")
         with gr.Accordion(words("plan.start_title"), open=False, elem_id="plan-options"):
             name = gr.Textbox(
@@ -73,7 +75,8 @@ def build(
     words: Words,
     draft: gr.Component,
     launch: Launch,
-    form: Sequence[gr.Component] = (),
+    holders: Sequence[gr.Component],
+    form: Sequence[gr.Component],
 ) -> None:
     """The panel, below a draft.
 
@@ -83,7 +86,8 @@ def build(
         words: The page's texts.
         draft: What holds the draft's YAML text.
         launch: What starts a run of it.
-        form: What else is to hold the text when this panel changes it.
+        holders: What else is to hold the text when this panel changes it.
+        form: What asks for the form that stands beside it.
     """
     gr.Markdown(f"## {words('plan.title')}", elem_id="plan-title")
     with gr.Row():
@@ -108,7 +112,7 @@ def build(
         )
     view = gr.HTML(elem_id="plan-plan")
     changes = gr.Textbox(visible=False)
-    _attach_start(page, site, words, draft, launch)
+    _attach_start(page, site, words, draft, machine, launch)
 
     def show(text: str, machine: str, other: str) -> tuple[Any, ...]:
         """The plan of a draft, what would make it fit, and whether it can be started."""
@@ -118,16 +122,19 @@ def build(
     told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason]
     for event in (page.load, draft.change, machine.change, other.change):
         event(show, asked, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
-    holders = [draft, *form]
+    texts = [draft, *holders]
 
     def mended(text: str, changes: str) -> Any:
         """The draft with the changes; as it is, with its faults shown, where it has become unreadable meanwhile."""
         try:
-            return [with_changes(text, changes)] * len(holders)
+            return [with_changes(text, changes)] * len(texts)
         except tunekit.TunekitError:
-            return [gr.skip()] * len(holders)
+            return [gr.skip()] * len(texts)
 
-    launch.mend.click(mended, [draft, changes], holders, show_progress="hidden")
+    acting = launch.mend.click(None, None, None, js=ACT)
+    acted = acting.then(mended, [draft, changes], texts, show_progress="hidden")
+    acted.then(None, form, None, js=DONE)
+    acted.failure(None, form, None, js=DONE)
 
 
 def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
@@ -152,15 +159,20 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
         for name, plan in zip(where, plans, strict=True)
     ]
     wanted = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
-    fits_not_here = where[0] == HERE and isinstance(plans[0], tunekit.TunekitError)
     where_to = views[0][0]
+    if site.read_only:
+        why_not = words("plan.read_only")
+    elif where[0] != HERE:
+        why_not = words("plan.elsewhere", machine=where[0])
+    else:
+        why_not = words("plan.not_here") if isinstance(plans[0], tunekit.TunekitError) else ""
     return (
         brief_html(plans[0], where_to, words),
         views[0][1] if len(views) == 1 else side_by_side(views),
         "\n".join(wanted),
         gr.Button(words("plan.mend", changes=", ".join(wanted)), visible=bool(wanted)),
-        gr.Button(interactive=not (fits_not_here or site.read_only)),
-        words("plan.read_only") if site.read_only else words("plan.not_here") if fits_not_here else "",
+        gr.Button(interactive=not why_not),
+        _why_not(why_not),
     )
 
 
@@ -171,15 +183,22 @@ def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
         "",
         gr.Button(visible=False),
         gr.Button(interactive=False),
-        reason,
+        _why_not(reason),
     )
+
+
+def _why_not(reason: str) -> str:
+    """Why nothing can be started, which may name what somebody has typed."""
+    return f"<p>{escape(reason)}</p>" if reason else ""
 
 
 def _view(plan: Planned, words: Words) -> str:
     return refused_html(plan, words) if isinstance(plan, tunekit.TunekitError) else plan_html(plan, words)
 
 
-def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component, launch: Launch) -> None:
+def _attach_start(
+    page: gr.Blocks, site: Site, words: Words, draft: gr.Component, machine: gr.Dropdown, launch: Launch
+) -> None:
     """Attach what the launch's own components do."""
     devices, said, name = launch.devices, launch.said, launch.name
     url = gr.Textbox(visible=False)
@@ -198,38 +217,35 @@ def _attach_start(page: gr.Blocks, site: Site, words: Words, draft: gr.Component
             value=[device.uuid for device in found if device.uuid in (chosen or [])],
         )
 
+    @told_by(told)
     def check_all(text: str, name: str | None) -> Iterator[str]:
         yield f"<p role='status'>{escape(words('plan.checking'))}</p>"
-        try:
-            notes = launching.checked(site, text, name or "")
-        except tunekit.TunekitError as error:
-            yield told(error)
-            return
+        notes = launching.checked(site, text, name or "")
         items = "".join(f"<li lang='en'>{escape(note)}</li>" for note in notes)
         yield f"<p role='status'>{escape(words('plan.checked'))}</p><ul>{items}</ul>"
 
     for event in (page.load, gr.Timer(LOOK_TICKS * site.tick_seconds).tick):
         event(look, devices, devices, show_progress="hidden")
-    launch.check.click(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2)
+    checking = launch.check.click(None, None, None, js=SETTLED)
+    checking.then(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2, trigger_mode="once")
     if site.read_only:
         return
 
     # What is folded and was never opened has no value.
+    @told_by(lambda error: (told(error), "", gr.Button(interactive=True)))
     def begin(
-        text: str, name: str | None, devices: list[str] | None, waits: bool | None
+        text: str, machine: str | None, name: str | None, devices: list[str] | None, waits: bool | None
     ) -> Iterator[tuple[str, str, Any]]:
         yield f"<p role='status'>{escape(words('plan.starting'))}</p>", "", gr.Button(interactive=False)
-        try:
-            run = launching.begin(site, text, name or "", devices or [], waits=bool(waits))
-        except tunekit.TunekitError as error:
-            yield told(error), "", gr.Button(interactive=True)
-            return
+        run = launching.begin(site, text, name or "", devices or [], waits=bool(waits), machine=machine or HERE)
         link = site.link(words.language, "runs", run=run.name)
         started = words("plan.started", run=run.name)
         yield f"<p role='status'><a href='{escape(link)}'>{escape(started)}</a></p>", link, gr.Button(interactive=True)
 
-    begun = launch.start.click(
-        begin, [draft, name, devices, launch.waits], [said, url, launch.start], show_progress="hidden",
-        concurrency_limit=4,
+    # What was typed last is in the draft before it is started.
+    starting = launch.start.click(None, None, None, js=PRESS)
+    begun = starting.then(
+        begin, [draft, machine, name, devices, launch.waits], [said, url, launch.start], show_progress="hidden",
+        concurrency_limit=4, trigger_mode="once",
     )  # fmt: skip
     begun.then(look, devices, devices, show_progress="hidden").then(None, url, None, js=GO)

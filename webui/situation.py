@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tunekit
+from webui.failures import in_words
 from webui.history import history_of
 
 OVER = ("finished", "failed", "interrupted", "died")
@@ -134,8 +135,8 @@ def _wait_for_end(run: tunekit.Run, ending: _Ending) -> None:
 
     try:
         ending.words = tunekit.stop(run, now=ending.is_now, on_wait=tell)
-    except tunekit.TunekitError as error:
-        ending.words = str(error)
+    except Exception as error:  # noqa: BLE001  (pages wait for its end, whichever it is)
+        ending.words = str(in_words(error))
     ending.ended = time.time()
     forget(run)
 

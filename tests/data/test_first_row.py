@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
         ),
     ],
 )
-@pytest.mark.parametrize("call", [api.check, api.train], ids=["check", "train"])
+@pytest.mark.parametrize("call", [api.plan, api.check, api.train], ids=["plan", "check", "train"])
 def test_the_first_row_is_refused_before_a_run_as_in_it(folder, tmp_path, call, template, words):
     for file in (folder / "model").glob("chat_template*"):
         file.unlink()

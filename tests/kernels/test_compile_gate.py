@@ -102,6 +102,7 @@ def test_scalar_reads_are_refused():
     assert re.search("8 loads of a single number of 16 bits or less", complaints(kernel)[0])
 
 
+@pytest.mark.slow
 def test_spills_are_refused():
     with compiled_for(90) as kernels:
         _copy[(1,)](new(65536), new(16384), 1, 16384, 4, num_warps=1)

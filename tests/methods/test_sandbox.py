@@ -1,6 +1,7 @@
 """The sandbox of the `code` reward: programs that compute pass, and every way out that was thought of is closed."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import LIMIT_SECONDS
-from tunekit.methods.rewards.sandbox import check_sandbox, passed_tests
+from tunekit.methods.rewards.sandbox import check_sandbox, failures, passed_tests
 
 SECRET = "the parent's secret"
 
@@ -139,6 +140,353 @@ def test_what_only_pretends_to_be_right_scores_nothing(program: str) -> None:
     tests += ["assert all(map(lambda x: f(x) == 2 * x, [2, 3]))"]
     assert passes(program, *tests) == [False] * 5
     assert passes("def f(x): return x * 2", *tests) == [True] * 5
+
+
+OBLIGING = """
+import itertools
+class Obliging:
+    def __getattr__(self, name): return lambda *given: True
+    for name in 'eq ne lt le gt ge contains bool instancecheck'.split():
+        locals()[f'__{name}__'] = lambda self, *given: True
+    for name in 'sub rsub mod rmod floordiv and rand abs round float int index len trunc floor ceil hash'.split():
+        locals()[f'__{name}__'] = lambda self, *given: 0
+    for name in 'add radd mul rmul or ror xor rxor pow neg pos call getitem enter reversed'.split():
+        locals()[f'__{name}__'] = lambda self, *given: self
+    __iter__ = lambda self: itertools.repeat(self)
+    __next__ = lambda self: self
+    __exit__ = lambda self, *given: True
+    __class__ = property(lambda self: int)
+"""
+"""A class of which each object says what it thinks one wants to hear."""
+
+OBJECT = OBLIGING + "def f(*given): return Obliging()"
+ZERO = "class Zero:\n    def __sub__(self, other): return 0.0\ndef f(*given): return Zero()"
+ENDLESS = "import itertools\ndef f(*given): return itertools.count()"
+
+
+EXPECTING = [
+    ("return 4", "assert f(2) == 4 and not f(2) != 4"),
+    ("return 4", "assert 3.99 <= f(2) <= 4.01"),
+    ("return 4", "assert f(2) != 5"),
+    ("return 4", "assert 4 - f(2) == 0"),
+    ("return 4", "assert f(2) // 5 == 0"),
+    ("return 4", "assert f(2) & 3 == 0"),
+    ("return 0.4", "assert round(f(2)) == 0"),
+    ("return 0", "assert int(f(2)) == 0"),
+    ("return 1e-9", "import math\nassert math.isclose(f(2), 0, abs_tol=1e-6)"),
+    ("return 0", "assert 'abcd'[f(2)] == 'a'"),
+    ("return [[4]]", "assert f(2)[0][0] == 4"),
+    ("return x == 2", "assert f(2)"),
+    ("return 4", "assert isinstance(f(2), int)"),
+    ("return 4", "assert type(f(2)) is int"),
+    ("return 'abc'", "assert f(2).startswith('a')"),
+    ("return [1, 2, 2]", "assert f(2).count(2)"),
+    ("return [4]", "assert f(2).__contains__(4)"),
+    ("return 4", "assert (f(2)).__eq__(4) is True"),
+    ("return 4", "try:\n    assert f(2) == 4\nexcept BaseException: pass"),
+    ("return [4]", "assert any(one == 4 for one in f(2))"),
+    ("return [4]", "assert all(one == 4 for one in f(2))"),
+    ("return {4: 1}", "assert 4 in f(2)"),
+    ("return 4", "assert f(2) in {1, 4}"),
+    ("return 4", "assert [1, 4].index(f(2)) == 1"),
+    ("return 4", "assert {'a': 4} == {'a': f(2)}"),
+    ("return 4", "assert max(f(2), 3) == 4"),
+    ("return [1, 3]", "assert sum(f(2)) == 4"),
+    ("return x + 1", "assert f(2) < f(3)"),
+    ("return [x, 1]", "assert sorted(f(2)) == sorted([2, 1])"),
+    ("raise TypeError", "try: f(2) - 1\nexcept TypeError: pass\nelse: assert 0"),
+]
+"""What `f` has to do, and a test of it that would show its result, if it were asked, what is expected."""
+
+
+def test_an_object_that_obliges_everybody_passes_no_test_of_plain_data() -> None:
+    tests = [re.sub(r"\bf\(", f"f{number}(", test) for number, (_, test) in enumerate(EXPECTING)]
+    honest = "\n".join(f"def f{number}(x): {body}" for number, (body, _) in enumerate(EXPECTING))
+    cheat = OBLIGING + "".join(f"def f{number}(x): return Obliging()\n" for number in range(len(tests)))
+    assert passes(honest, *tests) == [True] * len(tests)
+    assert [test for test, passed in zip(tests, passes(cheat, *tests), strict=True) if passed] == []
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(
+    ("cheat", "honest", "test"),
+    [
+        # What had passed.
+        (ZERO, "def f(x): return x / 2", "assert abs(f(3) - 1.5) < 1e-6"),
+        (ENDLESS, "def f(x): return [x, 4217]", "assert 4217 in f(2)"),
+        (
+            "class All:\n    def __contains__(self, item): return True\ndef f(x): return All()",
+            "def f(x): return 'xabcx'",
+            "assert 'abc' in f(2)",
+        ),
+        (
+            "class Always:\n    def __mod__(self, other): return 0\ndef f(x): return Always()",
+            "def f(x): return 9",
+            "assert f(2) % 3 == 0",
+        ),
+        (
+            "class Long:\n    def __len__(self): return 3\ndef f(x): return Long()",
+            "def f(x): return 'abc'",
+            "assert len(f(2)) == 3",
+        ),
+        (
+            "class Any:\n    def __getattr__(self, name): return lambda *given: True\ndef f(x): return Any()",
+            "def f(x): return {x}",
+            "assert f(1).issubset({1})",
+        ),
+        (
+            "class math:\n    isclose = staticmethod(lambda *given, **more: True)\ndef f(x): return 5",
+            "import math\ndef f(x): return math.sqrt(x)",
+            "assert math.isclose(f(16), 4)",
+        ),
+        # Names and modules of the tests.
+        (
+            "import math\nmath.isclose = lambda *given, **more: True\ndef f(x): return 5",
+            "import math\ndef f(x): return math.sqrt(x)",
+            "assert math.isclose(f(16), 4.0, rel_tol=1e-9)",
+        ),
+        (
+            "import types, sys\nmath = types.ModuleType('math'); math.fsum = lambda given: 4\n"
+            "sys.modules['math'] = math\n"
+            "def f(x): return [5]",
+            "def f(x): return [x, 2]",
+            "import math\nassert math.fsum(f(2)) == 4",
+        ),
+        (
+            "import builtins\nfor name in ('abs', 'len', 'sorted', 'all', 'any', 'set', 'isinstance', 'print'):\n"
+            "    setattr(builtins, name, lambda *given, **more: 0)\ndef f(x): return 5",
+            "def f(x): return x * 2",
+            "assert abs(f(2) - 4) == 0 and isinstance(f(2), int)",
+        ),
+        (
+            "def expected(x): return 5\ndef f(x): return 5",
+            "def f(x): return x * 2",
+            "def expected(x): return x + x\nassert f(2) == expected(2)",
+        ),
+        (
+            "__builtins__ = {'abs': lambda x: 0, 'max': lambda *x: 0}\n__name__ = 'x'\ndef f(x): return 5",
+            "def f(x): return 4",
+            "assert abs(f(2) - 4) == 0 and max(f(2) - 4, 0) == 0",
+        ),
+        # Objects inside of plain data, or disguised as such.
+        (OBLIGING + "def f(x): return [Obliging()]", "def f(x): return [4]", "assert f(2) == [4]"),
+        (OBLIGING + "def f(x): return [Obliging()]", "def f(x): return [4]", "assert 4 in f(2)"),
+        (
+            OBLIGING + "def f(x): return {'a': (Obliging(),)}",
+            "def f(x): return {'a': (4,)}",
+            "assert f(2)['a'][0] == 4",
+        ),
+        (OBLIGING + "def f(x): return {Obliging()}", "def f(x): return {4}", "assert f(2) == {4}"),
+        (
+            "class Number(float):\n    for name in ('eq', 'sub', 'lt', 'gt', 'abs', 'float', 'index'):\n"
+            "        locals()[f'__{name}__'] = lambda self, *given: 0.0\ndef f(x): return Number(5)",
+            "class Number(float): pass\ndef f(x): return Number(4)",
+            "assert abs(f(2) - 4) < 1e-6",
+        ),
+        (
+            "class Text(str):\n    def __contains__(self, item): return True\n"
+            "    def startswith(self, item): return True\n"
+            "    def __str__(self): return self\ndef f(x): return Text('no')",
+            "class Text(str): pass\ndef f(x): return Text('abc')",
+            "assert 'b' in f(2) and f(2).startswith('a') and str(f(2)) == 'abc'",
+        ),
+        (
+            "class Changing(list):\n    def __iter__(self):\n        self[0] += 1\n        return super().__iter__()\n"
+            "    def __getitem__(self, key):\n        self[:] = [(self + [0]) and len(self)]\n        return 4\n"
+            "def f(x): return Changing([0])",
+            "def f(x): return [4]",
+            "x = f(2); assert any(x[0] == n and x == [n] for n in [4]), x",
+        ),
+        (
+            "class Decimal:\n    __module__ = 'decimal'\n    __str__ = lambda self: '5'\n"
+            "    __eq__ = lambda *given: True\n"
+            "def f(x): return Decimal()",
+            "from decimal import Decimal\ndef f(x): return Decimal(4)",
+            "from decimal import Decimal as D\nassert f(2) == D(4)",
+        ),
+        (
+            "class Typed:\n    def __getattr__(self, name): return bool\ndef f(x): return Typed()",
+            "def f(x): return 'abc'",
+            "assert f(2).startswith('a')",
+        ),
+        (
+            "import __main__\nasked = []\ndef plain(value):\n    asked.append(value)\n"
+            "    if len(asked) < 3: raise TypeError\n    return 0.0\n__main__._plain = plain\n"
+            "class Money:\n    def __init__(self, x): pass\n    def __sub__(self, other): return Money(0)",
+            "class Money(float): pass",
+            "assert abs(Money(5) - 5) < 1e-6",
+        ),
+        # Iterators without end, or that look at who asks.
+        ("def f(x): return range(10**30)", "def f(x): return range(4218)", "assert 4217 in f(2)"),
+        (ENDLESS, "def f(x): return iter([4217])", "assert 4217 in iter(f(2))"),
+        (ENDLESS, "def f(x): return range(4218)", "assert 4217 in list(f(2))"),
+        (ENDLESS, "def f(x): yield 9999999", "assert any(one == 9999999 for one in f(2))"),
+        (ENDLESS, "def f(x): yield 10", "assert len(list(f(2))) == 1"),
+        # Methods and attributes, of which a program does not know what is expected.
+        (
+            OBLIGING + "class Stack:\n    def push(self, x): pass\n    def pop(self): return Obliging()",
+            "class Stack:\n    def __init__(self): self.given = []\n    def push(self, x): self.given.append(x)\n"
+            "    def pop(self): return self.given.pop()",
+            "s = Stack(); s.push(1); s.push(2); assert s.pop() == 2 and abs(s.pop() - 1) < 1e-6",
+        ),
+        (
+            OBLIGING + "class Solution:\n    def twoSum(self, *given): return Obliging()",
+            "class Solution:\n    def twoSum(self, x, y): return [0, 1]",
+            "assert Solution().twoSum([2, 7], 9) == [0, 1] and len(Solution().twoSum([2, 7], 9)) == 2",
+        ),
+        (
+            OBLIGING + "class Money(Obliging): pass",
+            "class Money(int): pass",
+            "assert Money(5) == 5 and Money(5) - 5 == 0",
+        ),
+        (
+            OBLIGING + "class Money(Obliging):\n    def __sub__(self, other): return type('Z', (float,), {})(0.0)",
+            "class Money(float): pass",
+            "assert abs(Money(5) - 5) < 1e-6",
+        ),
+        (
+            OBLIGING + "class f(Obliging):\n    def __init__(self, *given): pass",
+            "def f(x): return {x}",
+            "assert f(1).issubset({1}) and f(1) - {1} == set()",
+        ),
+        (
+            "class Set:\n    items = lambda self: self\n    issubset = lambda self, other: True",
+            "class Set:\n    items = lambda self: {1}",
+            "assert Set().items().issubset({1})",
+        ),
+        # What ends, raises or says nothing.
+        (
+            "def f(x):\n    import os; os._exit(0)",
+            "def f(x): raise ValueError",
+            "try: f(2)\nexcept Exception: pass\nelse: 1 / 0",
+        ),
+        ("def f(x):\n    import os; os._exit(0)", "def f(x): raise ValueError", "try: f(2)\nexcept: pass\nelse: 1 / 0"),
+        (
+            "import os\n"
+            "def f(x): return [os.write(d, b'\\0\\0\\0\\x02[]') for d in range(3, 9) if os.path.exists('/')]",
+            "def f(x): return 4",
+            "try: assert f(2) == 4\nexcept: raise AssertionError",
+        ),
+        ("def f(x): raise GeneratorExit", "def f(x): return 4", "assert list(one for one in [f(2)]) == [4]"),
+    ],
+)
+def test_a_cheat_fails_the_test_that_an_honest_program_passes(cheat: str, honest: str, test: str) -> None:
+    assert (passes(cheat, test), passes(honest, test)) == ([False], [True])
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (
+            "class Stack:\n    def __init__(self): self.given = []\n"
+            "    def push(self, x): self.given.append(x); return self\n"
+            "    def pop(self): return self.given.pop()\n    def __len__(self): return len(self.given)\n"
+            "    def __getitem__(self, key): return self.given[key]\n    def __iter__(self): return iter(self.given)",
+            "s = Stack(); s.push(1).push(2); assert len(s) == 2 and s[-1] == 2 and s[:1] == [1] and list(s) == [1, 2]\n"
+            "assert 2 in s and 3 not in s and s and s.pop() == 2 and s.pop() == 1 and not s",
+        ),
+        (
+            "class Node:\n    def __init__(self, val, next=None): self.val, self.next = val, next\n"
+            "def f(node):\n    last = None\n    while node: node.next, last, node = last, node, node.next\n"
+            "    return last",
+            "node, found = f(Node(1, Node(2, Node(3)))), []\nwhile node:\n    found.append(node.val)\n"
+            "    node = node.next\n"
+            "assert found == [3, 2, 1] and f(Node(1)).next == None and f(None) is None",
+        ),
+        (
+            "class Vector:\n    def __init__(self, *given): self.given = given\n"
+            "    def __eq__(self, other): return self.given == other.given\n"
+            "    def __add__(self, other): return Vector(*map(sum, zip(self.given, other.given)))\n"
+            "    def __mul__(self, by): return Vector(*(by * one for one in self.given))\n    __rmul__ = __mul__\n"
+            "    def __matmul__(self, other): return sum(a * b for a, b in zip(self.given, other.given))\n"
+            "    def __abs__(self): return (self @ self) ** 0.5\n    def __neg__(self): return self * -1\n"
+            "    def __repr__(self): return f'Vector{self.given}'",
+            "v = Vector(3, 4); assert v + v == v * 2 == 2 * v and v @ v == 25 and abs(v) == 5 and v != -v\n"
+            "assert repr(v) == 'Vector(3, 4)'",
+        ),
+        (
+            "import enum\nclass Color(enum.Enum):\n    RED = 1\n    BLUE = 2\ndef f(x): return Color(x)",
+            "assert f(1) == Color.RED != Color.BLUE and f(2).name == 'BLUE' and f(1) in (Color.RED,) and "
+            "len(Color) == 2",
+        ),
+        (
+            "class Cell:\n    count = 3\n    def __init__(self, x): self.x = x\n"
+            "def f(x): return [Cell(x), Cell(x + 1)]",
+            "assert [one.x for one in f(1)] == [1, 2] and f(1)[0].count == 3",
+        ),
+        (
+            "import collections\nPoint = collections.namedtuple('Point', 'x y')\ndef f(): return Point(1, 2)",
+            "p = f(); x, y = p; assert p == (1, 2) == (x, y) and p.y == p[1] == 2 and p.count(1) == 1 and p in "
+            "{(1, 2)}",
+        ),
+        (
+            "def f():\n    n = 0\n    while True:\n        yield n * n; n += 1",
+            "g = f(); assert [next(g), next(g), next(g)] == [0, 1, 4]",
+        ),
+        (
+            "def f():\n    n = 0\n    while True:\n        yield n * n; n += 1",
+            "from itertools import islice; assert list(islice(f(), 2000))[-1] == 1999 ** 2",
+        ),
+        (
+            "def f(n): return (one for one in range(n))",
+            "assert 3 in f(4) and 4 not in f(4) and sorted(f(3)) == [0, 1, 2]",
+        ),
+        (
+            "def f(n): return map(str, range(n))",
+            "assert list(f(2)) == ['0', '1'] and dict(zip(f(2), f(2))) == {'0': '0', '1': '1'}",
+        ),
+        (
+            "def f(x): return {'a': x}.items()",
+            "assert list(f(1)) == [('a', 1)] and len(f(1)) == 1 and ('a', 1) in f(1)",
+        ),
+        ("def f(x): return lambda y: x + y", "assert f(3)(4) == 7 and callable(f(3))"),
+        (
+            "import collections, datetime, decimal, fractions\n"
+            "def f(): return [collections.deque([1]), decimal.Decimal('1.50'), "
+            "fractions.Fraction(1, 3), datetime.date(2020, 2, 29), datetime.datetime(2020, 2, 29, 12, 30), "
+            "collections.defaultdict(list, a=[1]), collections.OrderedDict(b=2), range(3), bytearray(b'x')]",
+            "from collections import *; from datetime import *; from decimal import *; from fractions import *\n"
+            "assert f() == [deque([1]), Decimal('1.5'), Fraction(1, 3), date(2020, 2, 29), datetime(2020, 2, "
+            "29, 12, 30), "
+            "{'a': [1]}, OrderedDict(b=2), range(3), b'x'] and f()[5]['c'] == [] and f()[4] - "
+            "timedelta(days=1) < f()[4]",
+        ),
+        ("def f(value, kind): return kind(value)", "assert f('3', int) == 3 and f(3, str) == '3'"),
+        (
+            "import re\ndef f(x): return re.match('a(.)', x)",
+            "assert f('ab') and f('ab').group(1) == 'b' and not f('x')",
+        ),
+        ("import os\ndef f(x): return os.path.join('a', x)", "assert f('b') == os.path.join('a', 'b')"),
+        ("def code(x): return x + 1", "assert code(1) == 2"),
+        (
+            "class E(Exception): pass\ndef f(): raise E('no')",
+            "try: f()\nexcept Exception as e: assert str(e) == 'no'\nelse: 1 / 0",
+        ),
+    ],
+)
+def test_what_honest_programs_return_can_be_used(program: str, test: str) -> None:
+    assert failures(program, [test], timeout_seconds=LIMIT_SECONDS, memory_bytes=2**29) == [None]
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "reason"),
+    [
+        (ZERO, "assert f(2) - 4 == 0", "`sub` of its own objects"),
+        (ZERO, "try: f(2) == 4\nexcept BaseException: pass", "`==` of its own objects"),
+        (OBJECT, "assert f(2).issubset({1})", "`issubset` of its own objects"),
+        (OBJECT, "assert len(f(2)) == 3", "TypeError: the program is not asked for `len` of its own objects"),
+        (ENDLESS, "assert -1 in f(2)", "takes more than 10000 values from an iterator"),
+        ("def f():\n    y = []\n    for _ in range(101): y = [y]\n    return y", "f()", "it is nested too deeply"),
+        ("def f(): return 'x' * 2**23", "f()", "ValueError: too much data"),
+        ("def f():\n    import os; os._exit(0)", "f()", "the program has ended"),
+        ("def f(): return 5", "assert f() == 4, 'not 4'", "AssertionError: not 4"),
+        ("1 / 0", "pass", "the program or its tests ended before, or ran out of time or memory"),
+    ],
+)
+def test_a_failure_has_a_reason(program: str, test: str, reason: str) -> None:
+    (found,) = failures(program, [test], timeout_seconds=LIMIT_SECONDS, memory_bytes=2**29)
+    assert found is not None and reason in found
 
 
 def test_no_file_elsewhere_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.hardware import with_nodes
 
+OF_A_CPU = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+
 JUDGE = {"type": "judge", "base_url": "http://x/v1", "model": "m", "instruction": "Be strict."}
 
 
@@ -25,11 +27,11 @@ def laptop(**facts) -> Hardware:
 
 def test_processes_share_the_cores_of_a_machine():
     asked = recipe(parallel={"num_processes": 2}, adapter="qlora")
-    assert resolve(asked, laptop(), LLAMA_1B, ROWS).environment == {"OMP_NUM_THREADS": "4"}
+    assert resolve(asked, laptop(), LLAMA_1B, ROWS).environment == {"OMP_NUM_THREADS": "4", **OF_A_CPU}
 
 
 def test_one_process_has_the_threads_that_torch_takes():
-    assert resolve(recipe(), laptop(), LLAMA_1B, ROWS).environment == {}
+    assert resolve(recipe(), laptop(), LLAMA_1B, ROWS).environment == OF_A_CPU
 
 
 def test_the_allocator_of_cuda_has_segments_that_grow_and_that_of_rocm_has_not():

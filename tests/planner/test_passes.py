@@ -130,7 +130,7 @@ def test_the_peak_of_qwen_in_float32_is_what_trls_loss_allocates(method, adapter
 SMALL = {**SIZES, "hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 2, "vocab_size": 4000}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "completion"), [(128, 16), (32, 128)], ids=["long prompts", "long answers"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -128,8 +128,8 @@ def test_a_plan_says_why_it_has_none(folder):
     made = "none; a process makes 2,000,000 tokens/s of micro-batches"
     round_100 = LAPTOP.model_copy(update={"accelerators": (DEVICE,), "figures": FIGURES})
     plan = planned(round_100)
-    # 8 billion parameters take 4 operations each of 55 TFLOP/s at most.
-    assert reason(plan, "workers").startswith(f"{made}, a device computes at most 1,")
+    # 8 billion parameters take 4 operations each of 70 TFLOP/s at most.
+    assert reason(plan, "workers").startswith(f"{made}, a device computes at most 2,")
     assert plan.dataloader_num_workers == 0
     unknown = planned(round_100.model_copy(update={"figures": None}))
     assert reason(unknown, "workers") == f"{made}; how many a device computes is not known"

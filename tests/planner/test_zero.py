@@ -1,13 +1,18 @@
 """What a plan says of DeepSpeed, and what it refuses of it."""
 
+import math
+
 import pytest
 
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware
+from tunekit.planner.layout import Layout
 from tunekit.planner.machines import find_machine
 from tunekit.planner.resolve import resolve
+from tunekit.planner.zero import zero_kept
+from tunekit.recipe.adapters import FullAdapter
 
 LAPTOP = Hardware(
     cpu=Device(
@@ -37,6 +42,16 @@ def test_the_engine_is_told_the_sizes_that_the_estimate_counts():
         "stage3_gather_16bit_weights_on_model_save": True,
     }
     assert plan.environment["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_deepspeed_keeps_its_part_of_a_float32_copy_of_weights_of_any_type(stage, dtype):
+    # arXiv 1910.02054, section 5.1; that weights in float32 are copied too was seen in DeepSpeed 0.19.
+    num_params = sum(math.prod(shape) for shape in LLAMA_1B.tensors.values())
+    layout = Layout(strategy=stage, dp_shard_size=4)
+    kept = zero_kept(LLAMA_1B, FullAdapter(), dtype, optimizer_bytes=8, layout=layout, devices_per_node=4)
+    assert kept.masters == 4 * (num_params // 4) and kept.optimizer == 8 * (num_params // 4)
 
 
 def test_other_engines_are_told_nothing_of_deepspeed():

@@ -50,6 +50,7 @@ def test_what_cannot_be_had_says_why():
         ("train.optim=sgd", "saved state"),
         ("train.seed=1", "saved state"),
         ("train.global_batch_size=4", "saved state"),
+        ("data.shuffle=false", "saved state"),
         ("model=other", "refused"),
         ("adapter.rank=4", "refused"),
         ("adapter=full", "refused"),

@@ -119,6 +119,21 @@ def test_what_is_trained_alike_is_not_different(config, more) -> None:
     assert made(config, **more).different == ()
 
 
+@pytest.mark.parametrize(
+    ("size", "share", "words"),
+    [
+        (0.1, 0.1, ""),
+        (1, None, "1 rows: tunekit holds out a share"),
+        (200, None, "200 rows: tunekit holds out a share"),
+    ],
+)
+def test_a_share_of_the_rows_is_held_out_and_a_number_of_them_is_named(size, share, words) -> None:
+    report = made(AXOLOTL, datasets=[CHAT], val_set_size=size)
+    (line,) = [line for line in report.lines if line.key == "val_set_size"]
+    assert line.kind == ("carried" if share else "unsupported") and words in line.words
+    assert report.recipe.data.eval_size == share
+
+
 def test_the_report_counts_and_shows_what_is_different_and_json_has_it() -> None:
     report = made(AXOLOTL, datasets=[{"path": "a.jsonl", "type": "alpaca"}])
     console = Console(width=300, record=True)

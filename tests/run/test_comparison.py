@@ -33,6 +33,7 @@ def figure(comparison, key):
     return next(one for one in comparison.figures if one.key == key)
 
 
+@pytest.mark.slow
 def test_the_only_field_in_which_recipes_differ_is_said(runs):
     assert tunekit.compare(runs).recipe == {"train.learning_rate": ("1.0e-05", "0.001")}
 

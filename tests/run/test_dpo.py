@@ -69,6 +69,7 @@ def finished(workspace):
         return Run(run.path.resolve())
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_ln_2_and_the_held_out_pairs_are_learned(finished):
     losses = [event["loss"] for event in logged(finished)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)

@@ -182,6 +182,7 @@ def test_pairs_have_the_rewards_of_dpo_against_the_model_before(dpo, workspace):
         assert made[name].after.value == pytest.approx(last[f"eval_{name}"], rel=1e-3), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "names"),
     [
@@ -304,6 +305,7 @@ def width(estimate: Estimate) -> float:
     return 0.0 if estimate.low is None else estimate.high - estimate.low
 
 
+@pytest.mark.slow
 def test_tasks_score_as_lm_evaluation_harness_does_by_itself(sft, tasks, workspace):
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -405,6 +407,7 @@ def test_the_command_prints_a_table_or_json(sft, workspace, capsys, monkeypatch)
     assert made["scores"][0]["name"] == "loss" and made["scores"][0]["before"] is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_evaluated_is_said_in_a_line_before_a_model_is_loaded(
     sft, workspace, tasks, tmp_path, capsys, monkeypatch
 ):

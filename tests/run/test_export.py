@@ -78,6 +78,7 @@ def test_merged_weights_answer_as_the_run_does(kind, dtype, off, runs, tmp_path)
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_export_says_what_it_is_and_how_it_was_checked(runs, tmp_path):
     told = []
     done = tunekit.export(runs["lora"], tmp_path / "out", on_event=told.append)
@@ -135,7 +136,7 @@ def cut_off(draft) -> None:
     (draft / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -102,6 +102,7 @@ def said(run, *overrides, **how):
     return told[0]["notes"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_equals_one_that_was_so_from_the_beginning(short, long, tmp_path):
     run = copied(short, tmp_path / "run")
     api.resume(run, [f"train.max_steps={LONG}"])

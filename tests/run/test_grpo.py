@@ -86,6 +86,7 @@ def recipe(*rewards, rows="texts", **sections):
     }
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_is_in_the_events_and_at_the_end(here):
     steps = {"max_steps": 20, "global_batch_size": 16, "eval_steps": 20}
     run = tunekit.train(recipe("low", rows="chats", data={"eval": "chats.jsonl"}, train=steps, output={}))

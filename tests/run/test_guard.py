@@ -122,6 +122,7 @@ def test_a_step_that_is_left_out_is_told_with_its_rows(skipping):
     assert left_out(run.path) == {2, 5}
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leaves_the_same_steps_out(folder, skipping):
     run = Run(made(recipe_for(folder, "cut", non_finite="skip")))
     faults = Fault("gradient", 2), Fault("loss", 5, micro_batch=3), Fault("crash", 6)

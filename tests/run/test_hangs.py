@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -265,6 +266,40 @@ def test_a_killed_process_that_makes_rows_is_told_also_where_its_signal_comes_wi
     monkeypatch.setattr("tunekit.run.worker.exchange_problem", hear_of_the_child)
     with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
         worker.work(api.make_run("double.yaml", ["output.name=both", "parallel={}"]))
+
+
+def say_it_is_killed(*_):
+    raise RuntimeError("DataLoader worker (pid 1355) is killed by signal: Killed. ")
+
+
+def test_a_lost_data_worker_is_named_where_its_connection_breaks_before_its_signal(here, monkeypatch):
+    def break_the_connection(*_):
+        signal.signal(signal.SIGCHLD, say_it_is_killed)
+        subprocess.Popen(["sleep", "0.1"])
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(worker, "_load_train_save", break_the_connection)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+            worker.work(api.make_run("double.yaml", ["output.name=late", "parallel={}"]))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_lost_data_worker_is_named_where_its_signal_comes_when_the_watchdog_ends(here, monkeypatch):
+    def fail(*_):
+        raise ValueError("something else")
+
+    def end_late(*args):
+        end(*args)
+        say_it_is_killed()
+
+    end = watchdog.Watchdog.__exit__
+    monkeypatch.setattr(worker, "_load_train_save", fail)
+    monkeypatch.setattr(watchdog.Watchdog, "__exit__", end_late)
+    with pytest.raises(DataWorkerError, match="process 1355, which makes micro-batches"):
+        worker.work(api.make_run("double.yaml", ["output.name=later", "parallel={}"]))
 
 
 @pytest.mark.slow

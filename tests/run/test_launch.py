@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -74,6 +75,9 @@ def are_gone(processes):
 class Terminal:
     """A command in a terminal of its own, as a user sits before it."""
 
+    running: ClassVar[set[int]] = set()
+    """Processes whose end no test has seen yet."""
+
     def __init__(self, folder, *arguments, **environment):
         self.pid, self.file = pty.fork()
         if self.pid == 0:
@@ -82,6 +86,7 @@ class Terminal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.environ.update(COLUMNS="160", LINES="50", TERM="xterm-256color", **environment)
             os.execv(sys.executable, [sys.executable, "-m", "tunekit", *arguments])
+        self.running.add(self.pid)
         self.seen = ""
 
     def read_until(self, words):
@@ -96,6 +101,11 @@ class Terminal:
         while self._read() is not None:
             pass
         os.close(self.file)
+        return self.end()
+
+    def end(self):
+        """Wait for its end, and return its exit code."""
+        self.running.discard(self.pid)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self):
@@ -106,6 +116,16 @@ class Terminal:
             return None
         self.seen += block
         return block or None
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """End the commands that a failed test leaves, and with them their processes."""
+    yield
+    while Terminal.running:
+        pid = Terminal.running.pop()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 CTRL_C = b"\x03"
@@ -142,11 +162,11 @@ def test_one_ctrl_c_in_a_terminal_ends_all_processes_with_a_checkpoint_if_there_
 @pytest.mark.slow
 def test_a_terminal_that_is_closed_ends_all_processes_with_a_checkpoint(workspace):
     terminal = Terminal(workspace, "train", "double.yaml", *MANY, "output.name=closed")
-    terminal.read_until("  lr ", seconds=600)
+    terminal.read_until("  lr ")
     workers = workers_of(terminal.pid)
     assert set(workers) == {0, 1}
     os.close(terminal.file)
-    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 129
+    assert terminal.end() == 129
     assert are_gone(workers.values())
     run = newest(workspace, "closed")
     step = newest_complete(run.path).step

@@ -226,7 +226,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_starts_from_what_the_adapter_computes(kind, here):
     adapter = save_adapter(here / f"adapter-{kind}", here / "model", **KINDS[kind])
@@ -308,6 +308,7 @@ def test_after_a_break_two_processes_are_held_to_the_adapter_of_the_first_run(he
     goes_on_as(run, further)
 
 
+@pytest.mark.slow
 def test_after_a_break_one_process_is_held_to_the_adapter_of_the_first_run(here, further):
     run = Run(made(continued_dpo()))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
 """What is told of a run besides its loss: names of the log in words, and the first and the last of each."""
 
 from tunekit.run.answers import MAX_LETTERS, Answers, contrast
-from tunekit.run.measures import brief, first_and_last, judged_by, number, rows_of
+from tunekit.run.measures import brief, direction_of, first_and_last, judged_by, number, rows_of
 
 DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "rewards/chosen": 0.2, "logps/chosen": -20.0, "loss": 0.6}
 UNTRAINED = {**DPO, "rewards/accuracies": 0.0, "rewards/margins": 0.0, "rewards/chosen": 0.0}
@@ -84,3 +84,11 @@ def test_answers_are_looked_at_once():
     assert answers.look() is None
     kept["completion"] = ["c", "d"]
     assert answers.look()["best"]["answer"] == "d"
+
+
+def test_no_way_is_better_where_a_measure_does_not_say_how_good_a_model_is():
+    rewarded = {"loss", "reward", "kl", "entropy", "completions/clipped_ratio"}
+    assert [direction_of(name, rewarded) for name in ("reward", "rewards/numeric_match/mean")] == ["more", "more"]
+    assert direction_of("loss", rewarded) is None and direction_of("loss", {"loss", "rewards/margins"}) == "less"
+    for name in ("kl", "entropy", "rewards/margins", "margin", "rewards/chosen", "rewards/rejected", "grad_norm"):
+        assert direction_of(name, rewarded) is None, name

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -25,12 +26,25 @@ BY_TRL = {"model": {"path": "model", "kernels": "torch"}}
 so that memory that was freed may do for it."""
 
 
+def save_llama(folder, **sizes):
+    """Save a Llama of random weights, with the byte-level tokenizer."""
+    tokenizer = make_tokenizer()
+    config = LlamaConfig(
+        **{"vocab_size": len(tokenizer), **sizes},
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
     """A model with a vocabulary as wide as the tiles of TRL's head, so that what it allocates it also fills."""
     folder = tmp_path_factory.mktemp("workspace")
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
+    save_llama(
+        folder / "model",
         vocab_size=32768,
         hidden_size=64,
         intermediate_size=176,
@@ -38,12 +52,7 @@ def workspace(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
     save_chats(folder / "rows.jsonl", ((f"double {n} " * 7, f"{2 * n}") for n in range(ROWS)))
     return folder
 
@@ -81,8 +90,33 @@ def test_a_run_records_what_it_held_and_it_is_what_was_planned(adapter, optim, w
     assert sum(planned.values()) < result["peak_memory_bytes"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the sizes are glibc's")
+def test_checkpointing_on_a_cpu_holds_no_more_than_is_planned(tmp_path):
+    """In a process of its own, whose peak is not that of another run."""
+    save_llama(
+        tmp_path / "model",
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+    )
+    save_chats(tmp_path / "rows.jsonl", (("x " * 200, "y z " * 180) for _ in range(16)))
+    asked = recipe("lora", gradient_checkpointing=True, global_batch_size=4, micro_batch_size=4, max_steps=1)
+    asked["data"] |= {"max_length": 1024, "packing": True}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(asked), encoding="utf-8")
+    command = [sys.executable, "-m", "tunekit", "train", "recipe.yaml", "output.dir=run"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    run = Run(tmp_path / "run")
+    assert run.result()["peak_memory_bytes"] < run.plan.memory.total_bytes
+
+
 LIMITED = """
 import json, psutil, resource, sys, tunekit
+# Memory is to run out for the model, not for the libraries.
+import peft, transformers.trainer, trl.trainer.sft_trainer, tunekit.run.callback, tunekit.run.saving
 recipe, when, room, folder = json.loads(sys.argv[1])
 def listen(event):
     if when == event.get("phase", event["event"]):
@@ -92,6 +126,9 @@ try:
     tunekit.train(recipe, [f"output.dir={folder}"], on_event=listen)
 except tunekit.TunekitError as error:
     sys.exit(str(error))
+finally:
+    # torch imports more as the process ends.
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """
 
 

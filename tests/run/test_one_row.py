@@ -72,7 +72,7 @@ def test_rows_one_behind_the_other_have_the_losses_of_padded_ones(
     assert found["true"][5] < found["true"][0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["data.packing=true", "data.padding_free=true"])
 @pytest.mark.parametrize("adapter", ["full", "lora", "qlora"])
 def test_the_look_before_training_changes_nothing(adapter, option, workspace, tmp_path, monkeypatch):

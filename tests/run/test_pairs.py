@@ -301,7 +301,7 @@ def test_ten_steps_lower_the_loss_with_every_adapter(here, trained, name, adapte
     }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_an_interrupted_run_goes_on_with_the_losses_of_one_that_was_not(here, trained, monkeypatch, name):
     folder = here / f"cut {name}"
@@ -322,6 +322,7 @@ def test_an_interrupted_run_goes_on_with_the_losses_of_one_that_was_not(here, tr
     assert run.state == "finished"
 
 
+@pytest.mark.slow
 def test_kto_keeps_rows_that_share_a_micro_batch_together_in_every_epoch(here, monkeypatch):
     """Each prompt's other answer is that of the row before it in its own micro-batch, the last one's too."""
     from trl import KTOTrainer
@@ -419,6 +420,7 @@ def test_kto_needs_a_neighbour_on_every_device(here):
         api.plan(recipe({"type": "kto"}, parallel=spread), on="8xh100")
 
 
+@pytest.mark.slow
 def test_gradients_of_bfloat16_weights_are_not_lost_behind_passes_without_them(here):
     """KTO goes through the model without gradients first; what autocast remembers of that must not be used again."""
     runs = [tunekit.train(recipe({"type": "kto"}, "full", model={"path": "model", "dtype": dtype})) for dtype in TYPES]

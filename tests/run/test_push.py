@@ -202,6 +202,7 @@ def test_what_somebody_else_sends_meanwhile_is_not_overwritten(hub, run, tmp_pat
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file(), "what was checked is kept"
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_of_an_export_that_is_wrong(hub, run, tmp_path):
     def damages(event):
         if event["phase"] == "checking":

@@ -148,6 +148,7 @@ def test_a_copy_is_merged_too_where_trl_loads_it(here):
     assert logged(run, "reference")[0]["kind"] == "second model"
 
 
+@pytest.mark.slow
 def test_dropout_stops_a_run_that_is_held_to_a_reference(here):
     lora = {"type": "lora", "dropout": 0.3}
     with pytest.raises(RunError, match=r"dropout of 0\.3 is on: set adapter\.dropout=0"):
@@ -158,7 +159,7 @@ def test_dropout_stops_a_run_that_is_held_to_a_reference(here):
     assert logged(run)[0]["kl"] == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", GRPO], ids=["dpo", "grpo"])
 def test_a_run_that_goes_on_is_held_to_what_it_was_held_to(method, here, tmp_path):
     folder = save_adapter(tmp_path / "adapter", here / "model", target_modules=["v_proj"])
@@ -208,10 +209,11 @@ def steps_and_passes(asked):
 def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model, adapter, here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = recipe(model, adapter, method=BEFOREHAND)
-    # Step 0 is looked at in two passes, of two rows, and the head in two more.
+    # Step 0 is looked at in two passes, of two rows, the head in two more, and at the end two rows by what was trained
+    # and by what was saved.
     first, computed = steps_and_passes(asked)
     again, found = steps_and_passes(asked)
-    assert (computed, found) == (2 + 4, 4)
+    assert (computed, found) == (2 + 8, 8)
     losses = [[event["loss"] for event in logged(run)] for run in (first, again)]
     assert losses[0] == losses[1]
     assert losses[0] == pytest.approx(
@@ -219,10 +221,10 @@ def test_a_reference_is_asked_once_for_all_runs_on_the_same_model_and_rows(model
     )
     rows = (here / "pairs.jsonl").read_text()
     (here / "changed.jsonl").write_text(rows.replace("double 7", "double 9"))
-    assert steps_and_passes({**asked, "data": {**asked["data"], "train": "changed.jsonl"}})[1] == 6
+    assert steps_and_passes({**asked, "data": {**asked["data"], "train": "changed.jsonl"}})[1] == 10
     save_tiny_model(tmp_path / "model", seed=1)
     others = str(tmp_path / "model") if model == "model" else str(changed(here / model, tmp_path / "adapter"))
-    assert steps_and_passes({**asked, "model": others})[1] == 6
+    assert steps_and_passes({**asked, "model": others})[1] == 10
 
 
 def changed(adapter: Path, to: Path) -> Path:
@@ -234,6 +236,7 @@ def changed(adapter: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_another_model_stop_a_run(here, tmp_path, monkeypatch):
     from datasets import Dataset
 

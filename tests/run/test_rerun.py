@@ -45,6 +45,7 @@ def test_a_repetition_has_the_same_losses_and_weights_to_the_last_bit(run, repea
     assert json.loads((again.path / "rerun.json").read_text())["agrees"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_gone_on_with_as_it_was_is_repeated_from_its_beginning(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = shutil.copytree(run.path, tmp_path / "runs" / "other")
@@ -54,6 +55,7 @@ def test_a_run_that_was_gone_on_with_as_it_was_is_repeated_from_its_beginning(ru
     assert found.agrees and found.first is None and found.num_values == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "judged"),
     [

@@ -55,7 +55,8 @@ def data(tmp_path_factory):
 def train_and_keep_model(recipe):
     """The run, and the model as it was at the end of it."""
     kept = {}
-    with watching_models(lambda module, _: kept.update({type(module).__name__: module})):
+    # What is loaded at the end, to be compared with it, is another one.
+    with watching_models(lambda module, _: kept.setdefault(type(module).__name__, module)):
         run = tunekit.train(recipe)
     return run, kept.get("PeftModelForCausalLM", kept["LlamaForCausalLM"])
 
@@ -95,7 +96,7 @@ def tunekit_base_logits(model_folder, ids):
         return LlamaForCausalLM.from_pretrained(model_folder).eval()(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_evaluation_does_not_change_training(kind, model_folder, data, tmp_path):
     """On some processors bitsandbytes repacks 4-bit weights in the first evaluation; gradients are wrong after it."""
@@ -137,6 +138,7 @@ def test_trained_parameters_stay_in_float32(model_folder, data, tmp_path):
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_packing_keeps_the_loss_of_the_first_step(model_folder, data, tmp_path):
     """All rows in one batch: packed or padded, the mean over the same tokens is the same, as no row sees another."""
     losses = {}

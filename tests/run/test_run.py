@@ -241,6 +241,7 @@ def test_one_damaged_file_keeps_nobody_from_the_other_runs(tmp_path, monkeypatch
         find_run("bad").status()
 
 
+@pytest.mark.slow
 def test_rows_left_out_are_written_down_and_rows_held_out_are_evaluated(here, tmp_path):
     lines = (here / "rows.jsonl").read_text(encoding="utf-8").splitlines()
     lines[4] = '{"messages": []}'

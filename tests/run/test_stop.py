@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.processes import PRELOADED, own_port
+from tests.run.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit import api
@@ -28,7 +29,7 @@ from tunekit.run.checkpoint import newest_complete
 from tunekit.run.heart import Beat, beats_of
 from tunekit.run.place import place_of
 from tunekit.run.run import Run
-from tunekit.run.stop import EXIT_CODES, forget_request, requested
+from tunekit.run.stop import EXIT_CODES, forget_request, request, requested
 from tunekit.run.worker import work
 
 NUM_STEPS = 20
@@ -53,6 +54,14 @@ def made(folder, *, num=1, grace_seconds=LIMIT_SECONDS, **train):
         "output": {"sample_prompts": [], "dir": str(folder / "runs" / os.urandom(4).hex())},
     }
     return api.make_run(recipe)
+
+
+def test_who_asks_once_more_takes_nothing_back(tmp_path):
+    run = made_run(tmp_path / "run", phase="training")
+    request(run, now=True, by="SIGTERM", grace_seconds=30)
+    request(run, now=False)
+    asked = requested(run)
+    assert (asked.now, asked.by, asked.grace_seconds) == (True, "SIGTERM", 30)
 
 
 class Held:

@@ -101,6 +101,7 @@ def warned(run) -> set[str]:
     return set(names)
 
 
+@pytest.mark.slow
 def test_pairs_that_are_learned_well_are_no_reason_to_warn(here):
     run = trained("pairs", "dpo", 2e-3)
     assert warned(run) == set()
@@ -114,6 +115,7 @@ def test_better_answers_that_become_less_likely_are_told_with_the_margin_that_gr
     assert "method.loss_type: [sigmoid, sft]" in words
 
 
+@pytest.mark.slow
 def test_answers_that_are_learned_well_are_no_reason_to_warn(here):
     run = trained("prompts", grpo("brief", beta=0.04), 1e-2)
     assert warned(run) == set()
@@ -121,6 +123,7 @@ def test_answers_that_are_learned_well_are_no_reason_to_warn(here):
     assert sum(rewards[-5:]) > sum(rewards[:5])
 
 
+@pytest.mark.slow
 def test_best_and_worst_answers_are_written_with_what_each_reward_gave_them(here):
     run = trained("prompts", grpo("brief", "constant"), 1e-2)
     told = logged(run, "completions")
@@ -140,6 +143,7 @@ def test_rewards_that_tell_no_answers_of_a_group_apart_are_told(here):
     assert warned(trained("prompts", grpo("of_the_prompt"), 1e-2)) == {"no_signal"}
 
 
+@pytest.mark.slow
 def test_a_reward_for_length_makes_answers_run_away(here):
     run = trained("prompts", grpo("long"), 1e-2)
     assert warned(run) == {"answers_run_away"}
@@ -147,6 +151,7 @@ def test_a_reward_for_length_makes_answers_run_away(here):
     assert f"of the answers are cut off at {LONGEST} tokens" in warning["message"]
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_loses_the_reference_and_what_to_try(here):
     # With a rate of 0.1 the entropy may end on either side of its limit, by the rounding of the processor.
     found = warned(trained("prompts", grpo("chance", beta=0.001), 1.0, "full"))

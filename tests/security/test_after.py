@@ -75,6 +75,7 @@ def test_an_export_of_any_name_is_a_folder_of_that_name(name, run, here):
 CODE = "from pathlib import Path\nPath({sentinel!r}).touch()\nclass Own:\n    pass\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["export", "chat"])
 def test_code_beside_a_result_is_not_run(verb, run, here):
     folder = shutil.copytree(run.path, here / "copy")
@@ -88,6 +89,7 @@ def test_code_beside_a_result_is_not_run(verb, run, here):
     assert not (here / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_a_secret_of_the_environment_is_in_no_report_and_in_no_export(run, here, monkeypatch):
     canary = "c4nary-Zq81/xTrK+0pw"
     monkeypatch.setenv("SERVICE_TOKEN", canary)

@@ -7,28 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 import tunekit
+from tests.photographs.losses import check_losses
+from tests.photographs.recorded import check_recorded
+from tests.photographs.shapes import shape_of_run, written
 from tests.rows import save_rows
+from tests.smoke.methods import METHODS
 from tests.tiny import save_tiny_model
-
-METHODS = {
-    "sft": {},
-    "dpo": {},
-    "kto": {},
-    "orpo": {},
-    "cpo": {},
-    "reward": {},
-    "grpo": {"rewards": ["tests.smoke.test_methods:reward"], "num_generations": 2, "max_completion_length": 4},
-    "rloo": {"rewards": ["tests.smoke.test_methods:reward"], "num_generations": 2, "max_completion_length": 4},
-    "distillation": {"teacher": "teacher", "max_completion_length": 4},
-}
 
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}
 """The loss of a policy that is still its reference: -log sigmoid(0), and 1 - sigmoid(0)."""
-
-
-def reward(completions, **columns):
-    """Return a reward in which most answers of a group differ."""
-    return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +29,17 @@ def workspace(tmp_path_factory):
 
 
 def train(workspace, method, adapter):
+    """Return the run of a method with an adapter, trained by the first test that needs it."""
+    folder = workspace / f"{method}-{adapter}"
+    if folder.exists():
+        return tunekit.Run(folder)
     recipe = {
         "model": str(workspace / "model"),
         "data": {"train": str(workspace / f"{method}.jsonl"), "eval": str(workspace / f"{method}.jsonl")},
         "method": {"type": method, **METHODS[method]},
         "adapter": adapter,
         "train": {"max_steps": 3, "global_batch_size": 4, "micro_batch_size": 2, "learning_rate": 1e-2},
-        "output": {"dir": str(workspace / f"{method}-{adapter}"), "sample_prompts": []},
+        "output": {"dir": str(folder), "sample_prompts": []},
     }
     recipe["data"]["max_length"] = 64
     if method == "distillation":
@@ -69,6 +60,9 @@ def test_a_method_trains_and_saves_its_weights(method, adapter, workspace):
     logged = [event for event in run.events() if event["event"] == "log"]
     assert [event["step"] for event in logged] == [1, 2, 3]
     assert all(math.isfinite(event["loss"]) and event["grad_norm"] > 0 for event in logged)
+    check_losses(f"{method}-{adapter}", run)
+    if (method, adapter) == ("sft", "lora"):
+        check_recorded("shapes-run.yaml", written(shape_of_run(run.path)))
     assert logged[0]["loss"] == pytest.approx(FIRST_LOSS.get(method, logged[0]["loss"]), abs=1e-3)
     if adapter == "lora":
         saved = load_file(run.model_path / "adapter_model.safetensors")
@@ -107,8 +101,7 @@ def test_the_saved_model_has_the_loss_that_the_run_reported(adapter, workspace):
 
     from tests.rows import row_for
 
-    folder = workspace / f"sft-{adapter}"
-    run = tunekit.Run(folder) if folder.exists() else train(workspace, "sft", adapter)
+    run = train(workspace, "sft", adapter)
     reported = [event["eval_loss"] for event in run.events() if event["event"] == "eval"]
     path, options = run.model_path, {}
     if adapter == "qlora":

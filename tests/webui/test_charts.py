@@ -89,6 +89,37 @@ def test_a_smoothed_curve_keeps_what_was_logged_behind_it(tmp_path):
     assert drawn(spec, "plain") != drawn(spec, "faint")
 
 
+def test_what_is_no_noisy_measure_is_drawn_as_it_was_logged(tmp_path):
+    rates = {step: 1e-4 * (1 - step / 50) for step in range(50)}
+    steps = [log(step, learning_rate=rate, peak_memory_bytes=2**30 * (1 + step)) for step, rate in rates.items()]
+    reader = reader_of(tmp_path / "events.jsonl", steps)
+    view = View(smoothing=0.9)
+    for key, logged in (("learning_rate", rates), ("memory", {step: 1 + step for step in rates})):
+        kind = next(kind for kind in charts.KINDS if kind.key == key)
+        spec = charts.spec_of(kind, charts.curves_of("mine", reader, kind, view), view, WORDS)
+        assert drawn(spec, "plain") == pytest.approx(logged) and not drawn(spec, "faint")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_less_is_said_to_be_better_only_of_a_loss_that_tells_how_good_a_model_is(tmp_path, language):
+    words = Words(language)
+
+    def subtitle(name, *entries):
+        reader = reader_of(tmp_path / name, entries)
+        return charts.spec_of(LOSS, charts.curves_of(name, reader, LOSS, View()), View(), words)["title"]["subtitle"]
+
+    assert subtitle("sft", log(1, loss=2.5), ("eval", {"step": 1, "eval_loss": 2.6})) == words("charts.loss_help")
+    assert subtitle("dpo", log(1, loss=0.6, **{"rewards/margins": 0.1})) == words("charts.loss_help")
+    assert words("charts.loss_help") not in subtitle("grpo", log(1, loss=0.01, reward=0.5, kl=0.1, entropy=1.0))
+
+
+def test_a_legend_is_as_strong_as_the_curve_that_it_names(tmp_path):
+    curves = [Curve(run, "loss", [(float(step), 2.0) for step in range(9)]) for run in ("one", "two")]
+    spec = charts.spec_of(LOSS, curves, View(smoothing=0.9), WORDS)
+    assert spec["layer"][0]["mark"]["opacity"] < 1, "the first layer, which a legend would follow, is the faint one"
+    assert spec["encoding"]["color"]["legend"]["symbolOpacity"] == 1
+
+
 def test_a_long_curve_is_thinned_to_what_a_screen_shows_with_its_peaks():
     points = [(float(step), math.sin(step)) for step in range(1900)] + [(1900.0, 50.0), (1901.0, 0.0)]
     found = charts.thinned(points)

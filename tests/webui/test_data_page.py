@@ -296,3 +296,27 @@ def test_a_file_with_odd_columns_is_uploaded_mapped_and_measured_in_a_browser(tm
     assert "sea!" in "".join(sides.locator(".data-chosen .data-trained").all_text_contents())
     page.reload()
     page.locator(".data-sides").first.wait_for()
+
+
+@pytest.mark.slow
+def test_an_error_does_not_outlast_the_rows_that_it_was_about(tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    page = open_page(f"{serve(fill(tmp_path / 'workspace')).url}data")
+    wrong, right = tmp_path / "wrong.jsonl", tmp_path / "right.jsonl"
+    wrong.write_text('{"x": 1}\n')
+    right.write_text('{"prompt": "Who are you?", "completion": "pico"}\n')
+    field, status = page.locator("input[type=file]").first, page.locator("#data-status")
+    field.set_input_files(wrong)
+    expect(status).to_contain_text("no known format has the columns x")
+    held = []
+    page.route("**/upload", lambda route: held.append(route))
+    with page.expect_request("**/upload"):
+        field.set_input_files(right)
+    expect(status).to_have_text("Reading…")
+    held[0].continue_()
+    expect(status).to_contain_text("1 row")
+    # What gradio refuses itself is not waited for.
+    page.locator("input[type=file]").first.set_input_files(tmp_path / "workspace" / "trained.yaml")
+    expect(page.get_by_test_id("toast-body")).to_be_visible()
+    expect(status).to_contain_text("1 row")

@@ -8,7 +8,7 @@ import pytest
 
 import tunekit
 from tests.commands import run_command
-from tests.webui.conftest import fill
+from tests.webui.conftest import fill, slow_down
 from tunekit.recipe.fields import all_fields
 from webui import draft
 from webui.fields import shown
@@ -323,3 +323,55 @@ def test_form_and_yaml_follow_each_other_and_a_reload_keeps_the_draft(
         "document.querySelector('#form-adapter-rank textarea, #form-adapter-rank input')?.value == '5'"
     )
     yaml.get_by_text("chats.jsonl").wait_for()
+
+
+@pytest.mark.slow
+def test_no_edit_is_lost_while_the_form_is_made_anew(tmp_path: Path, serve: Any, open_page: Any) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page(
+        f"{serve(fill(tmp_path / 'workspace')).url}new?from=recipe:sft/quickstart&set=train.num_epochs=null"
+    )
+    slow_down(page)
+    fields, yaml = page.locator("#form-fields"), page.locator("#form-yaml .cm-content")
+    steps = page.locator("#form-fields:not([inert]) #form-train-max_steps input")
+    busy, buttons = page.locator("#form-lock"), page.locator("#plan-buttons")
+    expect(steps).to_have_value("")
+
+    def is_held() -> None:
+        expect(fields).to_have_attribute("aria-busy", "true")
+        expect(busy).to_be_visible()
+        expect(buttons).to_have_attribute("inert", "")
+
+    def is_kept(value: str) -> None:
+        expect(yaml).to_contain_text(f"max_steps: {value}")
+        page.evaluate("formLock.settled()")
+        expect(steps).to_have_value(value)
+        expect(yaml).to_contain_text(f"max_steps: {value}")
+
+    # Another method, right behind an edit.
+    steps.fill("200")
+    page.get_by_label("Method · method.type").click()
+    page.get_by_role("option", name="dpo", exact=True).click()
+    is_held()
+    steps.fill("300")
+    page.locator("#form-method-beta").wait_for()
+    expect(busy).to_be_hidden()
+    is_kept("300")
+    # What is looked for, and a section more.
+    steps.fill("400")
+    page.locator("#form-search input, #form-search textarea").fill("steps")
+    expect(page.locator("#form-method-type")).to_have_count(0)
+    is_kept("400")
+    page.locator("#form-search input, #form-search textarea").fill("")
+    steps.fill("500")
+    page.locator("#form-data-train-add").click()
+    page.locator("#form-data-train-1-path").wait_for()
+    is_kept("500")
+    # Another recipe.
+    page.locator("#form-source input").fill("pico/dpo")
+    page.get_by_role("option", name="pico/dpo:").click()
+    is_held()
+    steps.fill("600")
+    expect(yaml).to_contain_text("dpo")
+    is_kept("600")

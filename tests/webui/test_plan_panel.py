@@ -6,7 +6,7 @@ from html import escape
 import pytest
 
 import tunekit
-from tests.webui.conftest import fill
+from tests.webui.conftest import fill, slow_down
 from webui import launching, plan_panel, planning
 from webui.plan_view import plan_html, refused_html
 from webui.planning import HERE, planned, with_changes
@@ -70,7 +70,7 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
     assert isinstance(error, tunekit.PlanError) and error.changes
     _, view, changes, mend, start, _ = plan_panel.shown(site, Words("en"), text, "h100", "")
     assert tunekit.gib(error.needed_bytes) in view and tunekit.gib(error.limit_bytes) in view
-    assert changes.splitlines() == list(error.changes) and mend.visible and start.interactive
+    assert changes.splitlines() == list(error.changes) and mend.visible and not start.interactive
     mended = with_changes(text, changes)
     assert isinstance(plan_of(site, mended, "h100"), tunekit.Plan)
     assert refused_html(tunekit.TunekitError("<b>", hint="<i>"), Words("en")).count("<b>") == 0
@@ -79,11 +79,24 @@ def test_a_draft_that_does_not_fit_says_by_how_much_and_what_would(site):
 def test_plans_are_shown_side_by_side_and_a_draft_that_fits_not_here_cannot_be_started(site):
     brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), LARGE, "h200", "rtx4090")
     assert view.count("<article") == 2 and view.index("<h3>h200") < view.index("<h3>rtx4090")
-    assert start.interactive and not reason and "Fits: h200" in brief
+    assert not start.interactive and "runs start on this machine" in reason and "Fits: h200" in brief
     text = DRAFT.replace("max_length: 128", "max_length: 4096")
     brief, view, _, _, start, reason = plan_panel.shown(site, Words("en"), text, HERE, "")
     assert "1024 positions" in view and not start.interactive and reason
     assert "Does not run: This machine" in brief and "1024 positions" in brief
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_plan_for_another_machine_starts_nothing_here(site, language):
+    words = Words(language)
+    _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, "8xh100", "")
+    assert not start.interactive and reason == f"<p>{words('plan.elsewhere', machine='8xh100')}</p>"
+    # Neither where the page was asked to before it had heard so.
+    with pytest.raises(tunekit.TunekitError, match="the plan that is shown is for 8xh100"):
+        launching.begin(site, DRAFT, "", [], waits=False, machine="8xh100")
+    assert not (site.root / "runs").exists()
+    _, _, _, _, start, reason = plan_panel.shown(site, words, DRAFT, HERE, "8xh100")
+    assert start.interactive and not reason
 
 
 @pytest.mark.parametrize(
@@ -171,7 +184,10 @@ def test_a_visitor_sees_plans_mends_what_does_not_fit_and_starts_a_run(server, o
         assert 0 <= place["y"] < 900 and place["x"] > 640
     page.locator("#plan-options > button").click()
     page.locator("#plan-name").get_by_role("textbox").fill("seen")
+    # What is typed last is started, although the server has not heard of it yet.
+    slow_down(page)
+    page.locator("#form-train-max_steps input").fill("1")
     page.locator("#plan-start").dblclick()
     page.wait_for_url("**/runs?run=seen-*")
     (run,) = tunekit.list_runs(root / "runs")
-    assert run.name in page.url and run.recipe.train.max_steps == 2
+    assert run.name in page.url and run.recipe.train.max_steps == 1

@@ -117,6 +117,7 @@ def test_the_page_comes_up_as_the_readme_has_it(tmp_path):
         process.communicate(timeout=LIMIT_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_the_page_in_a_frame_until_it_is_closed(tmp_path):
     page = tunekit.ui(tmp_path, height=640)
     html = page._repr_html_()

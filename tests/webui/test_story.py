@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 import tunekit
 from tests.processes import own_port
 
@@ -28,15 +30,12 @@ def has_moved(page, before):
     return page.evaluate(DRAWN)
 
 
-def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_run, tmp_path, serve, open_page):
+def start_from_a_file(page, server, workspace, path):
+    """Upload a file on the data page, mend a mistake in the form, start the run, and return it when its curve moves."""
     from playwright.sync_api import expect
 
-    port = str(own_port())
-    server = serve(workspace, "--port", port)
-    page = open_page(f"{server.url}data")
-
     # A file is uploaded, and what of it will be learned is seen.
-    page.locator("#data-upload input, input[type=file]").first.set_input_files(rows(tmp_path / "sea.jsonl"))
+    page.locator("#data-upload input, input[type=file]").first.set_input_files(rows(path))
     row = page.locator(".data-row").first
     expect(row.locator(".data-trained").first).to_be_visible()
     assert "By the sea." in "".join(row.locator(".data-trained").all_text_contents())
@@ -63,11 +62,43 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     page.wait_for_url("**/runs?run=sea-*")
     run = next(one for one in tunekit.list_runs(workspace / "runs") if one.name.startswith("sea-"))
 
-    # Its curve moves, also after a reload, and after the server was started anew.
+    # Its curve moves, also after a reload.
     page.locator("#runs-charts svg.marks .mark-line path").first.wait_for()
-    curve = has_moved(page, page.evaluate(DRAWN))
+    has_moved(page, page.evaluate(DRAWN))
     page.reload()
-    curve = has_moved(page, curve)
+    page.locator("#runs-charts svg.marks .mark-line path").first.wait_for()
+    has_moved(page, page.evaluate(DRAWN))
+    return run
+
+
+def stop(page, run):
+    """Stop a run on its page, and return the step of the checkpoint that it leaves."""
+    from playwright.sync_api import expect
+
+    page.locator("#controls-stop").click()
+    expect(page.locator("#controls-line")).to_contain_text("was interrupted: stopped by `tunekit stop`")
+    step = run.status()["step"]
+    assert run.state == "interrupted" and tunekit.checkpoints(run)[0].step == step
+    return step
+
+
+def test_a_visitor_goes_from_a_file_to_a_run_and_stops_it_with_a_checkpoint(workspace, tmp_path, serve, open_page):
+    server = serve(workspace)
+    page = open_page(f"{server.url}data")
+    stop(page, start_from_a_file(page, server, workspace, tmp_path / "sea.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_run, tmp_path, serve, open_page):
+    from playwright.sync_api import expect
+
+    port = str(own_port())
+    server = serve(workspace, "--port", port)
+    page = open_page(f"{server.url}data")
+    run = start_from_a_file(page, server, workspace, tmp_path / "sea.jsonl")
+
+    # The curve moves on after the server was started anew.
+    curve = page.evaluate(DRAWN)
     assert server.stop() == 0
     assert run.state == "training"
     server = serve(workspace, "--port", port)
@@ -76,11 +107,7 @@ def test_a_visitor_goes_all_the_way_from_a_file_to_an_export(workspace, trained_
     has_moved(page, curve)
 
     # It is stopped with a checkpoint, and continued for a few steps.
-    page.locator("#controls-stop").click()
-    line = page.locator("#controls-line")
-    expect(line).to_contain_text("was interrupted: stopped by `tunekit stop`")
-    step = run.status()["step"]
-    assert run.state == "interrupted" and tunekit.checkpoints(run)[0].step == step
+    step = stop(page, run)
     page.locator("#controls-manage > button").click()
     expect(page.locator("#controls-effects")).to_contain_text("No edits. It goes on as it was.")
     page.get_by_label("Edits").fill(f"train.max_steps={step + 4}")

@@ -261,13 +261,20 @@ class _Lines(io.BufferedReader):
         self._number, self._left = 0, LOOK_BYTES
 
     def __next__(self) -> bytes:
-        if self._left <= 0 and self._gate is not None:
-            self._gate.is_shut = True
-            raise StopIteration
-        most = LOOK_BYTES if self._gate is None else LINE_BYTES
-        line = self.readline(most + 1)
+        line = self.readline()
         if not line:
             raise StopIteration
+        return line
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Return the next line, whatever size is asked for; nothing where the file has been read far enough."""
+        if self._left <= 0 and self._gate is not None:
+            self._gate.is_shut = True
+            return b""
+        most = LOOK_BYTES if self._gate is None else LINE_BYTES
+        line = super().readline(most + 1)
+        if not line:
+            return line
         self._number += 1
         self._left -= len(line)
         if self._gate is None and self._left < 0:

@@ -43,15 +43,27 @@ def attach_adapter(
         return model
     from peft import get_peft_model
 
-    adapted = get_peft_model(model, lora_config(adapter, task=task))
+    adapted = get_peft_model(model, lora_config(adapter, model, task=task))
     if trained is not None:
         read_adapter(adapted, trained)
     return adapted
 
 
-def lora_config(adapter: LoraAdapter, *, task: Task = "CAUSAL_LM") -> "LoraConfig":
-    """An adapter section as PEFT has it."""
+def lora_config(adapter: LoraAdapter, model: "torch.nn.Module", *, task: Task = "CAUSAL_LM") -> "LoraConfig":
+    """Return an adapter section as PEFT has it.
+
+    Args:
+        adapter: The section.
+        model: The model, whose routers that are linear layers are left out: PEFT adapts every linear layer, and those
+            of PhiMoE and Llama 4 return more than its product.
+        task: What PEFT takes the model for.
+    """
     from peft import LoraConfig
+    from torch import nn
+
+    # Linear layers of a class that the model's own code defines.
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    routers = [name for name, module in linears if type(module).__module__ == type(model).__module__]
 
     return LoraConfig(
         task_type=task,
@@ -62,6 +74,7 @@ def lora_config(adapter: LoraAdapter, *, task: Task = "CAUSAL_LM") -> "LoraConfi
         use_rslora=adapter.use_rslora,
         use_dora=adapter.use_dora,
         modules_to_save=adapter.modules_to_save,
+        exclude_modules=routers or None,
     )
 
 
@@ -115,7 +128,7 @@ def merge_adapter(model: "PreTrainedModel", adapter: LoraAdapter, folder: Path) 
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.integrations import gather_params_ctx
 
-    adapted = get_peft_model(model, lora_config(adapter))
+    adapted = get_peft_model(model, lora_config(adapter, model))
     read_adapter(adapted, folder)
     for module in adapted.modules():
         if isinstance(module, BaseTunerLayer):

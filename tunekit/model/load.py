@@ -67,7 +67,7 @@ def load_model(
     section: ModelSection,
     *,
     dtype: Dtype,
-    attn_implementation: str,
+    attn_implementation: str | None = None,
     device: str | None,
     quantization: QloraAdapter | None = None,
     distributed: "DistributedConfig | None" = None,
@@ -81,7 +81,7 @@ def load_model(
     Args:
         section: Which model.
         dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
-        attn_implementation: Attention implementation by its transformers name.
+        attn_implementation: Attention implementation by its transformers name; None for the model's default.
         device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
         quantization: How to quantise the linear layers to 4 bits, or None.
         distributed: How to divide it over the processes, each of which loads its part to its own device then.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from tunekit.errors import PlanError
 from tunekit.planner.compiling import check_compile
 from tunekit.planner.experts import check_adapted_experts
-from tunekit.planner.facts import Device, Hardware, ModelFacts, is_embedding
+from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.fit import divisors
 from tunekit.planner.kernels import check_kernels
 from tunekit.planner.padding import check_isolation
-from tunekit.planner.states import Dtype
+from tunekit.planner.states import Dtype, unties_head
 from tunekit.planner.vllm import why_no_vllm
 from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import KTOMethod, OnPolicyMethod
@@ -143,7 +143,7 @@ def _check_merge(recipe: Recipe, model: ModelFacts) -> None:
     origin = model.origin
     if origin is None or origin.adapter is None or not origin.is_merged_for(recipe.adapter):
         return
-    if model.has_tied_head and any(map(is_embedding, model.tensors_in(origin.adapter.modules_to_save or []))):
+    if unties_head(model, origin.adapter):
         raise PlanError(
             f"adapter.type: the adapter of {origin.name} trained an embedding that the head of {origin.base.path} "
             "shares, and cannot be merged: the head would change with it",

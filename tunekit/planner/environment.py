@@ -31,6 +31,12 @@ BYTES_PER_READ = 2
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """How torch's allocator goes about memory (torch 2.9 and later; PYTORCH_CUDA_ALLOC_CONF before)."""
 
+GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+"""Sizes from which glibc maps a block by itself, and gives back what is free at the end of its heap (mallopt(3))."""
+
+GIVEN_BACK_BYTES = 2**20
+"""What both are set to: 64 and 128 KiB save no more memory, and make more blocks to map."""
+
 
 def longest_wait_bytes(model: ModelFacts, num_trained: int) -> int:
     """What one process reads or writes while the others wait for it: the weights at first, a checkpoint later."""
@@ -94,6 +100,7 @@ def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: M
         **_threads(hardware, of_a_node),
         **_accelerator(hardware, layout),
         **_allocator(hardware),
+        **_glibc(hardware),
         **_experimental(method),
         **{name: value for name, value in hardware.environment.items() if name in DECIDED},
     }
@@ -125,12 +132,21 @@ def _allocator(hardware: Hardware) -> dict[str, str]:
     return {} if hardware.device.compute_capability is None else {ALLOCATOR: "expandable_segments:True"}
 
 
+def _glibc(hardware: Hardware) -> dict[str, str]:
+    """Sizes from which glibc gives freed blocks back on a CPU.
+
+    It raises its own to 32 MiB as blocks are freed, and keeps those that are smaller: a run with checkpointing (88M
+    LoRA, two rows of 1,024 tokens) held 2.07 to 2.20 GiB, and 1.33 with these, of 1.46 that were planned.
+    """
+    return dict.fromkeys(GLIBC, str(GIVEN_BACK_BYTES)) if hardware.device.kind == "cpu" else {}
+
+
 def _experimental(method: Method) -> dict[str, str]:
     """TRL's own switch for its words about what is experimental there, which the plan says too."""
     return {"TRL_EXPERIMENTAL_SILENCE": "1"} if isinstance(method, ORPOMethod | CPOMethod) else {}
 
 
-DECIDED = (ALLOCATOR, "OMP_NUM_THREADS")
+DECIDED = (ALLOCATOR, *GLIBC, "OMP_NUM_THREADS")
 """Variables that are decided here unless the user has set them."""
 
 

@@ -28,6 +28,7 @@ from tunekit.planner.states import (
     quantised_bytes,
     trained_bytes,
     trained_tables,
+    unties_head,
     weights_bytes,
 )
 from tunekit.planner.zero import zero_kept, zero_needs
@@ -239,7 +240,7 @@ def _engine(
             layout=layout,
             devices_per_node=devices_per_node,
         )
-        tied = model.has_tied_head
+        tied = model.has_tied_head and not unties_head(model, adapter)
         needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
         return kept, needs, units.all.trained
     kept = zero_kept(

@@ -20,7 +20,7 @@ from tunekit.planner.activations import Head, Layers
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.phases import Kept, Need, Phase
-from tunekit.planner.states import BYTES, Dtype, num_trainable_params
+from tunekit.planner.states import BYTES, Dtype, num_trainable_params, unties_head
 from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
@@ -94,7 +94,7 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
         whole += adapted
         each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
         first, largest = first + each, largest + each
-    tail = unit(shapes.head) + unit(shapes.others)
+    tail = unit(shapes.embedding if unties_head(model, adapter) else shapes.head) + unit(shapes.others)
     kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
     # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
     tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]

@@ -119,6 +119,11 @@ def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tab
     return Tables(any(map(is_embedding, names)), any(map(is_head, names)), is_one=False)
 
 
+def unties_head(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> bool:
+    """Return whether an embedding is trained beside an adapter while the head that shares it stays as it was."""
+    return not isinstance(adapter, FullAdapter) and model.has_tied_head and trained_tables(model, adapter).embedding
+
+
 def num_trainable_params(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> int:
     """Number of parameters that are trained."""
     if isinstance(adapter, FullAdapter):

@@ -193,7 +193,9 @@ class CodeReward(Section):
     """Share of a row's tests that the Python program in an answer passes, in a sandbox.
 
     The program is the last fenced block of an answer, or all of it. It runs on Linux alone, with the standard library
-    and without files, network, processes and threads.
+    and without files, network, processes and threads. What tests compare has to be Python's own data: an object of the
+    program's own class, returned where data are expected, fails the test. Classes that a test calls by a name with
+    a capital (`Stack()`) are tested by their methods, `len`, items and operators with each other.
     """
 
     shorthand = "type"
@@ -206,7 +208,8 @@ class CodeReward(Section):
 
     column: str = "tests"
     """Column of the rows with the tests: a list of Python statements, each run after the program; one that raises
-    fails. What a test defines for itself stands in its own statement, or it would count as a test that passes."""
+    fails. What a test imports or defines for itself stands in its own statement, or it would count as a test that
+    passes; names that no test imports or defines are the program's."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Longest time for a program with all of its tests."""

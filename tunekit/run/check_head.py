@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import RunError
 from tunekit.planner.model_config import num_experts_of
 from tunekit.planner.plan import Plan
+from tunekit.run.probe_rows import in_evaluation, probe_rows
 from tunekit.run.record import Record
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from tunekit.methods.head import Head
-
-NUM_ROWS, ROW_TOKENS = 2, 32
-"""Rows that are scored, and tokens of each, of which all but the first count."""
 
 SUM_SHARE = 4
 """A root of the sum of squares is held to a fourth of what a single token is allowed: it is no outlier."""
@@ -92,7 +90,7 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
     model = _language_model(trainer, trainer.model)
     text_config = model.config.get_text_config()
     if num_experts_of(text_config.to_dict()):
-        with _in_evaluation(trainer, trainer.model):
+        with in_evaluation(trainer, trainer.model):
             batch, _ = _rows(trainer, vocabulary)
             output = trainer.model(**batch, use_cache=False, output_router_logits=True)
         if output.get("aux_loss") is not None:
@@ -182,7 +180,7 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     if why is not None:
         return why
     routed = {"output_router_logits": True} if vars(trainer).get("aux_loss_enabled") else {}
-    with _in_evaluation(trainer, wrapped):
+    with in_evaluation(trainer, wrapped):
         batch, labels = _rows(trainer, vocabulary)
         output = wrapped(**batch, **routed, use_cache=False)
         logits = output.logits
@@ -297,27 +295,13 @@ def _language_model(trainer: Any, wrapped: Any) -> Any:
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
-@contextmanager
-def _in_evaluation(trainer: Any, model: "Module") -> "Iterator[None]":
-    """Within it the model drops nothing and keeps nothing for gradients, under the trainer's autocast."""
-    import torch
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), trainer.accelerator.autocast():
-            yield
-    finally:
-        model.train(was_training)
-
-
 def _rows(trainer: Any, vocabulary: int) -> "tuple[dict[str, torch.Tensor], torch.Tensor]":
     """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
     import torch
     from accelerate.utils import send_to_device
     from trl import SFTTrainer
 
-    ids = _first_tokens(trainer) or _spread_tokens(vocabulary)
+    ids = probe_rows(trainer, vocabulary)
     if isinstance(trainer, SFTTrainer):
         batch = dict(trainer.data_collator([{"input_ids": row} for row in ids]))
         labels = batch.pop("labels")
@@ -327,23 +311,3 @@ def _rows(trainer: Any, vocabulary: int) -> "tuple[dict[str, torch.Tensor], torc
     batch.pop("scored_positions", None)
     batch, labels = send_to_device((batch, labels), trainer.accelerator.device)
     return batch, labels
-
-
-def _first_tokens(trainer: Any) -> list[list[int]]:
-    """The first tokens of the first rows, as many of each; none where rows are texts, or come one after the other."""
-    from datasets import Dataset
-
-    rows = trainer.train_dataset
-    if not isinstance(rows, Dataset):
-        return []
-    names = [name for name in ("input_ids", "prompt_ids", "chosen_ids", "completion_ids") if name in rows.column_names]
-    first = rows.select(range(min(NUM_ROWS, len(rows))))
-    found = [[token for name in names for token in row[name]][:ROW_TOKENS] for row in first]
-    length = min(map(len, found), default=0)
-    return [row[:length] for row in found] if length > 1 else []
-
-
-def _spread_tokens(vocabulary: int) -> list[list[int]]:
-    """Rows of tokens from all over the vocabulary."""
-    num = NUM_ROWS * ROW_TOKENS
-    return [[vocabulary * place // num for place in range(row, num, NUM_ROWS)] for row in range(NUM_ROWS)]

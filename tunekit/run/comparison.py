@@ -19,7 +19,7 @@ from tunekit.recipe.methods import RewardedMethod, SFTMethod
 from tunekit.run.curves import Line
 from tunekit.run.evaluation import evaluations_of, newest_scores
 from tunekit.run.events import Event
-from tunekit.run.measures import MEASURES, judged_by, number, words_of
+from tunekit.run.measures import MEASURES, direction_of, judged_by, number, words_of
 from tunekit.run.reader import EventReader, Point
 from tunekit.run.run import Run
 from tunekit.run.story import Story, story_of
@@ -32,20 +32,6 @@ MAX_RUNS = 8
 
 COLOURS = ("#3d6f94", "#b4483c", "#2f7d5b", "#8a5fa8", "#a06a00", "#b03a7a", "#1f7f8c", "#6b6b6b")
 """Of the curves in a picture."""
-
-BETTER: Mapping[str, Literal["more", "less"]] = {
-    "loss": "less",
-    "reward": "more",
-    "rewards/accuracies": "more",
-    "accuracy": "more",
-    "rewards/margins": "more",
-    "margin": "more",
-    "rewards/*/mean": "more",
-    "completions/clipped_ratio": "less",
-    "frac_reward_zero_std": "less",
-    "nll_loss": "less",
-}
-"""Which way is better, of what a method logs; of the rest neither is."""
 
 SPEEDS = (
     ("learning_rate", "Learning rate"),
@@ -290,7 +276,8 @@ def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
 
 def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ranked: bool) -> Iterator[Figure]:
     """The last value of something logged, and the best one, with its step."""
-    better = _better(key.removeprefix("eval_"))
+    logged = {name for page in pages for name in page.reader.series}
+    better = direction_of(key.removeprefix("eval_"), logged)
     last = tuple(page.last(key) for page in pages)
     if all(value is None for value in last):
         if key == "loss":
@@ -309,10 +296,6 @@ def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ra
 
 def _of(key: str) -> Callable[[_Page], list[Point]]:
     return lambda page: page.points(key)
-
-
-def _better(name: str) -> Literal["more", "less"] | None:
-    return next((way for pattern, way in BETTER.items() if fnmatch(name, pattern)), None)
 
 
 def _figure(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunekit import errors
-from tunekit.errors import TunekitError
+from tunekit.errors import TunekitError, kind_named
 from tunekit.run.checkpoint import newest_complete
 from tunekit.run.effects import effects_of
 from tunekit.run.group import LOG
@@ -96,7 +96,7 @@ def diagnose_run(run: Run) -> Diagnosis | None:
 
 
 def _cause_of(kind: str) -> Cause:
-    found = vars(errors).get(kind)
+    found = kind_named(kind)
     if found is None:
         return "package" if kind in (ModuleNotFoundError.__name__, ImportError.__name__) else "defect"
     return next((cause for error, cause in CAUSES if issubclass(found, error)), "other")

@@ -87,11 +87,13 @@ def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
         _save_no_checkpoints(trainer)
     if plan.layout.strategy.startswith("zero"):
         zero.open_states_as_data(trainer)
+        zero.cast_trained(trainer, plan)
     if plan.layout.sp_size > 1:
         zero.divide_every_epoch(trainer)
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.keep_losses_in_float32(trainer, plan)
         fsdp2.name_layers(trainer)
+        fsdp2.untie_head(trainer)
 
 
 def _save_no_checkpoints(trainer: "Trainer") -> None:
@@ -107,6 +109,12 @@ def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
         fsdp2.gather_head(trainer)
 
 
+def between_checks(trainer: "Trainer", plan: Plan) -> None:
+    """What an engine needs after passes of one kind, before those of another, in every process."""
+    if plan.layout.strategy == "zero3":
+        zero.forget_order(trainer)
+
+
 def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
     """What an engine needs after passes that are not those of training, in every process.
 
@@ -117,5 +125,4 @@ def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
     """
     if plan.layout.strategy == "ddp" and plan.layout.num_processes > 2 and goes_on:
         ddp.settle_buckets(trainer)
-    if plan.layout.strategy == "zero3":
-        zero.forget_order(trainer)
+    between_checks(trainer, plan)

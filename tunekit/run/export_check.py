@@ -170,9 +170,7 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
     is_adapter = subject.kind == "adapter"
     trust = found.base.trust_remote_code
     section = found.base if is_adapter else ModelSection(path=subject.folder, trust_remote_code=trust)
-    model: Any = load_model(
-        section, dtype=dtype, attn_implementation="sdpa", device=device, head_seed=0 if found.judges else None
-    )
+    model: Any = load_model(section, dtype=dtype, device=device, head_seed=0 if found.judges else None)
     if is_adapter:
         from peft import PeftModel
 

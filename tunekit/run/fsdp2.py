@@ -96,6 +96,34 @@ def name_layers(trainer: "Trainer") -> None:
     trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
 
 
+def untie_head(trainer: "Trainer") -> None:
+    """Give a head the frozen table of its own that it has where PEFT trains a copy of the embedding that it shares.
+
+    PEFT leaves the head tied to the original, in training on one device and wherever the adapter is loaded. Accelerate
+    ties weights once more when it divides a model, by names, and by its name the embedding is the copy then: the head
+    would be trained with it, and saved as if it were not (accelerate 1.15, `fsdp2_prepare_model`; transformers 5.23,
+    `PreTrainedModel.tie_weights`). A table in two units, which the original would be, is refused by torch.
+    """
+    import torch
+    from peft.utils import ModulesToSaveWrapper
+
+    model = trainer.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, ModulesToSaveWrapper) or head is None:
+        return
+    if isinstance(head, ModulesToSaveWrapper) or head.weight is not embedding.original_module.weight:
+        return
+    # Only the process that has read the weights has something to copy; the others are given theirs.
+    is_reader = trainer.accelerator.is_local_main_process
+    weight = head.weight.detach()
+    own = weight.clone() if is_reader else torch.empty_like(weight)
+    head.weight = torch.nn.Parameter(own, requires_grad=False)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config.tie_word_embeddings = False
+
+
 def gather_head(trainer: "Trainer") -> None:
     """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
 

@@ -139,14 +139,14 @@ class Pairs:
                 loss = Figure("loss", "loss of DPO", ".4f", higher_is_better=False)
                 yield _mean(loss, self.of, np.logaddexp(0, -margins), zero + math.log(2))
             yield _mean(_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
-            yield _mean(_figure("rewards/margins", higher=True), self.of, margins, zero)
+            yield _mean(_figure("rewards/margins"), self.of, margins, zero)
             yield _mean(_figure("rewards/chosen"), self.of, chosen, zero)
             yield _mean(_figure("rewards/rejected"), self.of, rejected, zero)
         if isinstance(method, ORPOMethod | CPOMethod):
             margins, earlier = self._margins(after), None if before is None else self._margins(before)
             figure = _figure("rewards/accuracies", higher=True)
             yield _mean(figure, self.of, margins > 0, None if earlier is None else earlier > 0)
-            yield _mean(_figure("rewards/margins", higher=True), self.of, method.beta * margins,
+            yield _mean(_figure("rewards/margins"), self.of, method.beta * margins,
                         None if earlier is None else method.beta * earlier)  # fmt: skip
 
     def _margins(self, values: Values) -> np.ndarray:
@@ -191,7 +191,7 @@ class JudgedPairs:
         return [
             _mean(loss, self.of, np.logaddexp(0, -margins), None),
             _mean(_figure("accuracy", higher=True), self.of, margins > 0, None),
-            _mean(_figure("margin", higher=True), self.of, margins, None),
+            _mean(_figure("margin"), self.of, margins, None),
         ]
 
 

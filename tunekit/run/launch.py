@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tunekit import errors
 from tunekit.errors import (
     DataWorkerError,
     ExchangeError,
@@ -21,6 +20,7 @@ from tunekit.errors import (
     StandstillError,
     Stopped,
     TunekitError,
+    from_words,
 )
 from tunekit.redact import redacting_pipe
 from tunekit.run.checkpoint import newest_complete
@@ -287,8 +287,7 @@ def _without_word(rank: int, code: int, hint: str) -> RunError:
 def raised(words: dict[str, Any]) -> Exception:
     """The error that a process wrote down."""
     if words["traceback"] is None:
-        kind: type[TunekitError] = vars(errors)[words["kind"]]
-        return kind(words["problem"], hint=words["hint"], changes=words["changes"])
+        return from_words(words)
     return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
 
 

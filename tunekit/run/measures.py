@@ -1,9 +1,9 @@
 """What tells whether a method works besides its loss: TRL's names for it, and the words and digits it is shown with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, Literal
 
 from tunekit.run.events import Event
 
@@ -76,6 +76,20 @@ def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
     return found
 
 
+BETTER: Mapping[str, Literal["more", "less"]] = {
+    "loss": "less",
+    "reward": "more",
+    "rewards/accuracies": "more",
+    "accuracy": "more",
+    "rewards/*/mean": "more",
+    "completions/clipped_ratio": "less",
+    "frac_reward_zero_std": "less",
+    "nll_loss": "less",
+}
+"""Which way is better, of what methods log. Of the rest neither is: a margin grows also where both answers get
+unlikely, and KL and entropy say how far a model went and how sure it is."""
+
+
 def rows_of(measures: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
     """What `first_and_last` found, in words: what it is, and how it went."""
     ends = [{name: values[place] for name, values in measures.items()} for place in (0, -1)]
@@ -105,6 +119,19 @@ def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
 def judged_by(names: Sequence[str]) -> str:
     """What tells best whether a run learns, of what was logged: the loss where nothing else does."""
     return next((name for name in ("reward", "rewards/margins", "margin") if name in names), "loss")
+
+
+def direction_of(name: str, logged: Container[str]) -> Literal["more", "less"] | None:
+    """Which way of a measure is better; None where neither is.
+
+    Args:
+        name: The measure, by its name in training.
+        logged: All that the run logs. Where answers earn rewards, the loss is what the gradient comes from: its value
+            says nothing of the answers.
+    """
+    if name == "loss" and "reward" in logged:
+        return None
+    return next((way for pattern, way in BETTER.items() if fnmatch(name, pattern)), None)
 
 
 def words_of(name: str) -> str:

@@ -1,8 +1,10 @@
 """What a run really takes of memory: in all, and by the parts of its plan."""
 
+import ctypes
+import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 import psutil
@@ -23,6 +25,23 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2*
 
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """What torch's errors say where memory ran out: its allocator or the driver, its allocator on a CPU, and cuBLAS."""
+
+
+MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
+"""Numbers of parameters in glibc's malloc.h, by the variable that sets them where a process begins."""
+
+
+def set_allocator(environment: Mapping[str, str]) -> None:
+    """Give this process, which runs already, the sizes of a plan from which glibc gives memory back.
+
+    Args:
+        environment: The variables of a plan.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    for name, parameter in MALLOPT.items():
+        if environment.get(name, "").isdigit():
+            ctypes.CDLL(None).mallopt(parameter, int(environment[name]))
 
 
 def held_bytes(model: "Module", optimizer: "Optimizer | None", *, full: bool) -> dict[Part, int]:

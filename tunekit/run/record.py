@@ -61,16 +61,12 @@ class Record:
 
     def write_error(self, error: BaseException) -> None:
         """Write the error of this process where whoever started it looks; the earliest is the one that is shown."""
-        mended = isinstance(error, TunekitError)
-        words = {
-            "rank": self.place.rank,
-            "time": time.time(),
-            "kind": type(error).__name__,
-            "problem": error.problem if isinstance(error, TunekitError) else str(error),
-            "hint": error.hint if isinstance(error, TunekitError) else None,
-            "changes": error.changes if isinstance(error, TunekitError) else (),
-            "traceback": None if mended else "".join(traceback.format_exception(error)),
-        }
+        if isinstance(error, TunekitError):
+            told = error.to_words() | {"traceback": None}
+        else:
+            told = {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
+            told["traceback"] = "".join(traceback.format_exception(error))
+        words = {"rank": self.place.rank, "time": time.time(), **told}
         text = json.dumps(without_secrets(words), indent=2)
         with_room(self.run, lambda: self._write_error(text))
 

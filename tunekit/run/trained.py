@@ -214,7 +214,6 @@ def load_trained(
     model = load_model(
         found.base,
         dtype=stored_dtype(found) if dtype == "auto" else dtype,
-        attn_implementation="sdpa",
         device=device,
         quantization=adapter if as_trained and isinstance(adapter, QloraAdapter) else None,
         head_seed=0 if found.judges else None,
@@ -222,7 +221,7 @@ def load_trained(
     if adapter is not None:
         from peft import get_peft_model
 
-        adapted = get_peft_model(model, lora_config(adapter, task="SEQ_CLS" if found.judges else "CAUSAL_LM"))
+        adapted = get_peft_model(model, lora_config(adapter, model, task="SEQ_CLS" if found.judges else "CAUSAL_LM"))
         read_adapter(adapted, Path(found.folder))
         model = cast("PreTrainedModel", adapted)
     return cast("PreTrainedModel", model.eval())

@@ -26,6 +26,7 @@ from tunekit.run.card import write_card
 from tunekit.run.carried import Carried
 from tunekit.run.check_head import check_head
 from tunekit.run.check_reference import check_reference
+from tunekit.run.check_saved import check_saved
 from tunekit.run.checkpoint import publish_result
 from tunekit.run.ending import Ending
 from tunekit.run.events import Listener
@@ -63,6 +64,12 @@ if TYPE_CHECKING:
 
     from tunekit.run.callback import Watch
     from tunekit.run.saving import Saver
+
+RESERVE_BYTES = 16 * 2**20
+"""Address space that is held back for saying that memory ran out; it is not written, and takes no memory."""
+
+DATA_WORKER_SECONDS = 5
+"""Time between a broken connection to a data worker and the signal of its end, at most, in seconds."""
 
 SAMPLE_TOKENS = 64
 """Longest answer to a sample prompt, in tokens."""
@@ -123,18 +130,17 @@ def log_name(place: Place) -> str:
 
 
 def _train(run: Run, record: Record, heart: Heart, wishes: Wishes, *, supervised: bool) -> bool:
+    from tunekit.run.memory import set_allocator
+
     recipe, plan = run.recipe, run.plan
-    with Watchdog(record, heart, plan, supervised=supervised):
-        return _work(run, record, heart, wishes, recipe, plan)
-
-
-def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     os.environ.update(plan.environment)
+    set_allocator(plan.environment)
     from tunekit.run.callback import Watch
 
     watch = Watch(record, heart, full=isinstance(recipe.adapter, FullAdapter))
     try:
-        return _work_watched(run, record, watch, wishes, recipe, plan)
+        with Watchdog(record, heart, plan, supervised=supervised):
+            return _work(run, record, watch, wishes, recipe, plan)
     except RuntimeError as error:
         # torch raises it wherever the signal of the child reaches this process, also while another error is told.
         lost = data_worker_problem(error, record.place)
@@ -143,10 +149,11 @@ def _work(run: Run, record: Record, heart: Heart, wishes: Wishes, recipe: Recipe
         raise DataWorkerError(f"{_where(run, watch, 'after')}: {lost}", hint=DATA_WORKER_HINT) from error
 
 
-def _work_watched(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
+def _work(run: Run, record: Record, watch: "Watch", wishes: Wishes, recipe: Recipe, plan: Plan) -> bool:
     from tunekit.run.engine import join, leave
     from tunekit.run.memory import is_out_of_memory
 
+    reserve = bytearray(RESERVE_BYTES)
     try:
         if record.place.is_main:
             hold_room(run)
@@ -154,11 +161,16 @@ def _work_watched(run: Run, record: Record, watch: "Watch", wishes: Wishes, reci
         has_stopped = _load_train_save(run, record, watch, wishes, recipe, plan)
         leave()
         return has_stopped
+    except (ConnectionError, EOFError):
+        # A data worker's connection breaks before the system has announced its end, at which torch raises.
+        time.sleep(DATA_WORKER_SECONDS)
+        raise
     except OSError as error:
         if error.errno not in FULL:
             raise
         raise disk_full(run, _where(run, watch, "after"), error) from error
     except (RuntimeError, MemoryError) as error:
+        del reserve
         if is_out_of_memory(error):
             raise _memory_error(run, plan, watch, error) from error
         problem = exchange_problem(error, record.place) if isinstance(error, RuntimeError) else None
@@ -176,7 +188,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     import torch
 
     from tunekit.run.boundary import Boundary, EvaluationLeft, evaluation_is_due
-    from tunekit.run.engine import after_wrapping, before_steps
+    from tunekit.run.engine import after_wrapping, before_steps, between_checks
     from tunekit.run.pickles import check_states
     from tunekit.run.save import save_model
     from tunekit.run.saving import Saver, result_saved
@@ -210,7 +222,9 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
                 seen = prove_attention(trainer, vocabulary=len(tokenizer), flash=plan.flash_attention)
                 record.write("attention", message=seen)
             check_head(trainer, plan, record, vocabulary=len(tokenizer))
+            between_checks(trainer, plan)
             check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
+            between_checks(trainer, plan)
             if not start.goes_on:
                 _sample(record, "before", trainer, tokenizer, prompts, chat=chat)
         before_steps(trainer, plan, goes_on=start.goes_on)
@@ -237,6 +251,10 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
     with result_saved(record, draft):
         save_model(trainer, plan, draft)
         watch.on_result_saved()
+        between_checks(trainer, plan)
+        with torch.compiler.set_stance("force_eager"):
+            check_saved(trainer, plan, record, draft, vocabulary=len(tokenizer))
+        between_checks(trainer, plan)
         for prompt in prompts:
             if boundary.has_ended():
                 return True

@@ -91,6 +91,24 @@ def _ulysses(plan: Plan) -> dict[str, Any]:
     return {"parallelism_config": sequences, "pad_to_multiple_of": plan.pad_to_multiple_of}
 
 
+def cast_trained(trainer: "Trainer", plan: Plan) -> None:
+    """Give ZeRO-3 all that is trained in the type of the products, where modules are trained whole beside an adapter.
+
+    PEFT keeps them in float32, and without autocast, which DeepSpeed has none of for `bf16` (0.19), they would return
+    float32 to 16-bit layers that do not take it. The optimizer keeps float32 copies, of parameters of one type.
+    """
+    import torch
+    from peft.utils import ModulesToSaveWrapper
+
+    if plan.layout.strategy != "zero3" or not plan.autocast:
+        return
+    if not any(isinstance(module, ModulesToSaveWrapper) for module in trainer.model.modules()):
+        return
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(getattr(torch, plan.dtype))
+
+
 class EachEpoch:
     """Divided rows that begin anew with every epoch.
 

@@ -7,9 +7,24 @@ use. Among those are none that write or create files, reach the network, start a
 look into another process or lift a limit. Memory, time and messages are limited; both are killed at the end of the
 time. They have no folder of their own, so nothing can be left in one.
 
+What a test compares is plain data: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, and
+values of `collections`, `datetime`, `decimal` and `fractions`, of exactly these types. Objects of the program's own
+classes stay with the program, and what it answers of them never sees what a test expects. A test may call the methods
+of an object, read its attributes and go through its values (10,000 of an iterator at most; `in` looks at all of them).
+An operator between such an object and plain data fails the test, as does a method that Python's own data have too, of
+an object that a function returned. An object of a class that derives from one of Python's data stands for its data.
+
+Where a test makes an object itself, by calling a class, which is a name with a capital (`Stack()`), the class is what
+is tested: all its methods are asked, and `len`, `bool`, `[]`, and operators with other objects of the program's or
+that give another object. `in` goes through its values, and for `==` with plain data a test has to call the method:
+`Money(5).__eq__(5)`. Modules that tests use by name (`math.isclose(...)`) are Python's own, and so are its built-ins;
+any other name that a test neither imports nor defines is the program's to define.
+
 What remains possible: a program can learn which files exist anywhere, though not what is in them. It sees the arguments
 of its calls, can answer those that it knows, and can change lists that it is given, so that `f(x) == sorted(x)` says
-little. Where a test compares two objects of the program's own with each other, the program's `==` decides.
+little. Where a test compares two objects of the program's own with each other, the program's `==` decides. What has a
+name with a capital counts as a class even if a test means a function. And what a test accepts of plain data passes: a
+list of all small numbers where it looks for one with `in`.
 
 What programs and tests have to do without: programs have Python's standard library, but no threads, processes, files
 and sockets. A test cannot give a program a function or another object of its own, nor catch an exception that the
@@ -31,7 +46,7 @@ from pathlib import Path
 
 from tunekit.errors import DependencyError
 
-_SCRIPT = Path(__file__).with_name("sandboxed.py")
+_SCRIPT, _TESTS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "handles.py"))
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _OPEN_FILES = 16
 
@@ -115,7 +130,13 @@ _HINT = "`code` needs Linux with Landlock and seccomp (kernel 5.13 or later); ju
 
 
 def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[bool]:
-    """Whether a program passes each of its tests; none where it raises, ends or takes too long before them.
+    """Whether a program passes each of its tests; none where it raises, ends or takes too long before them."""
+    failed = failures(program, tests, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
+    return [reason is None for reason in failed]
+
+
+def failures(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[str | None]:
+    """Why a program fails each of its tests, or None where it passes.
 
     Args:
         program: Python source.
@@ -129,7 +150,7 @@ def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memo
     shared["parent"] = os.getpid()
     requests, replies = os.pipe(), os.pipe()
     programmed = {**shared, "program": program, "requests": requests[0], "replies": replies[1]}
-    tested = {**shared, "tests": tests, "requests": requests[1], "replies": replies[0]}
+    tested = {**shared, "module": str(_TESTS), "tests": tests, "requests": requests[1], "replies": replies[0]}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         try:
@@ -145,7 +166,9 @@ def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memo
             process.kill()
         for process in processes:
             process.communicate()
-    return [position < len(verdicts) and verdicts[position : position + 1] == b"1" for position in range(len(tests))]
+    missing = "the program or its tests ended before, or ran out of time or memory"
+    reasons = [json.loads(line) or None for line in verdicts]
+    return reasons + [missing] * (len(tests) - len(reasons))
 
 
 def check_sandbox() -> None:
@@ -186,17 +209,17 @@ def _write(process: subprocess.Popen[bytes], task: bytes) -> None:
     process.stdin = None
 
 
-def _read(process: subprocess.Popen[bytes], num_tests: int, deadline: float) -> bytes:
+def _read(process: subprocess.Popen[bytes], num_tests: int, deadline: float) -> list[bytes]:
     """The verdicts that are there at the deadline, or once all are."""
     assert process.stdout is not None, "it is a pipe"
     verdicts = b""
-    while len(verdicts) < num_tests:
+    while verdicts.count(b"\n") < num_tests:
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        part = os.read(process.stdout.fileno(), num_tests) if ready else b""
+        part = os.read(process.stdout.fileno(), 2**16) if ready else b""
         if not part:
             break
         verdicts += part
-    return verdicts
+    return verdicts.split(b"\n")[:-1]
 
 
 @cache

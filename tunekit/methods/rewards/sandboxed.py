@@ -3,15 +3,16 @@
 Two interpreters talk to each other. The first one has the program, which may do to it what it likes. The second one
 has the tests, and no line of the program: where a test uses what the program defines, the first interpreter is asked,
 and what it answers comes back as plain data. So a program cannot pass a test by printing a verdict, by leaving early,
-by changing what `==` or `assert` do, or by looking for the tests: it sees only the arguments of its calls.
+by changing what `==`, `assert`, `len` or `math.isclose` do, or by looking for the tests: it sees only the arguments of
+its calls.
 
-An object that is no plain data stays where it is, and the tests hold a `Handle` to it, whose methods can be called. It
-is compared with plain data by the data that it is made of, if it is a kind of list, dict or the like; else it equals
-none.
+Plain data are values of exactly Python's own types (`PLAIN` and `STANDARD`). Any other object stays where it is, and
+the tests hold a `Handle` to it (see `handles`), which says what the program answers of it and what not.
 """
 
 import builtins
 import ctypes
+import importlib.util
 import json
 import operator
 import os
@@ -19,11 +20,20 @@ import resource
 import signal
 import sys
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 2**22
 """Longest message between the two."""
+
+MAX_DEPTH = 100
+"""Deepest nesting of plain data."""
+
+MAX_VALUES = 10_000
+"""Most values that the tests take from one iterator of the program's."""
+
+MAX_REASON = 300
+"""Longest reason of a failure, in characters."""
 
 _PARENT_DEATH_SIGNAL, _NO_NEW_PRIVS, _SECCOMP, _SECCOMP_FILTER = 1, 38, 22, 2
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
@@ -33,11 +43,39 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """How many rights on files each version of Landlock has; the last holds for those after it."""
 _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 
-PLAIN = (bool, str, float, type(None))
+SCALARS = (bool, str, float, type(None))
+COLLECTIONS = (list, tuple, set, frozenset)
+PLAIN: tuple[type, ...] = (*SCALARS, int, complex, bytes, dict, *COLLECTIONS)
 
 
-class Ended(Exception):
+def _is_short(values: range) -> bool:
+    # Its `len` may be more than Python takes for one.
+    return not values[MAX_VALUES:]
+
+
+STANDARD: dict[str, Callable[[Any], list[Any] | None]] = {
+    "builtins.bytearray": lambda value: [bytes(value)],
+    "builtins.range": lambda value: [value.start, value.stop, value.step] if _is_short(value) else None,
+    "builtins.slice": lambda value: [value.start, value.stop, value.step],
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [list(value.items())],
+    "collections.defaultdict": lambda value: [value.default_factory, dict(value)],
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    "datetime.date": lambda value: [value.year, value.month, value.day],
+    "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond] if value.tzinfo is None else None,
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+}
+"""Types of the standard library whose values are plain data too: of what each is made again, if it can be."""
+
+
+class Ended(BaseException):
     """The other side is gone, or says too much."""
+
+
+class Refused(BaseException):
+    """A test does with an object of the program's what is done with plain data alone."""
 
 
 class _Filter(ctypes.Structure):
@@ -131,10 +169,10 @@ def _read(descriptor: int, size: int) -> bytes:
     return bytes(raw)
 
 
-def encode(value: Any, held: Callable[[Any], int]) -> Any:
-    """A value as a message has it. `held` gives a number for what is no plain data."""
+def encode(value: Any, held: Callable[[Any], int | str]) -> Any:
+    """A value as a message has it. `held` gives what stands for it where it is no plain data."""
     kind = type(value)
-    if kind in PLAIN:
+    if kind in SCALARS:
         return value
     if kind is int:
         return value if abs(value) < 2**53 else {"int": hex(value)}
@@ -144,15 +182,25 @@ def encode(value: Any, held: Callable[[Any], int]) -> Any:
         return {"bytes": value.hex()}
     if kind is dict:
         return {"dict": [[encode(name, held), encode(item, held)] for name, item in value.items()]}
-    if kind in (list, tuple, set, frozenset):
+    if kind in COLLECTIONS:
         return {kind.__name__: [encode(item, held) for item in value]}
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    parts = STANDARD[name](value) if name in STANDARD else None
+    if parts is not None:
+        return {"standard": [name, [encode(part, held) for part in parts]]}
     return {"handle": held(value)}
 
 
-def decode(message: Any, holding: Callable[[int], Any]) -> Any:
-    """The value that a message has. `holding` finds what a number stands for."""
-    if type(message) is not dict:
+def decode(message: Any, holding: Callable[[Any], Any], depth: int = 0) -> Any:
+    """The value that a message has. `holding` finds what something stands for.
+
+    Raises:
+        ValueError: It is nested too deeply, or no message. (One that somebody forged may raise other errors.)
+    """
+    if type(message) in (*SCALARS, int):
         return message
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
     ((kind, given),) = message.items()
     match kind:
         case "int":
@@ -162,12 +210,19 @@ def decode(message: Any, holding: Callable[[int], Any]) -> Any:
         case "bytes":
             return bytes.fromhex(given)
         case "dict":
-            return {decode(name, holding): decode(item, holding) for name, item in given}
+            return {decode(name, holding, depth + 1): decode(item, holding, depth + 1) for name, item in given}
         case "list" | "tuple" | "set" | "frozenset":
-            return vars(builtins)[kind](decode(item, holding) for item in given)
+            return vars(builtins)[kind](decode(item, holding, depth + 1) for item in given)
+        case "standard" if given[0] in STANDARD:
+            module, _, name = given[0].partition(".")
+            kind = vars(importlib.import_module(module))[name]
+            value = kind(*(decode(part, holding, depth + 1) for part in given[1]))
+            if kind is range and not _is_short(value):
+                raise ValueError("it is a range of too many values")
+            return value
         case "handle":
             return holding(given)
-    raise ValueError("no such kind of data")
+    raise ValueError("it is of no such kind")
 
 
 # The side of the program
@@ -176,10 +231,16 @@ def decode(message: Any, holding: Callable[[int], Any]) -> Any:
 def serve(program: str, requests: int, replies: int) -> None:
     """Run a program, then do what its tests ask of it."""
     objects: list[Any] = []
+    numbers: dict[int, int] = {}
 
     def held(value: Any) -> int:
-        objects.append(value)
-        return len(objects) - 1
+        if id(value) not in numbers:
+            numbers[id(value)] = len(objects)
+            objects.append(value)
+        return numbers[id(value)]
+
+    def holding(number: int | str) -> Any:
+        return _TYPES[number] if isinstance(number, str) else objects[number]
 
     names: dict[str, Any] = {"__name__": "program", "__builtins__": builtins}
     exec(compile(program, "<program>", "exec"), names)  # noqa: S102  (that is what the sandbox is for)
@@ -188,8 +249,8 @@ def serve(program: str, requests: int, replies: int) -> None:
     while True:
         action, given, named = receive(requests)
         try:
-            values = [decode(one, objects.__getitem__) for one in given]
-            keywords = {name: decode(one, objects.__getitem__) for name, one in named.items()}
+            values = [decode(one, holding) for one in given]
+            keywords = {name: decode(one, holding) for name, one in named.items()}
             result = _action(action)(*values, **keywords)
             # What a program changes in place, it changes in a copy: so the arguments go back as well.
             send(replies, [encode(result, held), [encode(one, held) for one in values[1:]]])
@@ -197,183 +258,45 @@ def serve(program: str, requests: int, replies: int) -> None:
             send(replies, {"raised": type(error).__name__, "says": str(error)[:1000]})
 
 
+_TYPES = {kind.__name__: kind for kind in PLAIN}
+
+
 def _action(name: str) -> Callable[..., Any]:
     if name == "call":
         return lambda function, *values, **keywords: function(*values, **keywords)
     if name == "plain":
         return _plain
+    if name == "always_true":
+        return lambda value: not hasattr(type(value), "__bool__") and not hasattr(type(value), "__len__")
     found: Callable[..., Any] = vars(operator).get(name) or vars(builtins)[name]
     return found
 
 
 def _plain(value: Any) -> Any:
-    """The data of an object whose class is made from a class of plain data, such as a Counter's dict."""
-    kinds: tuple[Any, ...] = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
-    for kind in kinds:
+    """The data of an object whose class is made from a class of plain data, such as a named tuple's tuple."""
+    collections: tuple[Any, ...] = (*COLLECTIONS, bytes)
+    for kind in collections:
         if isinstance(value, kind):
-            return kind(dict.items(value)) if kind is dict else kind(value)
+            return kind(kind.__iter__(value))
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, type({}.keys()) | type({}.values()) | type({}.items())):
+        return list(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     raise TypeError("not plain data")
-
-
-# The side of the tests
-
-
-class ProgramError(Exception):
-    """What a program raised that is no error of Python's own."""
-
-
-class Handle:
-    """An object of the program's, of which the tests know nothing but what it answers."""
-
-    def __init__(self, ask: Callable[..., Any], number: int) -> None:
-        self.__dict__.update(_ask=ask, _number=number)
-
-    def __call__(self, *values: Any, **keywords: Any) -> Any:
-        """What the object returns when it is called."""
-        return self._ask("call", self, *values, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("setattr", self, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Handle):
-            return self._ask("eq", self, other) is True
-        try:
-            data = self._ask("plain", self)
-        except TypeError:
-            return False
-        return not isinstance(data, Handle) and bool(data == other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-    def __bool__(self) -> bool:
-        return self._ask("truth", self) is True
-
-    def __len__(self) -> int:
-        return int(self._ask("len", self))
-
-    def __str__(self) -> str:
-        return str(self._ask("str", self))
-
-    def __repr__(self) -> str:
-        return str(self._ask("repr", self))
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._ask("iter", self)
-        while True:
-            try:
-                yield self._ask("next", iterator)
-            except StopIteration:
-                return
-
-    def __next__(self) -> Any:
-        return self._ask("next", self)
-
-    def __contains__(self, item: Any) -> bool:
-        return any(item is one or item == one for one in self)
-
-    def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, Handle) and self._ask("isinstance", instance, self) is True
-
-
-def _asking(action: str) -> Callable[..., Any]:
-    return lambda self, *values: self._ask(action, self, *values)
-
-
-def _comparing(action: str) -> Callable[..., Any]:
-    def compare(self: Handle, other: Any) -> bool:
-        if isinstance(other, Handle):
-            return self._ask(action, self, other) is True
-        data = self._ask("plain", self)
-        if isinstance(data, Handle):
-            raise TypeError("an object of the program's is compared with plain data")
-        return bool(vars(operator)[action](data, other))
-
-    return compare
-
-
-for _name in ("getitem", "setitem", "delitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(Handle, f"__{_name}__", _asking(_name))
-for _name in ("neg", "pos", "abs", "invert", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Handle, f"__{_name}__", _asking(_name if _name not in ("and", "or") else f"{_name}_"))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Handle, f"__{_name}__", _comparing(_name))
-
-
-class Tests:
-    """The tests of one program, which is asked for what they use of it."""
-
-    def __init__(self, requests: int, replies: int) -> None:
-        self.requests = requests
-        self.replies = replies
-
-    def run(self, tests: list[str], verdicts: int) -> None:
-        """Run the tests, and write a 1 or a 0 for each."""
-        # What the tests call by the names of Python's own stays Python's own, whatever the program makes of it.
-        taken = {*vars(builtins), "__builtins__", "__name__"}
-        defined = receive(self.replies).items()
-        names = {name: self.decoded(value) for name, value in defined if name not in taken} | {"__name__": "tests"}
-        for test in tests:
-            try:
-                exec(compile(test, "<test>", "exec"), names)  # noqa: S102
-                passed = b"1"
-            except Ended:
-                return
-            except BaseException:  # noqa: BLE001  (a test that raises anything has failed)
-                passed = b"0"
-            os.write(verdicts, passed)
-
-    def decoded(self, message: Any) -> Any:
-        """The value that a message has."""
-        return decode(message, lambda number: Handle(self.ask, number))
-
-    def ask(self, action: str, *values: Any, **keywords: Any) -> Any:
-        """Have the program do something."""
-        given = [encode(value, self.number) for value in values]
-        send(self.requests, [action, given, {name: encode(value, self.number) for name, value in keywords.items()}])
-        reply = receive(self.replies)
-        if isinstance(reply, dict):
-            kind = vars(builtins).get(str(reply["raised"]))
-            # The end of an iteration that is none would end one of the test's own, as if all were well.
-            is_end = kind is StopIteration and action != "next"
-            if is_end or not (isinstance(kind, type) and issubclass(kind, Exception)):
-                kind = ProgramError
-            raise kind(str(reply["says"]))
-        result, after = reply
-        for value, changed in zip(values[1:], after, strict=True):
-            _change(value, self.decoded(changed))
-        return self.decoded(result)
-
-    @staticmethod
-    def number(value: Any) -> int:
-        """The number of an object of the program's; tests have no others to give."""
-        if not isinstance(value, Handle):
-            raise TypeError(f"a test gives the program a value of type {type(value).__name__}")
-        return int(value.__dict__["_number"])
-
-
-def _change(value: Any, changed: Any) -> None:
-    """Let an argument become what the program made of it."""
-    if type(value) is not type(changed):
-        return
-    if isinstance(value, list):
-        value[:] = changed
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(changed)
 
 
 def main() -> None:
     """Read the task from standard input, give up all rights, and carry it out."""
     task = json.load(sys.stdin.buffer)
     end_with(task["parent"])
+    if "tests" in task:
+        tests = _tests_module(task["module"]).Tests(task["requests"], task["replies"])
     nothing = os.open(os.devnull, os.O_RDWR)
     verdicts = os.dup(1)
     for descriptor in (0, 1, 2):
@@ -384,7 +307,17 @@ def main() -> None:
         os.close(verdicts)
         serve(task["program"], task["requests"], task["replies"])
     else:
-        Tests(task["requests"], task["replies"]).run(task["tests"], verdicts)
+        tests.run(task["tests"], verdicts)
+
+
+def _tests_module(path: str) -> Any:
+    """The module of the tests' side. What it imports of tunekit is this module, which is there already."""
+    sys.modules["tunekit.methods.rewards.sandboxed"] = sys.modules[__name__]
+    spec = importlib.util.spec_from_file_location("handles", path)
+    assert spec is not None and spec.loader is not None, "it is a file of Python"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":
