@@ -132,6 +132,32 @@ def test_quantised_layers_are_told_to_keep_their_layout(model_folder):
     assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
 
 
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_rows_that_end_within_a_block_of_4_bits_are_multiplied_as_they_were_quantised(quant_type, tmp_path):
+    """Rows of 48 and 112 values and blocks of 64, which bitsandbytes misreads on processors with AVX-512."""
+    from bitsandbytes.nn import Linear4bit
+
+    from tunekit.model.load import load_model
+    from tunekit.recipe.adapters import QloraAdapter
+    from tunekit.recipe.model import ModelSection
+
+    section = ModelSection(path=str(save_tiny_model(tmp_path / "model")))
+    adapter = QloraAdapter(quant_type=quant_type, double_quant=False)
+    model = load_model(section, dtype="float32", device="cpu", quantization=adapter)
+    plain = load_model(section, dtype="float32", device="cpu")
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    for name, layer in layers.items():
+        rows = torch.randn(3, layer.in_features, requires_grad=True)
+        scales, values = layer.weight.quant_state.absmax, plain.get_submodule(name).weight.detach()
+        code = layer.weight.quant_state.code
+        nearest = (values.view(-1, 64, 1) / scales[:, None, None] - code).abs().argmin(-1)
+        weight = (code[nearest] * scales[:, None]).view(values.shape)
+        product = layer(rows)
+        assert torch.allclose(product, rows @ weight.T, atol=1e-5)
+        assert torch.allclose(torch.autograd.grad(product.sum(), rows)[0], weight.sum(0).expand(3, -1), atol=1e-5)
+    assert {layer.in_features for layer in layers.values()} == {48, 112}
+
+
 def test_trained_parameters_stay_in_float32(model_folder, data, tmp_path):
     for kind in ("lora", "qlora"):
         _, model = train_and_keep_model(recipe_for(kind, model_folder, data, tmp_path / kind))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tunekit.model.proof import FUSED, SETTINGS, Difference, Trial, prove
+from tunekit.model.proof import BEFORE, FUSED, SETTINGS, Difference, Trial, prove
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class Report:
 
 def replace(module: nn.Module, fusion: Fusion) -> None:
     """Give a module another forward; nothing else of it changes."""
+    if "forward" in vars(module):
+        vars(module)[BEFORE] = module.forward
     vars(module)[SETTINGS] = fusion.settings
     vars(module)["forward"] = MethodType(fusion.forward, module)
     for name, part in fusion.parts:
@@ -128,8 +130,11 @@ def unfuse(model: nn.Module) -> None:
     """Give all modules of a model their own forwards back."""
     for module in model.modules():
         if is_fused(module):
+            before = vars(module).get(BEFORE)
             for name in FUSED:
-                del vars(module)[name]
+                vars(module).pop(name, None)
+            if before is not None:
+                vars(module)["forward"] = before
 
 
 def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[Rule] | None = None) -> Report:

@@ -8,8 +8,10 @@ Only safetensors weights are read, since opening pickled ones can run code.
 import contextlib
 import os
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import ModelError
 from tunekit.planner.isolation import VARLEN
@@ -19,8 +21,12 @@ from tunekit.recipe.adapters import QloraAdapter
 from tunekit.recipe.model import ModelSection
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
+
+BLOCK_SIZE = 64
+"""Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantise it."""
 
 
 def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
@@ -182,16 +188,35 @@ def _give_unwritten_memory(model: "PreTrainedModel") -> None:
 
 
 def keep_quantised_layout(model: "PreTrainedModel") -> None:
-    """Stop bitsandbytes from repacking 4-bit weights on a CPU when the model first runs in evaluation mode.
+    """Keep bitsandbytes from reading 4-bit weights on a CPU in ways that are wrong in training.
 
-    The repacked layout is meant for inference: its backward pass gives wrong gradients (cosine 0.72 with the right
-    ones on bitsandbytes 0.50.2), and weights merged from it are wrong, both without a message.
+    In evaluation mode it repacks them for inference: the backward pass of that layout gives wrong gradients (cosine
+    0.72 with the right ones on bitsandbytes 0.50.2), and weights merged from it are wrong. With AVX-512 it misreads
+    rows that end within a block: nine of ten values of a matrix of 48 columns. Both go without a message.
     """
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
+            if module.weight.device.type == "cpu" and module.in_features % BLOCK_SIZE:
+                vars(module)["forward"] = MethodType(_forward_of_whole_blocks, module)
+
+
+def _forward_of_whole_blocks(layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """Return the product of a 4-bit layer, whose weight is read as rows of a block each."""
+    from bitsandbytes.functional import dequantize_4bit
+    from torch.nn.functional import linear
+
+    # FSDP gives a weight another type, which has lost its state; the layer keeps it.
+    state = vars(layer.weight).get("quant_state") or layer.quant_state
+    blocks = copy(state)
+    if state.shape.numel() % state.blocksize == 0:
+        blocks.shape = (state.shape.numel() // state.blocksize, state.blocksize)
+    dtype = layer.compute_dtype or x.dtype
+    weight = dequantize_4bit(layer.weight.data, blocks).view(state.shape).to(dtype)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return linear(x.to(dtype), weight, bias).to(x.dtype)
 
 
 def _about_code(error: Exception) -> str | None:

@@ -26,7 +26,10 @@ where a kernel does not, and each of these roundings is half a step.
 SETTINGS = "fused_as"
 """Name of the attribute of a fused module that holds its fusion's settings."""
 
-FUSED = (SETTINGS, "forward")
+BEFORE = "forward_before"
+"""Name of the attribute of a fused module that holds the forward of its own that it had, and not its class."""
+
+FUSED = (SETTINGS, BEFORE, "forward")
 """What a fused module has and its stand-in has not."""
 
 
