@@ -121,6 +121,15 @@ def save_tiny_model_with_vision(folder: Path) -> Path:
     return folder
 
 
+def plain_accelerator():
+    """Return an accelerator of one process in float32, whatever precision an earlier run of this process had."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=True, mixed_precision="no")
+
+
 def save_chats(path: Path, exchanges: Iterable[tuple[str, str]]) -> None:
     """Write one conversation a line, each a question and its answer."""
     rows = [

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
@@ -17,7 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 import tunekit
 from tests.processes import in_processes
 from tests.run.engines import made, work_in
-from tests.tiny import make_tokenizer, save_chats
+from tests.tiny import make_tokenizer, plain_accelerator, save_chats
 from tunekit.errors import RunError
 from tunekit.methods.head import fused_heads, replace_heads
 from tunekit.run import check_head
@@ -87,7 +86,7 @@ def tiny(kind, dtype=torch.float32, **fields):
 
 def trainer_of(model, **fields):
     """As much of a trainer as is asked: rows come one after the other, so that the tokens are made up."""
-    return SimpleNamespace(model=model, accelerator=Accelerator(cpu=True), train_dataset=None, **fields)
+    return SimpleNamespace(model=model, accelerator=plain_accelerator(), train_dataset=None, **fields)
 
 
 def with_head(model, scorer="tunekit", outputs=("log_probs", "entropy", "is_top1"), **fields):

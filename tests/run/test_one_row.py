@@ -8,7 +8,7 @@ import torch
 
 import tunekit
 from benchmarks.isolation import small_model
-from tests.tiny import save_tiny_model, watching_models
+from tests.tiny import plain_accelerator, save_tiny_model, watching_models
 from tunekit.errors import RunError
 from tunekit.run import worker
 from tunekit.run.isolation import check_isolation
@@ -118,13 +118,12 @@ def test_a_model_that_ignores_positions_is_not_trained(option, workspace, tmp_pa
 
 def trainer_of(model):
     """As much of a trainer as the check looks at."""
-    from accelerate import Accelerator
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     return SimpleNamespace(
         model=model,
         data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
-        accelerator=Accelerator(cpu=True),
+        accelerator=plain_accelerator(),
         args=SimpleNamespace(bf16=False, fp16=False),
     )
 
