@@ -342,13 +342,19 @@ BROKEN = {
         ),
     ),
     "numbers_of_other_kinds": (
-        GOOD + ("train: {max_steps: 1e3, global_batch_size: 2.5, seed: true, logging_steps: '5', eval_steps: 1:30}\n"),
+        GOOD
+        + (
+            "train: {max_steps: 1e3, global_batch_size: 2.5, seed: true, logging_steps: '5', eval_steps: 1:30,\n"
+            "  save_steps: '2.5', warmup_steps: 'true'}\n"
+        ),
         (
             "recipe.yaml:3:20: train.max_steps: must be a whole number, got 1000.0; write 1000\n"
             "recipe.yaml:3:44: train.global_batch_size: must be a whole number, got 2.5\n"
             "recipe.yaml:3:55: train.seed: must be a whole number, got true\n"
             "recipe.yaml:3:76: train.logging_steps: must be a whole number, got '5'; write it without quotes\n"
-            "recipe.yaml:3:93: train.eval_steps: must be a whole number, got '1:30'"
+            "recipe.yaml:3:93: train.eval_steps: must be a whole number, got '1:30'\n"
+            "recipe.yaml:4:15: train.save_steps: must be a whole number, got '2.5'\n"
+            "recipe.yaml:4:36: train.warmup_steps: must be a number, got 'true'"
         ),
     ),
     "a_number_of_too_many_digits": (

@@ -273,7 +273,10 @@ def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_pa
     other = api.train(other | {"model": str(full.path / "checkpoints" / "checkpoint-2")})
     (run.path / "errors").mkdir()
     notes = said(run, "train.learning_rate=2e-3", from_="2", weights_only=True)
-    assert notes[0].startswith("begins anew with the weights of step 2, for 4 steps")
+    assert notes[0] == (
+        "begins anew with the weights of step 2, for 4 steps: optimizer, schedule, random numbers and the order of the "
+        "rows are fresh"
+    )
     assert notes[1] == "takes effect: train.learning_rate 0.001 -> 0.002"
     assert checkpoints(run) == []
     worked(run.path)

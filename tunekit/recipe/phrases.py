@@ -64,10 +64,10 @@ def any_of(words: list[str]) -> str:
 
 def spelling_hint(types: frozenset[str], value: Any) -> str | None:
     """How to write a value that was meant right but reads as another type; `types` are names of builtin types."""
-    meaning = plain_scalar(value) if isinstance(value, str) else value
+    numbers = {"int", "float"} if "float" in types else types & {"int"}
     if isinstance(value, str) and "bool" in types and value.lower() in _YES | _NO:
         return f"write {'true' if value.lower() in _YES else 'false'}"
-    if isinstance(value, str) and types & {"int", "float"} and isinstance(meaning, int | float):
+    if isinstance(value, str) and type(plain_scalar(value)).__name__ in numbers:
         return "write it without quotes"
     if isinstance(value, float) and "int" in types and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"

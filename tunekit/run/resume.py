@@ -310,8 +310,10 @@ def _notes(
     num_steps = None if plan.schedule is None else plan.schedule.num_steps
     yield from (f"passed over {words}" for words in found.skipped)
     if weights_only:
-        yield f"begins anew with the weights of step {found.step}, for {num_steps} steps: optimizer, schedule, random "
-        "numbers and the order of the rows are fresh"
+        yield (
+            f"begins anew with the weights of step {found.step}, for {num_steps} steps: optimizer, schedule, random "
+            "numbers and the order of the rows are fresh"
+        )
     else:
         yield f"goes on from step {found.step} of {num_steps}"
     if changed:

@@ -19,8 +19,9 @@ def is_in_netrc(server: str) -> bool:
     """Whether the file in which `wandb login` leaves its key names a server."""
     given = os.environ.get("NETRC")
     for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        with contextlib.suppress(FileNotFoundError, NetrcParseError):
-            return netrc(path).authenticators(urlsplit(server).netloc) is not None
+        with contextlib.suppress(OSError, NetrcParseError):
+            if netrc(path).authenticators(urlsplit(server).netloc) is not None:
+                return True
     return False
 
 
