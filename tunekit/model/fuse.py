@@ -113,7 +113,7 @@ class Report:
 
 def replace(module: nn.Module, fusion: Fusion) -> None:
     """Give a module another forward; nothing else of it changes."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not is_fused(module):
         vars(module)[BEFORE] = module.forward
     vars(module)[SETTINGS] = fusion.settings
     vars(module)["forward"] = MethodType(fusion.forward, module)
