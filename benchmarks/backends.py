@@ -39,8 +39,8 @@ from rich.table import Table
 
 from benchmarks.circumstances import circumstances
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.run.communication import TRACED_STEP
-from tunekit.run.run import Run
+from tunekit.runs.run import Run
+from tunekit.training.communication import TRACED_STEP
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "backends.json"

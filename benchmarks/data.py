@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.circumstances import circumstances
-from tunekit.data.rows import cache_folder
+from tunekit.data.sources.rows import cache_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("tunekit", "torch", "transformers", "trl", "datasets")
 
 RESULTS = ROOT / "benchmarks" / "results" / "data.json"
-PICO = ROOT / "tunekit" / "model" / "pico"
+PICO = ROOT / "tunekit" / "models" / "pico"
 WORDS = (ROOT / "examples" / "data" / "tales.txt").read_text(encoding="utf-8").split()
 
 
@@ -92,12 +92,12 @@ def write_chats(path: Path, num_rows: int, num_bytes: float = math.inf) -> None:
 
 def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemory]:
     """Packed rows, through the functions that a run calls."""
-    from tunekit.data.load import load_rows
-    from tunekit.data.mixture import Mixing
+    from tunekit.data.packing.mixture import Mixing
     from tunekit.data.prepare import prepare_rows, tokens_of
-    from tunekit.model.load import load_tokenizer
-    from tunekit.recipe.model import ModelSection
+    from tunekit.data.sources.load import load_rows
+    from tunekit.models.load import load_tokenizer
     from tunekit.recipe.schema import DataSource
+    from tunekit.recipe.sections.model import ModelSection
 
     tokenizer = load_tokenizer(ModelSection(path="pico"))
     import datasets

@@ -26,8 +26,8 @@ import yaml
 
 from benchmarks.circumstances import in_words
 from tests.processes import in_processes
-from tests.run.engines import made
 from tests.tiny import save_tiny_model
+from tests.training.engines import made
 from tunekit.errors import Stopped, TunekitError
 
 ROOT = Path(__file__).parents[1]
@@ -171,10 +171,10 @@ def attempt(folder: str, cut: Cut | None) -> None:
         # It is started by nobody, as a run in one process is.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    from tests.run.engines import worked
-    from tunekit.run.callback import Watch
-    from tunekit.run.carried import Carried
-    from tunekit.run.interrupt import SAME_SECONDS
+    from tests.training.engines import worked
+    from tunekit.process.signals import SAME_SECONDS
+    from tunekit.training.callbacks import Watch
+    from tunekit.training.checkpointing.trainer_state import Carried
 
     begin, save = Watch.on_step_begin, Carried._save
     rank = int(os.environ.get("RANK", "0"))
@@ -218,8 +218,8 @@ def attempt(folder: str, cut: Cut | None) -> None:
 
 def played(case: Case, folder: Path) -> list[str]:
     """Train a case in one go and in several; what differs between the two, in words."""
-    from tunekit.run.run import Run
-    from tunekit.run.stop import forget_request
+    from tunekit.runs.run import Run
+    from tunekit.runs.stop_request import forget_request
 
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
@@ -338,7 +338,11 @@ def _unlike(one: Any, other: Any, where: str) -> Iterator[str]:
 
 
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
-REWARDED: dict[str, Any] = {"rewards": ["tests.run.answers:reward"], "num_generations": 4, "max_completion_length": 8}
+REWARDED: dict[str, Any] = {
+    "rewards": ["tests.training.answers:reward"],
+    "num_generations": 4,
+    "max_completion_length": 8,
+}
 GRPO = {"type": "grpo", **REWARDED}
 RLOO = {"type": "rloo", **REWARDED}
 DPO = {"type": "dpo"}

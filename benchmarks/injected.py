@@ -67,7 +67,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *args: Any) -> None:
         given = signature(super()._execute_child).bind(*args).arguments  # type: ignore[misc]
         words = given["args"]
-        if words[1:4] != ["-P", "-m", "tunekit.run.worker"]:
+        if words[1:4] != ["-P", "-m", "tunekit.training.worker"]:
             super()._execute_child(*args)  # type: ignore[misc]
             return
         pid = os.fork()
@@ -94,8 +94,8 @@ def _become(arguments: list[str], given: dict[str, Any]) -> None:
     os.environ.update(given["env"])
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, signal.default_int_handler if sign == signal.SIGINT else signal.SIG_DFL)
-    sys.argv = ["tunekit.run.worker", *arguments]
-    from tunekit.run import worker
+    sys.argv = ["tunekit.training.worker", *arguments]
+    from tunekit.training import worker
 
     try:
         worker.main()
@@ -118,19 +118,19 @@ def go(folder: str, fault: Fault | None, *, resumes: bool) -> None:
             os.dup2(output.fileno(), number)
     os.chdir(beside)
     from tunekit.errors import TunekitError
-    from tunekit.run import group
-    from tunekit.run.run import Run
+    from tunekit.process import processes
+    from tunekit.runs.run import Run
 
     Injection(Path(folder), fault).patch()
-    group.subprocess.Popen = Forked  # type: ignore[misc]
+    processes.subprocess.Popen = Forked  # type: ignore[misc]
     answer: dict[str, Any] = {"kind": None, "is_told": False}
     try:
         if resumes:
-            from tunekit import api
+            from tunekit.api import verbs
 
-            api.resume(folder)
+            verbs.resume(folder)
         else:
-            from tunekit.run.launch import launch
+            from tunekit.launching.local import launch
 
             launch(Run(folder))
     except TunekitError as error:
@@ -165,7 +165,7 @@ class Injection:
         from transformers.trainer_callback import CallbackHandler
 
         from tunekit.methods.sft_trainer import TokenMeanSFTTrainer
-        from tunekit.run import worker
+        from tunekit.training import worker
 
         work = worker.work
 

@@ -38,12 +38,12 @@ from tests.planner.oracle_shards import ShardedStep
 from tests.planner.published import print_errors
 from tests.planner.shapes import LLAMA_8B, LLAMA_405B
 from tunekit.planner.facts import DataFacts
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
-from tunekit.planner.memory import estimate
+from tunekit.planner.memory.memory import estimate
 from tunekit.planner.resolve import resolve
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")

@@ -89,7 +89,7 @@ for line in sys.stdin:
 """Runs pytest in a child of its own for each line of arguments, with the nearest files first."""
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S.*?)(?: - .*)?$", re.MULTILINE)
-_COMMAND = "import sys\nfrom tunekit.cli import main\nsys.exit(main())\n"
+_COMMAND = "import sys\nfrom tunekit.cli.app import main\nsys.exit(main())\n"
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ class Copy:
 
     def can_import(self, module: str) -> bool:
         """Whether a module can be imported at all."""
-        return self._ask("-c", f"import tunekit, tunekit.cli, {module}").returncode == 0
+        return self._ask("-c", f"import tunekit, tunekit.cli.app, {module}").returncode == 0
 
     def _ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [str(self._python), *words]

@@ -183,7 +183,7 @@ def started(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A process forked from one that has imported the libraries."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "tunekit.api"])
+    context.set_forkserver_preload([*PRELOADED, "tunekit.api.verbs"])
     process = context.Process(target=function, args=args, kwargs=kwargs)
     process.start()
     return process
@@ -300,9 +300,9 @@ def recipe_for(engine: Engine, source: Path, output: Path) -> dict[str, Any]:
 
 
 def _make(recipe: dict[str, Any], overrides: tuple[str, ...], planned: tuple[tuple[str, Any], ...]) -> None:
-    from tunekit import api
+    from tunekit.api import verbs
 
-    run = api.make_run(recipe, overrides)
+    run = verbs.make_run(recipe, overrides)
     file = run.path / "plan.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | dict(planned)))
 

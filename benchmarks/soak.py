@@ -26,10 +26,10 @@ import psutil
 
 from benchmarks.circumstances import in_words
 from benchmarks.exact import DDP, PACKAGES, Case, differences, recipe_of
-from tunekit.run.checkpoint import newest_complete
-from tunekit.run.events import read_events
-from tunekit.run.heart import beats_of
-from tunekit.run.run import Run
+from tunekit.process.heartbeat import beats_of
+from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.events import read_events
+from tunekit.runs.run import Run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "soak.md"

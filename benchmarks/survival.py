@@ -115,9 +115,9 @@ def _nothing(*names: str, result: Any = None) -> Callable[[], None]:
 
 OFF: dict[str, Callable[[], None]] = {
     "signs of life": _no_thread("heart", "watchdog"),
-    "positions": _nothing("tunekit.run.worker:follow", "tunekit.run.worker:follow_layers", result=[]),
-    "guard": _nothing("tunekit.run.guard:Guard._watch"),
-    "agreement": _nothing("tunekit.run.boundary:Boundary._decide", result=False),
+    "positions": _nothing("tunekit.training.worker:follow", "tunekit.training.worker:follow_layers", result=[]),
+    "guard": _nothing("tunekit.training.non_finite:Guard._watch"),
+    "agreement": _nothing("tunekit.training.stop_at_boundary:Boundary._decide", result=False),
 }
 """What can be switched off, by name."""
 
@@ -153,11 +153,11 @@ def run_way(folder: str, without: str) -> None:
             os.dup2(output.fileno(), number)
     from transformers.trainer_callback import CallbackHandler
 
-    from tunekit.run import group
-    from tunekit.run.launch import launch
-    from tunekit.run.run import Run
+    from tunekit.launching.local import launch
+    from tunekit.process import processes
+    from tunekit.runs.run import Run
 
-    group.subprocess.Popen = Forked  # type: ignore[misc]
+    processes.subprocess.Popen = Forked  # type: ignore[misc]
     if without:
         OFF[without]()
     around(CallbackHandler, "on_step_end", after=_Clock(Path(folder).parent / "clock.jsonl").tell)
@@ -183,9 +183,9 @@ class _Clock:
 
 def make_run(recipe: dict[str, Any], planned: dict[str, Any]) -> None:
     """Make the folder of a run."""
-    from tunekit import api
+    from tunekit.api import verbs
 
-    file = api.make_run(recipe).path / "plan.yaml"
+    file = verbs.make_run(recipe).path / "plan.yaml"
     plan = yaml.safe_load(file.read_text())
     for section, changes in planned.items():
         plan[section] |= changes

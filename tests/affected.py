@@ -1,9 +1,10 @@
 """Run the tests of what a change touches, nearest first.
 
-`python -m tests.affected` compares the working tree with the branch that it left and runs every test file that
-imports a changed module, directly or through others, and every test file that mirrors one (`tests/run/test_saving.py`
-for `tunekit/run/saving.py`). The distance of a test file is the number of imports between it and the change. With
-`--minutes` the nearest files run that fit into the budget by `tests/durations.json`; what is left out is printed.
+`python -m tests.affected` compares the working tree with the branch that it left and runs every test file that imports
+a changed module, directly or through others, and every test file that mirrors one (`tests/training/test_save.py` for
+`tunekit/training/checkpointing/save.py`). The distance of a test file is the number of imports between it and the
+change. With `--minutes` the nearest files run that fit into the budget by `tests/durations.json`; what is left out is
+printed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ ONE_CHANGE_HOURS = 4
 OUTSIDE = {
     "README.md": ("tests/test_readme.py",),
     "pyproject.toml": ("tests/test_packaging.py", "tests/test_imports.py"),
-    "recipes/": ("tests/recipe/test_library.py", "tests/test_shipped_plans.py", "tests/run/test_shipped.py"),
+    "recipes/": ("tests/recipe/test_library.py", "tests/test_shipped_plans.py", "tests/training/test_shipped.py"),
     "examples/": ("tests/examples/", "tests/data/test_examples.py"),
 }
 """Test files by a path, or the beginning of a path, that no import leads to."""
@@ -134,7 +135,8 @@ def _without_imports(changed: Iterable[str]) -> Iterator[tuple[str, int]]:
         if parts.name == "conftest.py":
             yield from ((file, 1) for file in _files_of(f"{parts.parent}/"))
         if parts.suffix == ".py" and parts.parts[0] in ("tunekit", "webui"):
-            folder = PurePosixPath("tests", *parts.parts[parts.parts[0] == "tunekit" : -1])
+            # Tests lie in the folder of their room, also those of its sub-packages.
+            folder = PurePosixPath("tests", *parts.parts[parts.parts[0] == "tunekit" : -1][:1])
             yield str(folder / f"test_{parts.stem}.py"), 0
             if folder != PurePosixPath("tests"):
                 yield from ((file, MIRROR_DISTANCE) for file in _files_of(f"{folder}/"))

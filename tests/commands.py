@@ -25,7 +25,7 @@ def run_command(
         cwd: The working directory; this one by default.
         env: Environment variables to set besides.
     """
-    from tunekit.cli import main
+    from tunekit.cli.app import main
 
     out, errors = io.StringIO(), io.StringIO()
     words = [str(argument) for argument in arguments]

@@ -6,15 +6,16 @@ import os
 
 import pytest
 
-from tests.run.folders import made_run
-from tunekit import detached, errors
+from tests.training.folders import made_run
+from tunekit import errors
+from tunekit.api import background
 from tunekit.errors import MemoryShortError, ModelError, PlanError, TunekitError
+from tunekit.launching.local import raised
 from tunekit.probe.model import _hub_errors, _HubError
-from tunekit.recipe.model import ModelSection
-from tunekit.run.diagnosis import diagnose_run
-from tunekit.run.launch import raised
-from tunekit.run.place import Place
-from tunekit.run.record import Record, errors_of
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.reporting.diagnosis import diagnose_run
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record, errors_of
 
 
 def subclasses(kind):
@@ -31,9 +32,9 @@ def hub_error():
 def through_a_pipe(error):
     """The error that a starter raises which is told of this one."""
     reading, writing = os.pipe()
-    detached.Announcer(writing).refuse(error)
+    background.Announcer(writing).refuse(error)
     with os.fdopen(reading) as told, pytest.raises(TunekitError) as caught:
-        detached._run_of(told.readline(), io.BytesIO())
+        background._run_of(told.readline(), io.BytesIO())
     return caught.value
 
 

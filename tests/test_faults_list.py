@@ -14,12 +14,11 @@ FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text(encoding="utf
 LEAST = 60
 """Fewer say little of a package of three hundred modules."""
 
-FOLDERS = (
-    *("tunekit/recipe", "tunekit/recipe/migrate", "tunekit/planner", "tunekit/probe", "tunekit/data", "tunekit/model"),
-    *("tunekit/methods", "tunekit/methods/rewards", "tunekit/kernels", "tunekit/run", "tunekit/sweeps", "webui"),
+ROOMS = tuple(
+    package.parent.relative_to(ROOT).as_posix()
+    for package in (*sorted(ROOT.glob("tunekit/*/__init__.py")), ROOT / "webui" / "__init__.py")
 )
-TOP = ("api", "cli", "detached", "display", "redact", "repetition", "resumption")
-"""What names of modules at the top of `tunekit` begin with."""
+"""Rooms of the package, each with at least one fault."""
 
 
 def test_there_are_enough_faults_and_no_two_of_one_name():
@@ -42,22 +41,16 @@ def test_half_of_the_faults_undo_what_a_change_had_proved():
     assert len(proved) >= len(FAULTS) / 2
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_package_has_a_fault(folder):
-    assert any(Path(fault["file"]).parent.as_posix() == folder for fault in FAULTS)
-
-
-@pytest.mark.parametrize("name", TOP)
-def test_the_modules_at_the_top_have_faults_too(name):
-    files = [Path(fault["file"]) for fault in FAULTS]
-    assert any(file.parent == Path("tunekit") and file.name.startswith(name) for file in files)
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_has_a_fault(room):
+    assert any(Path(fault["file"]).is_relative_to(room) for fault in FAULTS)
 
 
 def test_the_nearest_tests_are_those_that_mirror_the_module():
-    fault = next(fault for fault in planted.read_faults() if fault.file == "tunekit/run/trends.py")
-    assert planted.near_tests(fault, {})[0] == "tests/run/test_trends.py"
-    slow = {"tests/run/test_trends.py": 10 * planted.NEAR_SECONDS}
-    assert planted.near_tests(fault, slow) == ["tests/run/test_trends.py"]
+    fault = next(fault for fault in planted.read_faults() if fault.file == "tunekit/training/health_warnings.py")
+    assert planted.near_tests(fault, {})[0] == "tests/training/test_health_warnings.py"
+    slow = {"tests/training/test_health_warnings.py": 10 * planted.NEAR_SECONDS}
+    assert planted.near_tests(fault, slow) == ["tests/training/test_health_warnings.py"]
 
 
 def test_a_group_has_no_two_faults_in_one_file():
@@ -72,16 +65,16 @@ def test_a_group_has_no_two_faults_in_one_file():
 @pytest.mark.parametrize(
     ("line", "is_one"),
     [
-        ("tests/run/test_stop.py", True),
-        ("tests/run/", True),
-        ("tests/run/test_stop.py::test_it", True),
-        ("tests/run/test_stop.py::test_it[twice]", True),
-        ("tests/run/test_stopping.py", False),
-        ("tests/run/test_stop.py::test_it[once]", False),
+        ("tests/runs/test_stop_request.py", True),
+        ("tests/runs/", True),
+        ("tests/runs/test_stop_request.py::test_it", True),
+        ("tests/runs/test_stop_request.py::test_it[twice]", True),
+        ("tests/runs/test_stopping.py", False),
+        ("tests/runs/test_stop_request.py::test_it[once]", False),
     ],
 )
 def test_a_test_is_among_the_lines_that_name_it_its_file_or_its_folder(line, is_one):
-    assert planted.is_among("tests/run/test_stop.py::test_it[twice]", [line]) is is_one
+    assert planted.is_among("tests/runs/test_stop_request.py::test_it[twice]", [line]) is is_one
 
 
 def test_what_was_seen_of_other_code_is_not_taken_over(tmp_path):

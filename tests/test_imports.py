@@ -11,9 +11,10 @@ from types import UnionType
 
 import pytest
 
-from tunekit.recipe import rewards, schema
+from tunekit.recipe import schema
 from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe
-from tunekit.recipe.section import Section
+from tunekit.recipe.sections import rewards
+from tunekit.recipe.sections.section import Section
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunekit"
@@ -25,7 +26,7 @@ import json, sys
 sys.argv[0] = "tunekit"
 status = None
 try:
-    from tunekit.cli import main
+    from tunekit.cli.app import main
     main()
 except SystemExit as end:
     status = end.code
@@ -100,7 +101,7 @@ def test_importing_tunekit_leaves_the_environment_and_logging_alone() -> None:
     code = (
         "import logging, os, warnings\n"
         "before = dict(os.environ), list(logging.root.handlers), list(warnings.filters)\n"
-        "import tunekit, tunekit.cli\n"
+        "import tunekit, tunekit.cli.app\n"
         "assert before == (dict(os.environ), list(logging.root.handlers), list(warnings.filters))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -48,12 +48,12 @@ def test_wheel_holds_every_recipe_and_example_file(files: set[str]) -> None:
 
 
 def test_wheel_holds_pico_with_weights_and_tokenizer(files: set[str]) -> None:
-    pico = {name.rpartition("/")[2] for name in files if name.startswith("tunekit/model/pico/")}
+    pico = {name.rpartition("/")[2] for name in files if name.startswith("tunekit/models/pico/")}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= pico
 
 
 def test_wheel_holds_the_table_of_well_known_models(files: set[str]) -> None:
-    assert "tunekit/planner/models.yaml" in files
+    assert "tunekit/planner/models/models.yaml" in files
 
 
 def test_wheel_holds_the_texts_and_the_looks_of_the_web_ui(files: set[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.errors import DataError, TunekitError
 
 PAIRS = [{"prompt": f"question {n}", "chosen": "good", "rejected": "bad"} for n in range(20)]
@@ -30,9 +30,9 @@ DISTILLATION = {"type": "distillation", "teacher": "pico"}
     ],
 )
 def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
-    plan = api.plan(recipe(tmp_path, method, rows))
+    plan = verbs.plan(recipe(tmp_path, method, rows))
     assert (plan.data.num_train, plan.data.format) == (20, kind)
-    compared = api.compare_plans(recipe(tmp_path, method, rows), on=["h100"])
+    compared = verbs.compare_plans(recipe(tmp_path, method, rows), on=["h100"])
     assert compared["h100"].data == plan.data
 
 
@@ -46,10 +46,10 @@ def test_a_plan_counts_the_rows(tmp_path, method, rows, kind):
 )
 def test_rows_of_another_shape_are_refused(tmp_path, method, rows, why):
     with pytest.raises(DataError, match=why):
-        api.plan(recipe(tmp_path, method, rows))
+        verbs.plan(recipe(tmp_path, method, rows))
 
 
-@pytest.mark.parametrize("verb", [api.train, api.check])
+@pytest.mark.parametrize("verb", [verbs.train, verbs.check])
 @pytest.mark.parametrize(
     ("recipe", "problem"),
     [

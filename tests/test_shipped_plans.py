@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rows import save_rows
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.planner.plan import Plan
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
@@ -16,7 +16,7 @@ def test_a_shipped_recipe_has_a_plan_on_one_device_and_on_eight(name, tmp_path):
     changes = [f"data.train={rows}", "data.eval=null"]
     if load_recipe(name).model.path.startswith("pico-"):  # a run of the recipe before
         changes.append("model=pico")
-    planned = api.compare_plans(name, changes, on=["h100", "8xh100"])
+    planned = verbs.compare_plans(name, changes, on=["h100", "8xh100"])
     assert all(isinstance(plan, Plan) for plan in planned.values()), planned
     if method != "sft":
         assert planned["h100"].recipe.method.type == method

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save_chats
-from tunekit.display import Progress
-from tunekit.display_sweep import SweepProgress
-from tunekit.run.run import Run
+from tunekit.display.console import Progress
+from tunekit.display.sweep import SweepProgress
+from tunekit.runs.run import Run
 from tunekit.streams import lasting, outlive_readers
 
 

@@ -46,15 +46,15 @@ def test_quarantine_says_why_and_since_when():
 
 
 def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
-    found = affected.distances(["tunekit/planner/zero.py"])
+    found = affected.distances(["tunekit/planner/memory/zero.py"])
     assert found["tests/planner/test_zero.py"] == 0
     assert found["tests/planner/test_candidates.py"] <= 3
-    assert found["tests/run/test_options.py"] > 1
+    assert found["tests/training/test_options.py"] > 1
     assert "tests/kernels/test_rope.py" not in found
 
 
 def test_a_changed_test_helper_affects_the_tests_that_import_it():
-    found = affected.distances(["tests/run/folders.py"])
+    found = affected.distances(["tests/training/folders.py"])
     assert found["tests/webui/test_controls.py"] == 1
     assert "tests/kernels/test_rope.py" not in found
 
@@ -62,7 +62,7 @@ def test_a_changed_test_helper_affects_the_tests_that_import_it():
 def test_data_files_recipes_and_the_readme_affect_what_reads_them():
     assert affected.distances(["README.md"]) == {"tests/test_readme.py": 0}
     assert affected.distances(["recipes/pico/sft.yaml"])["tests/recipe/test_library.py"] == 0
-    assert "tests/planner/test_known_models.py" in affected.distances(["tunekit/planner/models.yaml"])
+    assert "tests/planner/test_known_models.py" in affected.distances(["tunekit/planner/models/models.yaml"])
 
 
 def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
@@ -77,7 +77,9 @@ def test_a_budget_takes_the_nearest_files_that_fit_and_names_the_rest():
 
 
 def test_files_that_are_nearer_come_first_and_cheaper_ones_before_dearer():
-    choices = affected.choose(["tunekit/planner/zero.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6))
+    choices = affected.choose(
+        ["tunekit/planner/memory/zero.py"], dict.fromkeys(["tests/planner/test_candidates.py"], 1e6)
+    )
     assert [choice.distance for choice in choices] == sorted(choice.distance for choice in choices)
     same = [choice for choice in choices if choice.distance == choices[-1].distance]
     assert [choice.seconds for choice in same] == sorted(choice.seconds for choice in same)

@@ -13,8 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tunekit.accelerators import DeviceState, devices
-    from tunekit.api import (
+    from tunekit.api.background import start, start_resume
+    from tunekit.api.devices import DeviceState, devices
+    from tunekit.api.notebook import ui
+    from tunekit.api.rerun import rerun
+    from tunekit.api.rerun_check import Agreement
+    from tunekit.api.verbs import (
         check,
         compare_plans,
         data_report,
@@ -28,51 +32,47 @@ if TYPE_CHECKING:
         train,
         try_rewards,
     )
-    from tunekit.data.files import DATA_SUFFIXES
-    from tunekit.data.preview import DataPreview, RowPreview, ShownSequence
-    from tunekit.data.report import DataReport, Sample, SourceReport
-    from tunekit.detached import start, start_resume
-    from tunekit.display import Progress
-    from tunekit.display_plan import plan_figures
+    from tunekit.data.reports.preview import DataPreview, RowPreview, ShownSequence
+    from tunekit.data.reports.report import DataReport, Sample, SourceReport
+    from tunekit.data.sources.files import DATA_SUFFIXES
+    from tunekit.display.console import Progress
+    from tunekit.display.plan import plan_figures
     from tunekit.errors import PlanError, Stopped, TunekitError
-    from tunekit.inline import ui
-    from tunekit.planner.machines import machines
+    from tunekit.evaluation.evaluate import evaluate
+    from tunekit.exporting.export import Export, export
+    from tunekit.inference.chat import Talk, chat
+    from tunekit.inference.generate import Generated, generate
+    from tunekit.inference.reward_trial import RewardTrial
+    from tunekit.inference.serve import serve
+    from tunekit.launching.delete import delete_run
+    from tunekit.migration.migration import migrate
+    from tunekit.migration.report import Migration
+    from tunekit.planner.hardware.machines import machines
     from tunekit.planner.plan import Plan, gib
     from tunekit.recipe.difference import recipe_diff
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
-    from tunekit.recipe.migrate.migration import migrate
-    from tunekit.recipe.migrate.report import Migration
-    from tunekit.recipe.places import Fault
     from tunekit.recipe.reach import named_paths
-    from tunekit.recipe.rewrite import edit_text, short_recipe
+    from tunekit.recipe.reading.rewrite import edit_text, short_recipe
+    from tunekit.recipe.reading.source_locations import Fault
     from tunekit.recipe.schema import Recipe
     from tunekit.redact import redacted
-    from tunekit.repetition import rerun
-    from tunekit.run.agreement import Agreement
-    from tunekit.run.chat import Talk, chat
-    from tunekit.run.comparison import Comparison, compare
-    from tunekit.run.deleting import delete_run
-    from tunekit.run.diagnosis import Diagnosis, diagnose_run
-    from tunekit.run.effects import EditEffect, effects_of
-    from tunekit.run.evaluate import evaluate
-    from tunekit.run.evaluation import Estimate, Evaluation, Score, evaluations_of
-    from tunekit.run.events import Event
-    from tunekit.run.export import Export, export
-    from tunekit.run.generate import Generated, generate
-    from tunekit.run.kept import Checkpoint, checkpoints
-    from tunekit.run.measures import direction_of, judged_by
-    from tunekit.run.origin import check_text
-    from tunekit.run.reader import EventReader, Series, last_events
-    from tunekit.run.report import report
-    from tunekit.run.run import Run, find_run, list_runs, set_tags
-    from tunekit.run.serve import serve
-    from tunekit.run.stop import stop_wish
-    from tunekit.run.trial import RewardTrial
+    from tunekit.reporting.comparison import Comparison, compare
+    from tunekit.reporting.diagnosis import Diagnosis, diagnose_run
+    from tunekit.reporting.report import report
+    from tunekit.runs.checkpoints.listing import Checkpoint, checkpoints
+    from tunekit.runs.evaluation_result import Estimate, Evaluation, Score, evaluations_of
+    from tunekit.runs.events import Event
+    from tunekit.runs.lineage import check_text
+    from tunekit.runs.metrics import direction_of, judged_by
+    from tunekit.runs.reader import EventReader, Series, last_events
+    from tunekit.runs.run import Run, find_run, list_runs, set_tags
+    from tunekit.runs.stop_request import stop_wish
     from tunekit.sweeps.begin import sweep
     from tunekit.sweeps.conduct import resume_sweep, stop_sweep
     from tunekit.sweeps.folder import Sweep, find_sweep, list_sweeps
+    from tunekit.training.checkpointing.edit_effects import EditEffect, effects_of
 
 __version__ = "0.1.0"
 
@@ -173,99 +173,99 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Agreement": "tunekit.run.agreement",
-    "DATA_SUFFIXES": "tunekit.data.files",
-    "Checkpoint": "tunekit.run.kept",
-    "Comparison": "tunekit.run.comparison",
-    "DataPreview": "tunekit.data.preview",
-    "DataReport": "tunekit.data.report",
-    "DeviceState": "tunekit.accelerators",
-    "Diagnosis": "tunekit.run.diagnosis",
-    "EditEffect": "tunekit.run.effects",
+    "Agreement": "tunekit.api.rerun_check",
+    "DATA_SUFFIXES": "tunekit.data.sources.files",
+    "Checkpoint": "tunekit.runs.checkpoints.listing",
+    "Comparison": "tunekit.reporting.comparison",
+    "DataPreview": "tunekit.data.reports.preview",
+    "DataReport": "tunekit.data.reports.report",
+    "DeviceState": "tunekit.api.devices",
+    "Diagnosis": "tunekit.reporting.diagnosis",
+    "EditEffect": "tunekit.training.checkpointing.edit_effects",
     "Entry": "tunekit.recipe.entries",
-    "Estimate": "tunekit.run.evaluation",
-    "Evaluation": "tunekit.run.evaluation",
-    "Event": "tunekit.run.events",
-    "EventReader": "tunekit.run.reader",
-    "Export": "tunekit.run.export",
-    "Fault": "tunekit.recipe.places",
-    "Generated": "tunekit.run.generate",
-    "Migration": "tunekit.recipe.migrate.report",
+    "Estimate": "tunekit.runs.evaluation_result",
+    "Evaluation": "tunekit.runs.evaluation_result",
+    "Event": "tunekit.runs.events",
+    "EventReader": "tunekit.runs.reader",
+    "Export": "tunekit.exporting.export",
+    "Fault": "tunekit.recipe.reading.source_locations",
+    "Generated": "tunekit.inference.generate",
+    "Migration": "tunekit.migration.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
-    "Progress": "tunekit.display",
+    "Progress": "tunekit.display.console",
     "Recipe": "tunekit.recipe.schema",
-    "RewardTrial": "tunekit.run.trial",
-    "RowPreview": "tunekit.data.preview",
-    "Sample": "tunekit.data.report",
-    "SourceReport": "tunekit.data.report",
-    "Run": "tunekit.run.run",
-    "Score": "tunekit.run.evaluation",
-    "Series": "tunekit.run.reader",
+    "RewardTrial": "tunekit.inference.reward_trial",
+    "RowPreview": "tunekit.data.reports.preview",
+    "Sample": "tunekit.data.reports.report",
+    "SourceReport": "tunekit.data.reports.report",
+    "Run": "tunekit.runs.run",
+    "Score": "tunekit.runs.evaluation_result",
+    "Series": "tunekit.runs.reader",
     "ShippedRecipe": "tunekit.recipe.library",
-    "ShownSequence": "tunekit.data.preview",
+    "ShownSequence": "tunekit.data.reports.preview",
     "Stopped": "tunekit.errors",
     "Sweep": "tunekit.sweeps.folder",
-    "Talk": "tunekit.run.chat",
+    "Talk": "tunekit.inference.chat",
     "TunekitError": "tunekit.errors",
     "UNSET": "tunekit.recipe.entries",
-    "chat": "tunekit.run.chat",
-    "check": "tunekit.api",
-    "check_text": "tunekit.run.origin",
-    "checkpoints": "tunekit.run.kept",
-    "compare": "tunekit.run.comparison",
-    "compare_plans": "tunekit.api",
-    "data_report": "tunekit.api",
-    "delete_run": "tunekit.run.deleting",
-    "devices": "tunekit.accelerators",
-    "diagnose_run": "tunekit.run.diagnosis",
-    "direction_of": "tunekit.run.measures",
-    "edit_text": "tunekit.recipe.rewrite",
-    "effects_of": "tunekit.run.effects",
-    "evaluate": "tunekit.run.evaluate",
-    "evaluations_of": "tunekit.run.evaluation",
-    "export": "tunekit.run.export",
-    "find_run": "tunekit.run.run",
+    "chat": "tunekit.inference.chat",
+    "check": "tunekit.api.verbs",
+    "check_text": "tunekit.runs.lineage",
+    "checkpoints": "tunekit.runs.checkpoints.listing",
+    "compare": "tunekit.reporting.comparison",
+    "compare_plans": "tunekit.api.verbs",
+    "data_report": "tunekit.api.verbs",
+    "delete_run": "tunekit.launching.delete",
+    "devices": "tunekit.api.devices",
+    "diagnose_run": "tunekit.reporting.diagnosis",
+    "direction_of": "tunekit.runs.metrics",
+    "edit_text": "tunekit.recipe.reading.rewrite",
+    "effects_of": "tunekit.training.checkpointing.edit_effects",
+    "evaluate": "tunekit.evaluation.evaluate",
+    "evaluations_of": "tunekit.runs.evaluation_result",
+    "export": "tunekit.exporting.export",
+    "find_run": "tunekit.runs.run",
     "find_sweep": "tunekit.sweeps.folder",
-    "fit": "tunekit.api",
-    "generate": "tunekit.run.generate",
+    "fit": "tunekit.api.verbs",
+    "generate": "tunekit.inference.generate",
     "gib": "tunekit.planner.plan",
-    "judged_by": "tunekit.run.measures",
-    "last_events": "tunekit.run.reader",
-    "launch": "tunekit.api",
+    "judged_by": "tunekit.runs.metrics",
+    "last_events": "tunekit.runs.reader",
+    "launch": "tunekit.api.verbs",
     "list_examples": "tunekit.recipe.library",
     "list_recipes": "tunekit.recipe.library",
-    "migrate": "tunekit.recipe.migrate.migration",
-    "list_runs": "tunekit.run.run",
+    "migrate": "tunekit.migration.migration",
+    "list_runs": "tunekit.runs.run",
     "list_sweeps": "tunekit.sweeps.folder",
     "load_recipe": "tunekit.recipe.load",
-    "machines": "tunekit.planner.machines",
+    "machines": "tunekit.planner.hardware.machines",
     "named_paths": "tunekit.recipe.reach",
-    "plan": "tunekit.api",
-    "plan_figures": "tunekit.display_plan",
-    "preview": "tunekit.api",
+    "plan": "tunekit.api.verbs",
+    "plan_figures": "tunekit.display.plan",
+    "preview": "tunekit.api.verbs",
     "read_text": "tunekit.recipe.load",
     "recipe_diff": "tunekit.recipe.difference",
     "recipe_entries": "tunekit.recipe.entries",
     "recipe_text": "tunekit.recipe.library",
     "redacted": "tunekit.redact",
-    "rerun": "tunekit.repetition",
-    "report": "tunekit.run.report",
-    "resume": "tunekit.api",
+    "rerun": "tunekit.api.rerun",
+    "report": "tunekit.reporting.report",
+    "resume": "tunekit.api.verbs",
     "resume_sweep": "tunekit.sweeps.conduct",
-    "serve": "tunekit.run.serve",
-    "set_tags": "tunekit.run.run",
-    "short_recipe": "tunekit.recipe.rewrite",
-    "start": "tunekit.detached",
-    "start_resume": "tunekit.detached",
-    "stop": "tunekit.api",
+    "serve": "tunekit.inference.serve",
+    "set_tags": "tunekit.runs.run",
+    "short_recipe": "tunekit.recipe.reading.rewrite",
+    "start": "tunekit.api.background",
+    "start_resume": "tunekit.api.background",
+    "stop": "tunekit.api.verbs",
     "stop_sweep": "tunekit.sweeps.conduct",
-    "stop_wish": "tunekit.run.stop",
+    "stop_wish": "tunekit.runs.stop_request",
     "sweep": "tunekit.sweeps.begin",
-    "sweep_plans": "tunekit.api",
-    "train": "tunekit.api",
-    "try_rewards": "tunekit.api",
-    "ui": "tunekit.inline",
+    "sweep_plans": "tunekit.api.verbs",
+    "train": "tunekit.api.verbs",
+    "try_rewards": "tunekit.api.verbs",
+    "ui": "tunekit.api.notebook",
 }
 
 

@@ -1,5 +1,5 @@
 """`python -m tunekit` is the command line."""
 
-from tunekit.cli import main
+from tunekit.cli.app import main
 
 main()

@@ -21,7 +21,7 @@ import torch
 from tasks import ARITHMETIC, TASKS, Exchange
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-SHIPPED = Path(__file__).parents[2] / "tunekit" / "model" / "pico"
+SHIPPED = Path(__file__).parents[2] / "tunekit" / "models" / "pico"
 #: Tasks without a held-out side.
 TAUGHT = frozenset(["facts", "spell"])
 

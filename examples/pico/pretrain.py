@@ -1,6 +1,6 @@
 """Make pico from nothing: tokenizer, architecture, pre-training, model folder.
 
-    python examples/pico/pretrain.py --output tunekit/model/pico
+    python examples/pico/pretrain.py --output tunekit/models/pico
 
 The whole of pre-training on one page, small enough for a laptop's processor:
 

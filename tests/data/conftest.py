@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunekit.data import encode
+from tunekit.data.tokenization import encode
 
 
 @pytest.fixture(params=["by words", "by the tokenizer"])

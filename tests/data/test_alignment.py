@@ -3,7 +3,7 @@
 import datasets
 
 from tests.data.tokenizers import CHATML, byte_tokenizer
-from tunekit.data.alignment import tokenised_pairs
+from tunekit.data.tokenization.alignment import tokenised_pairs
 
 
 def pair_of(row, *, max_length=512, template=None):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tunekit.data.load import load_data
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.methods.sft import LEARNER
 from tunekit.recipe.schema import DataSection, DataSource
@@ -728,7 +728,7 @@ ASK_THE_HUB = """
 import sys
 attempts = []
 sys.addaudithook(lambda event, args: attempts.append(args[1]) if event == "socket.connect" else None)
-from tunekit.data.load import load_data
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection, DataSource
 try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.data.load import load_data
-from tunekit.lookup import LEARNERS
+from tunekit.api.plan_inputs import LEARNERS
+from tunekit.data.sources.load import load_data
 from tunekit.recipe.schema import DataSection
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"

@@ -15,8 +15,8 @@ from trl import get_training_chat_template
 
 from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
-from tunekit.data.convert import check_row
-from tunekit.data.rows import Rows, RowStore
+from tunekit.data.formats.convert import check_row
+from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.recipe.schema import LossOn
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunekit.data.load import load_data
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 

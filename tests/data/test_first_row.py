@@ -8,10 +8,10 @@ import pytest
 from jinja2 import TemplateError
 
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
-from tunekit import api
-from tunekit.data.first_row import check_first_rows
-from tunekit.data.load import LoadedData
-from tunekit.data.rows import Rows
+from tunekit.api import verbs
+from tunekit.data.sources.load import LoadedData
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.first_row import check_first_rows
 from tunekit.errors import DataError
 
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
         ),
     ],
 )
-@pytest.mark.parametrize("call", [api.plan, api.check, api.train], ids=["plan", "check", "train"])
+@pytest.mark.parametrize("call", [verbs.plan, verbs.check, verbs.train], ids=["plan", "check", "train"])
 def test_the_first_row_is_refused_before_a_run_as_in_it(folder, tmp_path, call, template, words):
     for file in (folder / "model").glob("chat_template*"):
         file.unlink()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tunekit.data.load import load_data
+from tunekit.data.sources.load import load_data
 from tunekit.recipe.schema import DataSection
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}

@@ -19,7 +19,7 @@ FIRST = b'{"text":"a"}\n'
 READ = """
 import json, sys
 from tests.data.memory import STATUS, peak_mib
-from tunekit.data.load import load_data
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 before = peak_mib() if STATUS.exists() else 0
@@ -155,7 +155,7 @@ def test_deep_nesting_is_read_or_refused_but_breaks_nothing(depth, where, tmp_pa
         "text": f'{{"text":{deep}}}',
     }
     (tmp_path / "a.jsonl").write_text(rows[where])
-    from tunekit.data.load import load_data
+    from tunekit.data.sources.load import load_data
     from tunekit.errors import DataError
     from tunekit.recipe.schema import DataSection
 

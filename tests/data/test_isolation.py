@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import save_tiny_model
-from tunekit.data.mixture import Mixing
+from tunekit.data.packing.mixture import Mixing
+from tunekit.data.packing.sequences import Batch, Sequences, SequenceWriter
 from tunekit.data.prepare import SourceTokens, prepare_rows
-from tunekit.data.sequences import Batch, Sequences, SequenceWriter
-from tunekit.data.tokenize import TokenReport
+from tunekit.data.tokenization.tokenize import TokenReport
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tunekit.data import rows as stored
-from tunekit.data.hub import open_dataset
-from tunekit.data.load import load_data
-from tunekit.data.rows import RowStore
+from tunekit.data.sources import rows as stored
+from tunekit.data.sources.hub import open_dataset
+from tunekit.data.sources.load import load_data
+from tunekit.data.sources.rows import RowStore
 from tunekit.recipe.schema import DataSection
 
 

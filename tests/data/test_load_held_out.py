@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.holdout import fraction, hold_out
-from tunekit.data.load import load_data
-from tunekit.data.rows import Rows, RowStore
+from tunekit.data.packing.holdout import fraction, hold_out
+from tunekit.data.sources.load import load_data
+from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.recipe.schema import DataSection
 
 TEXTS = st.lists(st.sampled_from([f"text {i}" for i in range(40)]), max_size=60)

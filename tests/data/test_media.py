@@ -6,12 +6,12 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tunekit.data.convert import asked_in, check_row
-from tunekit.data.formats import BadRow
-from tunekit.data.hub import open_dataset, open_stream
-from tunekit.data.learner import Learner
-from tunekit.data.load import load_data, stream_rows
-from tunekit.data.look import look_at
+from tunekit.data.formats.convert import asked_in, check_row
+from tunekit.data.formats.method_formats import Learner
+from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.reports.look import look_at
+from tunekit.data.sources.hub import open_dataset, open_stream
+from tunekit.data.sources.load import load_data, stream_rows
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 

@@ -8,9 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from trl import extract_prompt
 
-from tunekit.data.formats import BadRow
-from tunekit.data.load import load_data
-from tunekit.data.preferences import pair
+from tunekit.data.formats.preferences import pair
+from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 

@@ -13,11 +13,11 @@ import tunekit
 from tests.data.memory import STATUS
 from tests.tiny import save_chats
 from tests.waiting import LIMIT_SECONDS
-from tunekit import api
-from tunekit.data.look import LINE_BYTES, LOOK_BYTES
+from tunekit.api import verbs
+from tunekit.data.reports.look import LINE_BYTES, LOOK_BYTES
 from tunekit.errors import DataError
-from tunekit.model.load import load_tokenizer
-from tunekit.recipe.model import ModelSection
+from tunekit.models.load import load_tokenizer
+from tunekit.recipe.sections.model import ModelSection
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def text_of(sample):
 )
 def test_tokens_and_marks_are_those_that_a_run_trains_on(train, section, folder):
     given = recipe(train, **section, shuffle=False)
-    run = api.make_run(given | {"output": {"dir": str(folder / "run")}, "train": {"max_steps": 1}})
+    run = verbs.make_run(given | {"output": {"dir": str(folder / "run")}, "train": {"max_steps": 1}})
     from tunekit.data.prepare import read_dataset
 
     trained = read_dataset(run.path / "data" / "train.arrow")

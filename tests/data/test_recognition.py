@@ -6,8 +6,8 @@ import typing
 
 import pytest
 
-from tunekit.data.formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, recognise
-from tunekit.data.load import load_data
+from tunekit.data.formats.row_formats import BECOMES, COLUMNS, OPTIONAL_COLUMNS, BadRow, Format, recognise
+from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.planner.facts import DataFacts
 from tunekit.recipe.fields import choices_of

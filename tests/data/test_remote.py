@@ -13,11 +13,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tests.data.servers import PASSWORD, USER, web_server
 from tests.processes import own_port
-from tunekit.data.load import load_data
-from tunekit.data.remote import clear_downloads, downloads_root, is_url, list_downloads, shown, without_user
+from tunekit.data.sources.load import load_data
+from tunekit.data.sources.remote import clear_downloads, downloads_root, is_url, list_downloads, shown, without_user
 from tunekit.errors import DataError, DependencyError
 from tunekit.recipe.schema import DataSection, DataSource
-from tunekit.run.prepare import record
+from tunekit.runs.prepared_data import record
 
 ROWS = b'{"text":"a"}\n{"text":"b"}\n'
 KNOWN = "known are .jsonl, .json, .csv, .tsv, .parquet, .arrow, .feather, .txt; text also as .gz or .zst"
@@ -139,8 +139,8 @@ def test_a_run_writes_a_url_down_as_it_is_but_for_its_secrets(monkeypatch):
 
 
 def tunekit_recipe(path):
-    from tunekit.data.load import LoadedData
-    from tunekit.data.rows import Rows, RowStore
+    from tunekit.data.sources.load import LoadedData
+    from tunekit.data.sources.rows import Rows, RowStore
     from tunekit.recipe.load import load_recipe
 
     rows = Rows(format="text", rows=RowStore([{"text": "a"}]), source="a", numbers=[1])
@@ -364,8 +364,8 @@ def test_a_url_is_told_without_what_opens_it(url, without, named):
 
 LOOK = """
 import resource, sys
-from tunekit.data.files import OPENERS
-from tunekit.data.sources import find_files
+from tunekit.data.sources.files import OPENERS
+from tunekit.data.sources.find_files import find_files
 from tunekit.recipe.schema import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
-from tunekit import api
-from tunekit.data.load import load_data
-from tunekit.data.measure import histogram, padded_share, quantile, report_data
+from tunekit.api import verbs
 from tunekit.data.prepare import prepare_data
-from tunekit.data.report import Bin, Quantiles, Repeats, visible
-from tunekit.display_data import sample_text
+from tunekit.data.reports.measure import histogram, padded_share, quantile, report_data
+from tunekit.data.reports.report import Bin, Quantiles, Repeats, visible
+from tunekit.data.sources.load import load_data
+from tunekit.display.data import sample_text
 from tunekit.recipe.schema import DataSection
 
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
@@ -271,7 +271,7 @@ def test_pairs_are_measured_by_their_longer_answer_and_cut_and_left_out_as_in_a_
     )
     save_tiny_model(folder / "model")
     given = {"model": str(folder / "model"), "data": {"train": "pairs.jsonl", "max_length": 20}, "method": "dpo"}
-    (source,) = (report := api.data_report(given, num_samples=1)).sources
+    (source,) = (report := verbs.data_report(given, num_samples=1)).sources
     assert (source.num_rows, source.num_dropped, source.num_truncated, source.num_sequences) == (3, 1, 1, 2)
     assert source.lengths == Quantiles(7, 33, 42, 42)
     assert source.num_tokens == (2 + 1 + 1) + (2 + 4 + 1) + 20 + (2 + 1 + 1)
@@ -296,6 +296,6 @@ def test_prompts_are_measured_alone():
         "data": {"train": "example:sums.jsonl", "max_length": 64},
         "method": {"type": "grpo", "max_completion_length": 24},
     }
-    (source,) = api.data_report(given).sources
+    (source,) = verbs.data_report(given).sources
     assert (source.num_trained, source.samples) == (0, ())
     assert dict(source.facts(64, is_packed=False))["tokens"] == f"{source.num_tokens:,}, of prompts"

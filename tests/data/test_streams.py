@@ -10,9 +10,9 @@ import pytest
 
 from tests.data.servers import serving, web_server
 from tests.waiting import LIMIT_SECONDS
-from tunekit.data.files import OPENERS
-from tunekit.data.remote import list_downloads
-from tunekit.data.sources import find_files
+from tunekit.data.sources.files import OPENERS
+from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.remote import list_downloads
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSource
 
@@ -160,8 +160,8 @@ def test_rows_are_there_before_the_rest_of_the_file():
 COUNT = """
 import sys
 from tests.data.memory import STATUS, peak_mib
-from tunekit.data.files import OPENERS
-from tunekit.data.sources import find_files
+from tunekit.data.sources.files import OPENERS
+from tunekit.data.sources.find_files import find_files
 from tunekit.recipe.schema import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 table = OPENERS[files.kind](files.found[0])

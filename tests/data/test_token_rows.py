@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tunekit.data.convert import check_row
-from tunekit.data.formats import BadRow
-from tunekit.data.load import load_data
+from tunekit.data.formats.convert import check_row
+from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.sources.load import load_data
 from tunekit.recipe.schema import DataSection
 
 

@@ -19,11 +19,11 @@ from tests.data.tokenizers import (
     WITH_BOS,
     byte_tokenizer,
 )
-from tunekit.data import tokenize as tokenizing
-from tunekit.data.convert import check_row
-from tunekit.data.encode import Encoder
-from tunekit.data.formats import Format
-from tunekit.data.rows import Rows, RowStore
+from tunekit.data.formats.convert import check_row
+from tunekit.data.formats.row_formats import Format
+from tunekit.data.sources.rows import Rows, RowStore
+from tunekit.data.tokenization import tokenize as tokenizing
+from tunekit.data.tokenization.encode import Encoder
 from tunekit.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("both_ways")

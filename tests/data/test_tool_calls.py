@@ -4,9 +4,9 @@ import pytest
 
 from tests.data.test_tokenize import learned, rows
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
-from tunekit.data.alignment import Room, measure_data
-from tunekit.data.load import LoadedData
-from tunekit.data.preview import answered_sequences
+from tunekit.data.reports.preview import answered_sequences
+from tunekit.data.sources.load import LoadedData
+from tunekit.data.tokenization.alignment import Room, measure_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 

@@ -9,10 +9,10 @@ from pyarrow import parquet
 
 from tests.data.test_tokenize import chat, learned, rows
 from tests.data.tokenizers import CHATML, CHATML_MARKED, byte_tokenizer
-from tunekit.data.chat import ChatRenderer
-from tunekit.data.convert import Findings, check_row, convert_row
-from tunekit.data.formats import BadRow
-from tunekit.data.load import LoadedData, load_data
+from tunekit.data.formats.convert import Findings, check_row, convert_row
+from tunekit.data.formats.row_formats import BadRow
+from tunekit.data.sources.load import LoadedData, load_data
+from tunekit.data.tokenization.chat import ChatRenderer
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection
 

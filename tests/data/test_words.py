@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CohereTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from tunekit.data import words
-from tunekit.data.words import word_encoder
-from tunekit.model.load import load_tokenizer
-from tunekit.recipe.model import ModelSection
+from tunekit.data.tokenization import fast_bpe
+from tunekit.data.tokenization.fast_bpe import word_encoder
+from tunekit.models.load import load_tokenizer
+from tunekit.recipe.sections.model import ModelSection
 
 TALES = Path(__file__).parents[2] / "examples" / "data" / "tales.txt"
 
@@ -245,7 +245,7 @@ def test_any_text_has_the_tokens_and_the_bytes_that_the_tokenizer_gives(name, te
 
 
 @cache
-def made_encoder(name: str) -> words.WordEncoder:
+def made_encoder(name: str) -> fast_bpe.WordEncoder:
     encoder = word_encoder(family(name))
     assert encoder is not None
     return encoder
@@ -362,13 +362,13 @@ def test_a_tokenizer_of_another_kind_has_no_encoder(kind):
 
 def test_an_encoder_that_differs_from_its_tokenizer_is_not_handed_out(monkeypatch):
     assert word_encoder(family("GPT-2")) is not None
-    monkeypatch.setattr(words, "_ASCII_MEMBERS", words._ASCII_MEMBERS | {"L": "b-z"})
+    monkeypatch.setattr(fast_bpe, "_ASCII_MEMBERS", fast_bpe._ASCII_MEMBERS | {"L": "b-z"})
     assert word_encoder(family("GPT-2")) is None
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     tokenizer = family("Llama 3")
-    monkeypatch.setattr(words, "_MOST_REMEMBERED", 50)
+    monkeypatch.setattr(fast_bpe, "_MOST_REMEMBERED", 50)
     encoder = word_encoder(tokenizer)
     text = TALES.read_text(encoding="utf-8")
     for line in text.splitlines():

@@ -4,9 +4,9 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tunekit.data.rows import Rows
-from tunekit.data.sequences import Sequences
-from tunekit.data.tokenize import TokenReport, tokenize
+from tunekit.data.packing.sequences import Sequences
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 
 
 @dataclass(frozen=True)

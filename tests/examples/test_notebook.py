@@ -39,7 +39,7 @@ def test_the_notebook_shows_plan_run_metrics_and_plot(executed):
 @pytest.mark.slow
 def test_the_notebook_learns(executed):
     _, folder = executed
-    from tunekit.run.run import Run
+    from tunekit.runs.run import Run
 
     run = Run(next((folder / "runs").iterdir()))
     result = run.result()

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "pico"
-PICO = ROOT / "tunekit" / "model" / "pico"
+PICO = ROOT / "tunekit" / "models" / "pico"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tunekit import kernels
 
 for module in pkgutil.iter_modules(kernels.__path__):
     importlib.import_module(f"tunekit.kernels.{module.name}")
-import tunekit.model.rules
+import tunekit.models.fusion.fuse
 from tunekit.kernels.backend import uses_triton
 from tunekit.kernels.rms_norm import rms_norm
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from tunekit import api
-from tunekit.recipe.adapters import FullAdapter
-from tunekit.run.callback import Watch
-from tunekit.run.heart import Heart
-from tunekit.run.place import Place
-from tunekit.run.record import Record
-from tunekit.run.worker import _build
+from tunekit.api import verbs
+from tunekit.process.heartbeat import Heart
+from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record
+from tunekit.training.callbacks import Watch
+from tunekit.training.worker import _build
 
 RANK, ALPHA = 4, 16
 
@@ -70,7 +70,7 @@ def trained(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def build(recipe: dict[str, Any]) -> Trainer:
     """The trainer of a run on this processor, as its only process builds it."""
-    run = api.make_run(recipe)
+    run = verbs.make_run(recipe)
     asked, plan, record = run.recipe, run.plan, Record(run, Place())
     assert (plan.device.kind, plan.dtype) == ("cpu", "float32")
     watch = Watch(record, Heart(run, Place()), full=isinstance(asked.adapter, FullAdapter))

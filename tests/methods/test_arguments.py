@@ -4,10 +4,10 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model_like
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
-from tunekit.model.load import load_model
+from tunekit.models.load import load_model
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 def test_the_trainer_weighs_the_loss_of_routers_as_its_plan_says(folder, tmp_path, given, wanted):
     data = {"train": str(folder / "chats.jsonl"), "max_length": 64}
     method = {"type": "sft", "trainer_args": given}
-    plan = api.plan({"model": str(folder / "experts"), "data": data, "method": method})
+    plan = verbs.plan({"model": str(folder / "experts"), "data": data, "method": method})
     assert plan.router_aux_loss_coef == given.get("router_aux_loss_coef", 0.001)  # the default of Qwen2MoeConfig
     if not given:
         plan = plan.model_copy(update={"router_aux_loss_coef": 0.25})

@@ -15,12 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 import tunekit
-from tests.run.answers import fixed_numbers
-from tests.run.engines import made, work_in
 from tests.tiny import save_chats, save_tiny_model
+from tests.training.answers import fixed_numbers
+from tests.training.engines import made, work_in
 from tunekit.errors import DependencyError
 from tunekit.methods.head import next_labels, replace_heads
-from tunekit.run.run import Run
+from tunekit.runs.run import Run
 
 STEPS = 10
 LOSS, WEIGHT = 2e-5, 1e-4
@@ -59,7 +59,7 @@ METHODS = {
         "num_generations": 4,
         "beta": 0.1,
         "max_completion_length": 8,
-        "rewards": ["tests.run.answers:reward"],
+        "rewards": ["tests.training.answers:reward"],
     },
 }
 

@@ -20,15 +20,15 @@ import pytest
 from tests.data.servers import serving
 from tests.tiny import make_tokenizer, save_tiny_model
 from tests.waiting import LIMIT_SECONDS
-from tunekit.data.formats import Row
-from tunekit.data.rows import Rows, RowStore
+from tunekit.data.formats.row_formats import Row
+from tunekit.data.sources.rows import Rows, RowStore
 from tunekit.errors import DataError, DependencyError, ModelError, RecipeError, RunError
 from tunekit.methods.rewards.code import program_in
 from tunekit.methods.rewards.load import load_rewards, reward_names
 from tunekit.methods.rewards.rows import check_rows
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods import GRPOMethod
-from tunekit.recipe.rewards import Reward
+from tunekit.recipe.sections.rewards import Reward
 
 
 def sections(*rewards: Any) -> list[Reward]:

@@ -6,7 +6,7 @@ numbers of one process move by 7e-6 of them at most. Another loss, order of rows
 """
 
 from tests.photographs.recorded import check_run_recorded
-from tunekit.run.run import Run
+from tunekit.runs.run import Run
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "reward")
 RELATIVE_TOLERANCE = 1e-4

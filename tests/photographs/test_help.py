@@ -7,7 +7,7 @@ import typer.main
 
 from tests.commands import run_command
 from tests.photographs.recorded import check_recorded
-from tunekit.cli import app
+from tunekit.cli.app import app
 
 FRAME = re.compile(r"\x1b\[[\d;]*m|[╭╮╰╯─│]+")
 PROGRAM = re.compile(r"python -m [\w.]+\.(?=tunekit)")

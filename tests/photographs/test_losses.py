@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.photographs.losses import check_losses
-from tests.run.engines import made, work_in
 from tests.tiny import save_chats, save_tiny_model
-from tunekit.run.run import Run
+from tests.training.engines import made, work_in
+from tunekit.runs.run import Run
 
 STRATEGIES = ("ddp", "fsdp2", "zero2", "zero3")
 

@@ -16,8 +16,8 @@ from tests.commands import run_command
 from tests.photographs.recorded import check_recorded
 from tests.photographs.test_help import FRAME, PROGRAM, WIDTH
 from tests.rows import save_rows
-from tests.run.folders import made_run
 from tests.smoke.methods import METHODS
+from tests.training.folders import made_run
 
 COMMANDS = {
     "recipes": """

@@ -14,7 +14,7 @@ from tests.planner.golden import known_facts, plan_of, recipe
 from tests.planner.shapes import LAPTOP
 from tests.smoke.methods import METHODS
 from tunekit.errors import PlanError
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 
 MODEL = "google/gemma-3-270m-it"

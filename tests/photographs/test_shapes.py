@@ -14,14 +14,14 @@ from tests.commands import run_command
 from tests.photographs.recorded import check_recorded
 from tests.photographs.shapes import shape_of, shape_of_events, written
 from tests.rows import save_rows
-from tests.run.folders import made_run
-from tests.run.watching import own_signals
 from tests.tiny import save_tiny_model
+from tests.training.folders import made_run
+from tests.training.watching import own_signals
 from tunekit.errors import RunError
-from tunekit.run.job import write_job
-from tunekit.run.place import Place
-from tunekit.run.record import Record
-from tunekit.run.run import set_tags
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record
+from tunekit.runs.run import set_tags
+from tunekit.runs.scheduler_job import write_job
 
 PLANS = (
     ("plan", "mine.yaml", "--on", "h100", "--json"),

@@ -14,16 +14,16 @@ from typing import Any
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, LLAMA_8B, RTX_4090, T4
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.known_models import known_models
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
+from tunekit.planner.models.known_models import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.methods import DistillationMethod
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import ModelSection
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS = DataFacts(num_train=1000, num_eval=100)

@@ -33,12 +33,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tunekit.model.adapters import keep_trained_in_float32
+from tunekit.models.adapters import keep_trained_in_float32
+from tunekit.planner.decisions.isolation import WITHOUT_SDPA
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.isolation import WITHOUT_SDPA
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate, estimate
-from tunekit.planner.model_config import (
+from tunekit.planner.memory.memory import MemoryEstimate, estimate
+from tunekit.planner.memory.states import Dtype
+from tunekit.planner.models.model_config import (
     FULL_ATTENTION_EVERY,
     head_dim_of,
     layer_types_of,
@@ -46,8 +47,7 @@ from tunekit.planner.model_config import (
     num_experts_of,
     num_experts_per_token_of,
 )
-from tunekit.planner.states import Dtype
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,8 @@ from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, draw
 from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
 from tunekit.methods.distillation import compute_under_autocast
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.memory.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
-from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import (
     DistillationMethod,
     DPOMethod,
@@ -60,6 +59,7 @@ from tunekit.recipe.methods import (
     RLOOMethod,
 )
 from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.adapters import FullAdapter
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.planner.test_architectures import facts_of
-from tunekit.planner.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.known_models import known_models
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
-from tunekit.planner.phases import Phase
-from tunekit.planner.states import BYTES, num_trainable_params
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS, activation_bytes_per_layer
+from tunekit.planner.memory.memory import CONTEXT_BYTES, RESERVE_SHARE, MemoryEstimate, estimate
+from tunekit.planner.memory.phases import Phase
+from tunekit.planner.memory.states import BYTES, num_trainable_params
+from tunekit.planner.models.known_models import known_models
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TABLE = Path(__file__).parent / "published.yaml"
 

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from tunekit.errors import ModelError, PlanError
-from tunekit.planner.architectures import FAMILIES, tensors_of
-from tunekit.planner.experts import FORMER_LINEARS, Mixture, check_adapted_experts
-from tunekit.planner.model_config import DEFAULTS, ROUTER_AUX_LOSS_COEF, complete, layer_types_of
-from tunekit.planner.states import num_trainable_params, trained_tensors
+from tunekit.planner.decisions.checks import check_adapted_experts
+from tunekit.planner.memory.experts import FORMER_LINEARS, Mixture
+from tunekit.planner.memory.states import num_trainable_params, trained_tensors
+from tunekit.planner.models.architectures import FAMILIES, tensors_of
+from tunekit.planner.models.model_config import DEFAULTS, ROUTER_AUX_LOSS_COEF, complete, layer_types_of
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.adapters import LoraAdapter
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.adapters import LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,

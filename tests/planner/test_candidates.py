@@ -11,12 +11,12 @@ import pytest
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
-from tunekit.planner.candidates import SHARDED_OPTIMS, candidates
-from tunekit.planner.machines import find_machine
+from tunekit.planner.decisions.candidates import SHARDED_OPTIMS, candidates
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.resolve import resolve, setting_of
 from tunekit.probe.model import known_model
-from tunekit.recipe.parallel import ParallelSection
-from tunekit.recipe.train import Optim
+from tunekit.recipe.sections.parallel import ParallelSection
+from tunekit.recipe.sections.train import Optim
 
 
 def names(machine, model=LLAMA_8B, **sections) -> list[str]:

@@ -6,7 +6,7 @@ from datetime import date
 
 import pytest
 
-from tunekit.planner.catalogue import CATALOGUE, NOT_TRAINED_ON, pcie_bytes_per_second, reported_as
+from tunekit.planner.hardware.catalogue import CATALOGUE, NOT_TRAINED_ON, pcie_bytes_per_second, reported_as
 
 BY_NAME = {kind.name: kind for kind in CATALOGUE}
 NAMES = sorted(BY_NAME)

@@ -10,7 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planner.shapes import LLAMA_8B
 from tests.planner.test_memory import build, facts_of, with_adapter
-from tunekit.planner.communication import (
+from tunekit.planner.facts import Figures
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.states import num_trainable_params
+from tunekit.planner.throughput.communication import (
     HOST_SHARE,
     NETWORK_SHARE,
     NVLINK_SHARE,
@@ -20,10 +23,7 @@ from tunekit.planner.communication import (
     gathered_bytes,
     transfers_of,
 )
-from tunekit.planner.facts import Figures
-from tunekit.planner.layout import Layout
-from tunekit.planner.states import num_trainable_params
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 RANKS = 4
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B
-from tunekit.planner.environment import patience_of, timeout_of
+from tunekit.planner.decisions.environment import patience_of, timeout_of
 from tunekit.planner.facts import Hardware
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.hardware import with_nodes

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from tests.planner.oracle import Step, estimate_of, facts_of, trace
-from tunekit.planner.activations import TRACED, is_traced
-from tunekit.planner.architectures import FAMILIES
-from tunekit.planner.isolation import WITHOUT_SDPA
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.planner.decisions.isolation import WITHOUT_SDPA
+from tunekit.planner.memory.activations import TRACED, is_traced
+from tunekit.planner.models.architectures import FAMILIES
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -16,15 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests.methods.exact import build
 from tests.tiny import make_tokenizer, save_tiny_model
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.kernels import linear_ce
-from tunekit.planner.communication import Range
+from tunekit.planner.decisions.kernels import head_kind
 from tunekit.planner.facts import Figures
-from tunekit.planner.kernels import head_kind
 from tunekit.planner.layout import Layout
 from tunekit.planner.passes import kv_cache_bytes, passes_of
-from tunekit.planner.speed import step_of
-from tunekit.planner.step import Step, generating
+from tunekit.planner.throughput.communication import Range
+from tunekit.planner.throughput.speed import step_of
+from tunekit.planner.throughput.step import Step, generating
 from tunekit.probe.model import probe_model
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import Recipe
@@ -76,7 +76,7 @@ def recipe_of(folder, name, num_tokens, num_iterations):
             "num_generations": BATCH,
             "max_completion_length": num_tokens,
             "num_iterations": num_iterations,
-            "rewards": ["tests.run.answers:reward"],
+            "rewards": ["tests.training.answers:reward"],
         },
         "train": {
             "max_steps": num_iterations,
@@ -179,7 +179,7 @@ def runs(tmp_path_factory) -> dict[str, Spent]:
 
 
 def planned(spent: Spent) -> Step:
-    plan, recipe = api.plan(spent.given), spent.recipe
+    plan, recipe = verbs.plan(spent.given), spent.recipe
     passes = passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=BATCH)
     found = step_of(
         recipe,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.planner.golden import ROWS, known_facts, recipe
 from tunekit.planner.facts import Device
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.isolation import RESULTS, measure
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B
 from tunekit.errors import PlanError
+from tunekit.planner.decisions.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES, WITHOUT_SDPA, why_not_isolated
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES, WITHOUT_SDPA, why_not_isolated
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

@@ -6,7 +6,7 @@ import yaml
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import H100, LAPTOP, LLAMA_1B, T4
 from tunekit.errors import PlanError
-from tunekit.planner.kernels import LIGER_TYPES
+from tunekit.planner.decisions.kernels import LIGER_TYPES
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B, LLAMA_405B
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import MemoryEstimate, estimate
+from tunekit.planner.memory.memory import MemoryEstimate, estimate
+from tunekit.planner.memory.sharding import units_of
+from tunekit.planner.memory.states import num_trainable_params
 from tunekit.planner.passes import Passes
-from tunekit.planner.sharding import units_of
-from tunekit.planner.states import num_trainable_params
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 GPUS_PER_NODE = 8
 

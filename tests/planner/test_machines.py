@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
-from tunekit.planner.catalogue import CATALOGUE, NOT_TRAINED_ON
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.machines import find_machine, machines
+from tunekit.planner.hardware.catalogue import CATALOGUE, NOT_TRAINED_ON
+from tunekit.planner.hardware.machines import find_machine, machines
 from tunekit.planner.resolve import resolve
 from tunekit.recipe.schema import Recipe
 

@@ -8,12 +8,12 @@ import torch
 
 from tests.planner.oracle import dropout
 from tests.planner.shapes import LLAMA_1B, LLAMA_8B
-from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import estimate
-from tunekit.planner.states import BYTES
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.memory.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.planner.memory.memory import estimate
+from tunekit.planner.memory.states import BYTES
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 TOKENS = 2 * 64
 

@@ -12,16 +12,16 @@ from tests.planner.shapes import LAPTOP, LLAMA_1B, LLAMA_8B, with_gpu
 from tests.planner.test_passes import ADAPTERS, METHODS, step
 from tests.planner.test_speed import DEVICE, STEP
 from tests.planner.test_step import FIGURES, RATE
-from tunekit.planner.communication import Range, transfers_of
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.flops import forward_flops_per_token
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
 from tunekit.planner.passes import passes_of
-from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.planner.speed import speed_of, step_of
-from tunekit.planner.step import (
+from tunekit.planner.throughput.communication import Range, transfers_of
+from tunekit.planner.throughput.flops import forward_flops_per_token
+from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.speed import speed_of, step_of
+from tunekit.planner.throughput.step import (
     BANDWIDTH_SHARE,
     FORWARD_SECONDS,
     Before,
@@ -31,9 +31,9 @@ from tunekit.planner.step import (
     seconds_before,
     seconds_of,
 )
-from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.methods import DPOMethod, GRPOMethod
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter
 
 ROWS = DataFacts(num_train=640)
 

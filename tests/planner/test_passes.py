@@ -7,10 +7,11 @@ from tests.planner.oracle import Step, facts_of
 from tests.planner.oracle_methods import MethodStep, estimate_of, generate, trace, trace_reference
 from tests.planner.shapes import LLAMA_8B
 from tunekit.errors import PlanError
-from tunekit.planner.activations import head_of
-from tunekit.planner.flops import forward_flops_per_token
+from tunekit.planner.decisions.padding import padding_of
 from tunekit.planner.layout import Layout
-from tunekit.planner.padding import padding_of
+from tunekit.planner.memory.activations import head_of
+from tunekit.planner.memory.phases import Kept
+from tunekit.planner.memory.states import Tables, num_trainable_params, trained_tables
 from tunekit.planner.passes import (
     Passes,
     generation_bytes,
@@ -21,9 +22,7 @@ from tunekit.planner.passes import (
     steps_per_epoch,
     with_reference,
 )
-from tunekit.planner.phases import Kept
-from tunekit.planner.states import Tables, num_trainable_params, trained_tables
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
+from tunekit.planner.throughput.flops import forward_flops_per_token
 from tunekit.recipe.methods import (
     CPOMethod,
     DistillationMethod,
@@ -35,8 +34,9 @@ from tunekit.recipe.methods import (
     RLOOMethod,
     SFTMethod,
 )
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

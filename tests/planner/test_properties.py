@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import llama_facts
 from tunekit.errors import PlanError
-from tunekit.planner.fit import Setting
+from tunekit.planner.decisions.fit import Setting
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
-from tunekit.planner.memory import MemoryEstimate
+from tunekit.planner.memory.memory import MemoryEstimate
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve, setting_of
 

@@ -12,10 +12,10 @@ import pytest
 from tests.planner.shapes import LLAMA_8B, llama_facts
 from tests.planner.test_architectures import facts_of
 from tunekit.planner.facts import DataFacts, ModelFacts
-from tunekit.planner.known_models import known_models
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
-from tunekit.planner.speed import speed_of, step_of
+from tunekit.planner.models.known_models import known_models
+from tunekit.planner.throughput.speed import speed_of, step_of
 from tunekit.recipe.schema import Recipe
 
 

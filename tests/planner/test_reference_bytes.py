@@ -6,7 +6,7 @@ import pytest
 
 from tests.methods.exact import build
 from tests.tiny import save_tiny_model
-from tunekit import api
+from tunekit.api import verbs
 
 CASES = {
     "dpo, full": ({"type": "dpo"}, "full", True),
@@ -23,7 +23,7 @@ CASES = {
 def test_a_second_model_is_planned_where_there_is_one(case, tmp_path):
     method, adapter, is_kept = CASES[case]
     if method["type"] == "grpo":
-        how = {"num_generations": 2, "max_completion_length": 8, "rewards": ["tests.run.answers:reward"]}
+        how = {"num_generations": 2, "max_completion_length": 8, "rewards": ["tests.training.answers:reward"]}
         method = {**method, **how}
     save_tiny_model(tmp_path / "model")
     rows = [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(4)]
@@ -37,7 +37,7 @@ def test_a_second_model_is_planned_where_there_is_one(case, tmp_path):
         "train": {"max_steps": 1, "global_batch_size": 4},
         "output": {"dir": str(tmp_path / "run"), "sample_prompts": []},
     }
-    planned = api.plan(recipe).memory.parts.get("reference", 0)
+    planned = verbs.plan(recipe).memory.parts.get("reference", 0)
     reference = build(recipe).ref_model
     held = 0 if reference is None else sum(weight.nbytes for weight in reference.parameters())
     assert (planned > 0, held > 0) == (is_kept, is_kept)

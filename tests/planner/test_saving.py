@@ -5,9 +5,9 @@ import pytest
 from tests.planner.shapes import LAPTOP, LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
+from tunekit.planner.memory.storage import check_disk
 from tunekit.planner.resolve import resolve
-from tunekit.planner.storage import check_disk
 from tunekit.recipe.schema import Recipe
 
 WEIGHTS = LLAMA_8B.num_params

@@ -3,15 +3,15 @@
 import pytest
 
 from tests.planner.shapes import LAPTOP, LLAMA_1B
-from tunekit.planner.communication import Range, Transfer
 from tunekit.planner.facts import DataFacts, Device, Figures
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
 from tunekit.planner.plan import Plan
-from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.planner.speed import Speed, duration, optimizer_bytes, speed_of
-from tunekit.planner.step import Step
+from tunekit.planner.throughput.communication import Range, Transfer
+from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.speed import Speed, duration, optimizer_bytes, speed_of
+from tunekit.planner.throughput.step import Step
 from tunekit.recipe.schema import Recipe
 
 

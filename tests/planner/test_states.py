@@ -12,12 +12,11 @@ from tests.planner.test_memory import TOKENS, build, facts_of, saved_bytes
 from tests.tiny import make_tokenizer, save_tiny_model_with_vision
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
-from tunekit.model.adapters import attach_adapter, keep_trained_in_float32
-from tunekit.model.load import load_model
-from tunekit.planner.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.models.adapters import attach_adapter, keep_trained_in_float32
+from tunekit.models.load import load_model
 from tunekit.planner.facts import DataFacts
-from tunekit.planner.resolve import resolve
-from tunekit.planner.states import (
+from tunekit.planner.memory.activations import activation_bytes_per_layer, cast_weights_bytes
+from tunekit.planner.memory.states import (
     adapters_bytes,
     dequantised_bytes,
     gradients_bytes,
@@ -26,12 +25,13 @@ from tunekit.planner.states import (
     trained_tensors,
     weights_bytes,
 )
+from tunekit.planner.resolve import resolve
 from tunekit.probe.model import probe_model
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.train import Optim
-from tunekit.run.worker import forget_overrides
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.train import Optim
+from tunekit.training.worker import forget_overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from tests.planner.shapes import LLAMA_8B
 from tests.planner.test_speed import DEVICE, STEP
-from tunekit.planner.communication import (
+from tunekit.planner.facts import DataFacts, Figures
+from tunekit.planner.hardware.machines import find_machine
+from tunekit.planner.layout import Layout
+from tunekit.planner.throughput.communication import (
     CPU_PARAMS_PER_SECOND,
     NETWORK_SHARE,
     NVLINK_SHARE,
@@ -14,11 +17,8 @@ from tunekit.planner.communication import (
     Transfer,
     transfers_of,
 )
-from tunekit.planner.facts import DataFacts, Figures
-from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
-from tunekit.planner.speed import speed_of, step_of
-from tunekit.planner.step import (
+from tunekit.planner.throughput.speed import speed_of, step_of
+from tunekit.planner.throughput.step import (
     COLLATED_TOKENS_PER_SECOND,
     LAYER_SECONDS,
     Step,
@@ -26,8 +26,8 @@ from tunekit.planner.step import (
     rate_of,
     seconds_of,
 )
-from tunekit.recipe.adapters import FullAdapter
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter
 
 FIGURES = Figures(
     flops_16bit=100e12,

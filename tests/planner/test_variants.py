@@ -6,8 +6,8 @@ import pytest
 
 from tests.planner.golden import ROWS, known_facts, recipe
 from tunekit.errors import PlanError, RecipeError
-from tunekit.planner.known_models import known_models
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
+from tunekit.planner.models.known_models import known_models
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import (

@@ -6,11 +6,11 @@ import pytest
 
 from tests.planner.shapes import LLAMA_8B
 from tunekit.errors import PlanError
+from tunekit.planner.decisions.vllm import VLLM
 from tunekit.planner.facts import DataFacts, Hardware
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
-from tunekit.planner.vllm import VLLM
 from tunekit.recipe.schema import Recipe
 
 ROWS = DataFacts(num_train=1000)

@@ -9,13 +9,13 @@ from tests.planner.test_step import RATE
 from tests.tiny import make_tokenizer, save_tiny_model
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
-from tunekit.model.load import load_model
+from tunekit.models.load import load_model
 from tunekit.planner.facts import DataFacts, Hardware
-from tunekit.planner.machines import find_machine
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
-from tunekit.planner.records import RunRecord
 from tunekit.planner.resolve import resolve
-from tunekit.planner.step import COLLATED_TOKENS_PER_SECOND, Step, num_workers, seconds_of
+from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.step import COLLATED_TOKENS_PER_SECOND, Step, num_workers, seconds_of
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
 

@@ -8,11 +8,11 @@ from tests.planner.golden import ROWS, recipe
 from tests.planner.shapes import GIB, LLAMA_1B, LLAMA_8B
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware
+from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.layout import Layout
-from tunekit.planner.machines import find_machine
+from tunekit.planner.memory.zero import zero_kept
 from tunekit.planner.resolve import resolve
-from tunekit.planner.zero import zero_kept
-from tunekit.recipe.adapters import FullAdapter
+from tunekit.recipe.sections.adapters import FullAdapter
 
 LAPTOP = Hardware(
     cpu=Device(
@@ -28,11 +28,11 @@ def planned(machine=LAPTOP, **sections):
 
 
 def test_the_engine_is_told_the_sizes_that_the_estimate_counts():
-    from tunekit.run import zero
+    from tunekit.training.engines import deepspeed
 
     square = LLAMA_1B.hidden_size**2
     plan = planned(adapter="full", parallel={"num_processes": 2, "strategy": "zero3"})
-    config = zero.config(plan)
+    config = deepspeed.config(plan)
     assert config["zero_optimization"] == {
         "stage": 3,
         "reduce_bucket_size": square,

@@ -12,7 +12,7 @@ from tests.tiny import save_tiny_model, save_tiny_model_with_vision
 from tests.waiting import LIMIT_SECONDS
 from tunekit.errors import ModelError
 from tunekit.probe.model import probe_model, sketch_model
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.model import ModelSection
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tunekit.errors import RecipeError
 from tunekit.recipe.entries import UNSET, recipe_entries
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
-from tunekit.recipe.rewrite import edit_text, short_recipe
+from tunekit.recipe.reading.rewrite import edit_text, short_recipe
 
 TEXT = """\
 # My recipe.

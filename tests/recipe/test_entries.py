@@ -10,7 +10,7 @@ from tunekit.recipe.explain import explain
 from tunekit.recipe.fields import all_fields, sections_of, tag_of
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
-from tunekit.recipe.places import undotted
+from tunekit.recipe.reading.source_locations import undotted
 from tunekit.recipe.schema import Recipe
 
 

@@ -16,11 +16,11 @@ from tunekit.recipe.library import (
     recipe_table,
 )
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.overrides import spell_out
-from tunekit.recipe.parse import read_yaml
-from tunekit.recipe.places import MAPPING
+from tunekit.recipe.reading.overrides import spell_out
+from tunekit.recipe.reading.parse import read_yaml
+from tunekit.recipe.reading.source_locations import MAPPING
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import Section
+from tunekit.recipe.sections.section import Section
 
 NAMES = [recipe.name for recipe in list_recipes()]
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunekit.errors import RecipeError
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.methods import SFTMethod
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.parse import plain_scalar, read_yaml
-from tunekit.recipe.places import MAPPING
+from tunekit.recipe.reading.parse import plain_scalar, read_yaml
+from tunekit.recipe.reading.source_locations import MAPPING
 from tunekit.recipe.schema import DataSection, DataSource, OutputSection, Recipe
-from tunekit.recipe.train import TrainSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.train import TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from tunekit.errors import RecipeError
 from tunekit.recipe.explain import explain
 from tunekit.recipe.load import dump_recipe, load_recipe
 from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
-from tunekit.recipe.train import DEFAULT_LEARNING_RATES
+from tunekit.recipe.sections.train import DEFAULT_LEARNING_RATES
 
 SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.load import load_recipe, load_recipe_with_notes
 from tunekit.recipe.schema import DataSource, Recipe
-from tunekit.recipe.train import TrainSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.train import TrainSection
 
 PLAIN = "model: pico\ndata: {train: x.jsonl}\n"
 LORA = PLAIN + "adapter: {type: lora, rank: 16, target_modules: [q_proj, v_proj]}\n"

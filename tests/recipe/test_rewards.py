@@ -11,8 +11,8 @@ from tunekit.errors import RecipeError
 from tunekit.recipe.explain import explain, json_schema
 from tunekit.recipe.load import dump_recipe, load_recipe, load_recipe_with_notes
 from tunekit.recipe.methods import GRPOMethod
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.rewards import ExactMatchReward, FunctionReward, ModelReward, NumericMatchReward
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.rewards import ExactMatchReward, FunctionReward, ModelReward, NumericMatchReward
 
 JUDGE = {"type": "judge", "base_url": "http://x/v1", "model": "m", "instruction": "Be strict."}
 GIVEN: list[Any] = [

@@ -4,9 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.places import dotted, undotted
+from tunekit.recipe.reading.source_locations import dotted, undotted
+from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import CompleteSource, DataSection
-from tunekit.recipe.write import to_inline_yaml
 
 MIXED = {"train": [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl", "weight": 1}]}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tunekit
-from tunekit import api, clusters
+from tunekit.api import clusters, verbs
 
 
 def _slurm(recipe: Any) -> Any:
@@ -16,14 +16,14 @@ def _sky(recipe: Any) -> Any:
 
 
 ENTRIES: dict[str, Callable[[Any], Any]] = {
-    "plan": api.plan,
-    "compare_plans": lambda recipe: api.compare_plans(recipe, on=["h100", "h200"]),
-    "sweep_plans": lambda recipe: api.sweep_plans(recipe, {"adapter.type": ["lora", "full"]}),
-    "fit": lambda recipe: api.fit(recipe, "batch"),
-    "check": api.check,
-    "data": api.data_report,
-    "make_run": api.make_run,
-    "train": api.train,
+    "plan": verbs.plan,
+    "compare_plans": lambda recipe: verbs.compare_plans(recipe, on=["h100", "h200"]),
+    "sweep_plans": lambda recipe: verbs.sweep_plans(recipe, {"adapter.type": ["lora", "full"]}),
+    "fit": lambda recipe: verbs.fit(recipe, "batch"),
+    "check": verbs.check,
+    "data": verbs.data_report,
+    "make_run": verbs.make_run,
+    "train": verbs.train,
     "sweep": lambda recipe: tunekit.sweep(recipe, {"train.learning_rate": [1e-4, 1e-3]}),
     "slurm": _slurm,
     "sky": _sky,

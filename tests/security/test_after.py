@@ -9,9 +9,9 @@ import pytest
 import tunekit
 from tests.security.test_names import EVIL, LINES
 from tests.tiny import save_chats
-from tunekit.run.chat import chat
-from tunekit.run.export import export
-from tunekit.run.report import report
+from tunekit.exporting.export import export
+from tunekit.inference.chat import chat
+from tunekit.reporting.report import report
 
 OPENERS = {"export": export, "chat": lambda name: chat(name).close(), "report": report}
 

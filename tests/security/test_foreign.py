@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tunekit.data import files
-from tunekit.data.files import LocalFile, open_json, open_jsonl, open_parquet
+from tunekit.data.sources import files
+from tunekit.data.sources.files import LocalFile, open_json, open_jsonl, open_parquet
 from tunekit.errors import DataError, RecipeError
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.load import load_recipe

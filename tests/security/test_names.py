@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import tunekit
 from tests.tiny import save_chats, save_tiny_model
 from tests.waiting import LIMIT_SECONDS
-from tunekit import api, clusters
+from tunekit.api import clusters, verbs
 from tunekit.errors import RecipeError, RunError, TunekitError
+from tunekit.files import has_controls, is_inside
+from tunekit.launching import sky, ssh_hosts
+from tunekit.launching.slurm import Wishes
 from tunekit.recipe.load import load_recipe
-from tunekit.run import hosts, sky
-from tunekit.run.inside import has_controls, is_inside
-from tunekit.run.run import Run, find_run, list_runs
-from tunekit.run.slurm import Wishes
+from tunekit.runs.run import Run, find_run, list_runs
 
 EVIL = (
     "a b",
@@ -96,7 +97,7 @@ def test_a_run_of_any_name_trains_and_is_a_job(name, workspace, here, monkeypatc
 @pytest.mark.parametrize("name", LINES)
 def test_a_name_of_several_lines_is_refused(name, workspace, here):
     with pytest.raises(TunekitError):
-        api.make_run(recipe_for(workspace, here / name))
+        verbs.make_run(recipe_for(workspace, here / name))
     for wishes in (Wishes(partition=name), Wishes(account=name), Wishes(sbatch_args=(f"--comment={name}",))):
         with pytest.raises(RunError, match="more than one line"):
             clusters.launch_slurm(recipe_for(workspace, here / os.urandom(4).hex()), wishes=wishes, submit=False)
@@ -131,7 +132,7 @@ def test_a_run_of_any_name_is_a_task_of_a_cloud(name, workspace, here, monkeypat
 )
 def test_what_is_no_host_is_not_given_to_ssh(name, here):
     with pytest.raises(RunError, match="is no name of a host"):
-        hosts.Hosts([name])
+        ssh_hosts.Hosts([name])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_what_is_no_host_is_not_given_to_ssh(name, here):
 )
 def test_nor_is_this(name, here):
     with pytest.raises(RunError, match="is no name of a host"):
-        hosts.Hosts([name])
+        ssh_hosts.Hosts([name])
 
 
 @pytest.mark.parametrize("folder", [name for name in EVIL if "/" not in name])
@@ -147,9 +148,9 @@ def test_what_ssh_is_told_to_do_there_is_one_command(folder, here, monkeypatch):
     (here / folder).mkdir()
     monkeypatch.chdir(here / folder)
     monkeypatch.setenv("PYTHONPATH", f"/x/{folder}")
-    *options, there = hosts._command("ada@host")
+    *options, there = ssh_hosts._command("ada@host")
     assert options[:2] == ["ssh", "-T"] and options[-2:] == ["--", "ada@host"]
-    told = there.replace(shlex.quote(hosts.sys.executable), "printenv PYTHONPATH; pwd; :")
+    told = there.replace(shlex.quote(ssh_hosts.sys.executable), "printenv PYTHONPATH; pwd; :")
     shown = subprocess.run(["bash", "-c", told.replace("exec env", "env")], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == [f"/x/{folder}", str(here / folder)]
     assert not (here / folder / "pwned").exists()
@@ -162,7 +163,7 @@ def test_a_name_of_a_run_is_a_name(name):
 
 
 def make_run(workspace, folder) -> Run:
-    return api.make_run(recipe_for(workspace, folder))
+    return verbs.make_run(recipe_for(workspace, folder))
 
 
 def test_a_run_is_found_by_its_name_inside_of_runs_alone(workspace, here):
@@ -182,7 +183,7 @@ def test_a_run_is_found_by_its_name_inside_of_runs_alone(workspace, here):
 def test_what_is_no_run_is_refused(name, workspace, here):
     make_run(workspace, here / "runs" / "inside")
     (here / "elsewhere").mkdir()
-    for verb in (find_run, api.resume):
+    for verb in (find_run, verbs.resume):
         with pytest.raises(RunError):
             verb(name)
 
@@ -218,7 +219,7 @@ def test_inside_is_where_links_lead(tmp_path):
 
 
 def test_no_program_is_started_by_a_shell():
-    source = Path(api.__file__).parent
+    source = Path(tunekit.__file__).parent
     words = re.compile(r"shell\s*=\s*True|os\.system\(|os\.popen\(|getoutput\(")
     found = [file.name for file in source.rglob("*.py") if words.search(file.read_text(encoding="utf-8"))]
     assert found == []

@@ -12,10 +12,10 @@ import torch
 from tests.security import pickles
 from tests.security.entries import ENTRIES
 from tests.tiny import save_chats, save_tiny_model
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.errors import DataError, RunError, TunekitError
-from tunekit.run.checkpoint import MANIFEST, as_written, files_in, manifest_of
-from tunekit.run.pickles import check_states, load_states
+from tunekit.runs.checkpoints.complete import MANIFEST, as_written, files_in, manifest_of
+from tunekit.training.checkpointing.safe_load import check_states, load_states
 
 STATES = (
     "optimizer.pt",
@@ -178,14 +178,14 @@ def recipe_for(workspace, **sections):
 
 @pytest.fixture(scope="module")
 def finished(workspace):
-    return api.train(recipe_for(workspace, output={"sample_prompts": [], "dir": str(workspace / "run")}))
+    return verbs.train(recipe_for(workspace, output={"sample_prompts": [], "dir": str(workspace / "run")}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.bin", "other.pkl"])
 def test_a_run_with_a_planted_state_is_not_gone_on_with(name, kind, finished, tmp_path, sentinel):
     shutil.copytree(finished.path, tmp_path / "run")
-    run = api.find_run(str(tmp_path / "run"))
+    run = verbs.find_run(str(tmp_path / "run"))
     run.update_status(phase="failed", exit_reason="the power is gone")
     for checkpoint in run.path.glob("checkpoints/checkpoint-*"):
         (checkpoint / name).write_bytes(KINDS[kind](sentinel))
@@ -196,7 +196,7 @@ def test_a_run_with_a_planted_state_is_not_gone_on_with(name, kind, finished, tm
         fitting = manifest.model_copy(update={"files": files}).model_dump(mode="json")
         (checkpoint / MANIFEST).write_text(json.dumps(fitting))
     with pytest.raises(RunError, match=name):
-        api.resume(run)
+        verbs.resume(run)
     assert run.state == "failed"
     # What only looks at it opens nothing either.
     assert str(run) and run.plan and run.recipe and run.events()
@@ -242,7 +242,7 @@ def test_pickles_beside_the_weights_are_left_alone(workspace, tmp_path, sentinel
         (tmp_path / "model" / name).write_bytes(pickles.zipped(sentinel))
     for entry in ("plan", "check", "data"):
         ENTRIES[entry](recipe_for(workspace, model=str(tmp_path / "model")))
-    assert api.train(recipe_for(workspace, model=str(tmp_path / "model"))).state == "finished"
+    assert verbs.train(recipe_for(workspace, model=str(tmp_path / "model"))).state == "finished"
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -258,7 +258,7 @@ def test_rows_that_are_pickles_are_refused(name, entry, workspace, tmp_path, sen
 def test_rows_that_are_pickles_by_another_name_are_no_rows(suffix, workspace, tmp_path, sentinel):
     (tmp_path / f"rows{suffix}").write_bytes(pickles.bare(sentinel))
     with pytest.raises(DataError):
-        api.check(recipe_for(workspace, data={"train": str(tmp_path / f"rows{suffix}")}))
+        verbs.check(recipe_for(workspace, data={"train": str(tmp_path / f"rows{suffix}")}))
 
 
 def test_columns_of_a_type_that_a_pickle_defines_are_not_made(workspace, tmp_path, sentinel):
@@ -271,7 +271,7 @@ def test_columns_of_a_type_that_a_pickle_defines_are_not_made(workspace, tmp_pat
     table = pa.table([pa.array(["a", "b"])], schema=pa.schema([pa.field("text", pa.string(), metadata=marks)]))
     with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
         file.write_table(table)
-    api.data_report(recipe_for(workspace, data={"train": str(tmp_path / "rows.arrow"), "max_length": 64}))
+    verbs.data_report(recipe_for(workspace, data={"train": str(tmp_path / "rows.arrow"), "max_length": 64}))
 
 
 def test_a_folder_with_a_loading_script_is_not_run(workspace, tmp_path, sentinel, monkeypatch):
@@ -280,12 +280,12 @@ def test_a_folder_with_a_loading_script_is_not_run(workspace, tmp_path, sentinel
     (tmp_path / "owned").mkdir()
     (tmp_path / "owned" / "owned.py").write_text(script)
     with pytest.raises(DataError, match="owned"):
-        api.check(recipe_for(workspace, data={"train": "owned"}))
+        verbs.check(recipe_for(workspace, data={"train": "owned"}))
 
 
 def test_of_what_pythons_getattr_gives_only_members_of_enums_are_opened():
     """Python 3.11.2 writes a member of an enum as `getattr(enum, name)`."""
-    from tunekit.run.pickles import _member
+    from tunekit.training.checkpointing.safe_load import _member
 
     assert _member(signal.Signals, "SIGHUP") is signal.SIGHUP
     for kind, name in (

@@ -9,11 +9,11 @@ import yaml
 
 from tests.security.entries import ENTRIES, RUNNING
 from tests.tiny import save_chats, save_tiny_model
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.errors import DataError, ModelError, PlanError, RecipeError, TunekitError
+from tunekit.launching.local import launch
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.run.launch import launch
-from tunekit.run.origin import read_recipe
+from tunekit.runs.lineage import read_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -126,7 +126,7 @@ def test_code_that_is_asked_for_runs_is_written_down_and_may_not_change(workspac
     own = bring_code(workspace, tmp_path / "own", sentinel, parts=["model", "tokenizer"])
     model = {"path": own, "trust_remote_code": True}
     train = {"max_steps": 2, "global_batch_size": 2, "save_steps": 1}
-    run = api.train(recipe_for(workspace, model, train=train))
+    run = verbs.train(recipe_for(workspace, model, train=train))
     assert sentinel.exists()
     assert list(json.loads((run.path / "code.json").read_text())["model"]) == ["own.py"]
     assert "trust_remote_code" in (run.model_path / "README.md").read_text()
@@ -134,20 +134,20 @@ def test_code_that_is_asked_for_runs_is_written_down_and_may_not_change(workspac
 
     # A run that starts from this one is asked again.
     with pytest.raises(RecipeError, match=r"model.trust_remote_code: is false, but .* code that comes with it"):
-        api.plan(recipe_for(workspace, str(run.path)))
+        verbs.plan(recipe_for(workspace, str(run.path)))
 
     run.update_status(phase="failed", exit_reason="the power is gone")
     with (tmp_path / "own" / "own.py").open("a") as file:
         file.write("# changed\n")
     sentinel.unlink()
     with pytest.raises(ModelError, match=r"own\.py: the code that comes with the model changed"):
-        api.resume(run)
+        verbs.resume(run)
     assert not sentinel.exists()
 
 
 def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path, sentinel):
     own = bring_code(workspace, tmp_path / "own", sentinel, parts=["model"])
-    run = api.make_run(recipe_for(workspace, str(workspace / "plain")))
+    run = verbs.make_run(recipe_for(workspace, str(workspace / "plain")))
     origin = {
         "folder": own,
         "base": {"path": own, "trust_remote_code": True},
@@ -157,7 +157,7 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
     }
     lines = [line for line in (run.path / "plan.yaml").read_text().splitlines() if not line.startswith("origin:")]
     (run.path / "plan.yaml").write_text("\n".join([*lines, f"origin: {json.dumps(origin)}\n"]))
-    from tunekit.run.worker import work
+    from tunekit.training.worker import work
 
     with pytest.raises(PlanError, match="which its recipe does not name"):
         work(run)
@@ -168,7 +168,7 @@ def test_a_plan_that_trusts_more_than_its_recipe_is_refused(workspace, tmp_path,
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP", "PATH", "HF_ENDPOINT"])
 def test_a_plan_sets_no_variable_that_loads_other_code(name, workspace, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = api.make_run(recipe_for(workspace, str(workspace / "plain")))
+    run = verbs.make_run(recipe_for(workspace, str(workspace / "plain")))
     plan = yaml.safe_load((run.path / "plan.yaml").read_text())
     (run.path / "plan.yaml").write_text(yaml.safe_dump(plan | {"environment": {name: "/tmp/x"}}))
     with pytest.raises(PlanError, match=name):
@@ -224,7 +224,7 @@ def test_code_of_another_repository_is_refused(workspace, tmp_path, sentinel):
     own = bring_code(workspace, tmp_path / "own", sentinel, parts=["model"])
     edit(tmp_path / "own" / "config.json", auto_map={"AutoConfig": "evil/other--own.OwnConfig"})
     with pytest.raises(RecipeError, match="runs code of another repository, evil/other"):
-        api.make_run(recipe_for(workspace, {"path": own, "trust_remote_code": True}))
+        verbs.make_run(recipe_for(workspace, {"path": own, "trust_remote_code": True}))
     assert not sentinel.exists()
 
 
@@ -242,9 +242,9 @@ def test_trust_is_asked_for_by_nothing_else_than_its_field():
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{{ a * b }}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("verb", [api.data_report, api.make_run])
+@pytest.mark.parametrize("verb", [verbs.data_report, verbs.make_run])
 def test_a_chat_template_that_does_not_end_is_ended_and_named(verb, workspace, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunekit.data.patience.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("tunekit.data.tokenization.template_timeout.ROW_SECONDS", 0.5)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workspace / "plain", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(ENDLESS)
@@ -265,6 +265,6 @@ def test_a_chat_template_runs_in_its_sandbox(template, workspace, tmp_path, sent
     shutil.copytree(workspace / "plain", tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template.replace("SENTINEL", str(sentinel)))
     with pytest.raises(TunekitError, match=r"rows.jsonl|template"):
-        api.check(recipe_for(workspace, str(tmp_path / "model")))
-        api.data_report(recipe_for(workspace, str(tmp_path / "model")))
+        verbs.check(recipe_for(workspace, str(tmp_path / "model")))
+        verbs.data_report(recipe_for(workspace, str(tmp_path / "model")))
     assert not sentinel.exists()

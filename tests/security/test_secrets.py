@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny import save_tiny_model
 from tests.waiting import LOOK_SECONDS
-from tunekit import api
+from tunekit.api import verbs
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import load_recipe
 from tunekit.redact import REDACTED, Redacting, redacted, redacting_pipe, without_secrets
@@ -177,7 +177,7 @@ def told_in(folder: Path) -> list[str]:
 
 def test_no_secret_is_in_anything_that_a_run_writes(workspace, tmp_path, monkeypatch, canary, capsys):
     monkeypatch.chdir(workspace)
-    run = api.train(recipe_for(str(tmp_path / "run"), "loud", max_restarts=0), on_event=print)
+    run = verbs.train(recipe_for(str(tmp_path / "run"), "loud", max_restarts=0), on_event=print)
     assert run.state == "finished"
     assert told_in(tmp_path) == []
     assert "a print of [redacted]" in (run.path / "log.txt").read_text()
@@ -232,7 +232,7 @@ def test_a_source_that_cannot_be_read_is_told_without_its_password(workspace, mo
     monkeypatch.chdir(workspace)
     source = "http://ada:${SERVICE_TOKEN}@127.0.0.1:9/a.jsonl"
     recipe = {"model": "model", "data": {"train": source}, "output": {"dir": str(tmp_path / "run")}}
-    for verb in (api.plan, api.check, api.train, api.data_report):
+    for verb in (verbs.plan, verbs.check, verbs.train, verbs.data_report):
         with pytest.raises(Exception) as failed:
             verb(recipe)
         words = str(failed.value) + repr(failed.value.__cause__)

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 import tunekit
-from tests.run.watching import Hold, own_signals
 from tests.tiny import save_chats
+from tests.training.watching import Hold, own_signals
 from tests.waiting import LIMIT_SECONDS, until
-from tunekit.cli import app
+from tunekit.cli.app import app
 from tunekit.errors import RunError, Stopped, TunekitError
-from tunekit.run.stop import requested
-from tunekit.run.stopping import stop_run
+from tunekit.launching.stop import stop_run
+from tunekit.runs.stop_request import requested
 from tunekit.sweeps.folder import known_sweep
 from tunekit.sweeps.page import page
 
@@ -51,7 +51,7 @@ def workspace(tmp_path_factory):
         # Its runs wait in a line, in which those of other tests are not.
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         # However long the last checkpoint of a run takes, it is waited for.
-        patch.setattr("tunekit.run.stopping.LEAST_SECONDS", LIMIT_SECONDS)
+        patch.setattr("tunekit.launching.stop.LEAST_SECONDS", LIMIT_SECONDS)
         yield folder
         for made in tunekit.list_sweeps():
             tunekit.stop_sweep(made, now=True)

@@ -122,7 +122,7 @@ def test_an_answer_that_never_came_is_not_asked_about():
 def holders(server) -> list[psutil.Process]:
     """The processes of a server that hold models."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    return [child for child in children if "tunekit.run.chat_worker" in child.cmdline()]
+    return [child for child in children if "tunekit.inference.chat_worker" in child.cmdline()]
 
 
 @pytest.mark.slow

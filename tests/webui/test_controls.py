@@ -12,7 +12,7 @@ import gradio as gr
 import pytest
 
 import tunekit
-from tests.run.folders import made_run
+from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS
 from webui import situation
 from webui.controls import _Shown, _tag, line_of, look, tags_in

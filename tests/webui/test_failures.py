@@ -8,7 +8,7 @@ import gradio as gr
 import pytest
 
 import tunekit
-from tests.run.folders import made_run
+from tests.training.folders import made_run
 from tests.waiting import until
 from webui import chat, data_page, exports, failures, launching, situation
 from webui.app import build_pages

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
-from tunekit.data.rows import cache_folder
+from tunekit.data.sources.rows import cache_folder
 from tunekit.errors import DataError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def key_of(kind: Kind, made_of: Mapping[str, Any]) -> str:
     whole = {
         "kind": kind,
         **made_of,
-        "code": _digest_files(Path(__file__).parent.glob("*.py")),
+        "code": _digest_files(Path(__file__).parent.rglob("*.py")),
         "libraries": {name: version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:40]

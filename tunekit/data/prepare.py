@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.data.cache import Entry, cached, digest_of, key_of
-from tunekit.data.load import LoadedData
-from tunekit.data.mixture import MIXING_SEED, Mixing, Mixture, mix
-from tunekit.data.pack import best_fit
-from tunekit.data.places import Places
-from tunekit.data.rows import Rows
-from tunekit.data.sequences import Batch, Sequences
-from tunekit.data.tokenize import TokenReport, tokenize
+from tunekit.data.packing.mixture import MIXING_SEED, Mixing, Mixture, mix
+from tunekit.data.packing.pack import best_fit
+from tunekit.data.packing.sequences import Batch, Sequences
+from tunekit.data.sources.load import LoadedData
+from tunekit.data.sources.row_locations import Places
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.tokenize import TokenReport, tokenize
 from tunekit.recipe.schema import CompleteSource, DataSection
 
 if TYPE_CHECKING:

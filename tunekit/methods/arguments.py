@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.planner.activations import HeadKind
-from tunekit.planner.kernels import head_kind
+from tunekit.planner.decisions.kernels import head_kind
+from tunekit.planner.memory.activations import HeadKind
 from tunekit.planner.plan import Plan, Schedule
 from tunekit.recipe.schema import DataSection
-from tunekit.recipe.train import TrainSection
+from tunekit.recipe.sections.train import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -98,9 +98,9 @@ class Parts:
             "eval_on_start": self.eval_dataset is not None,
             "save_strategy": "steps",
             "save_steps": self.schedule.save_steps,
-            # Which checkpoints are kept, `tunekit.run.saving` says.
+            # Which checkpoints are kept, `tunekit.training.checkpointing.save` says.
             "save_total_limit": None,
-            # `tunekit.run.reporter` runs transformers' callbacks for trackers, in a process of its own.
+            # `tunekit.tracking.process` runs transformers' callbacks for trackers, in a process of its own.
             "report_to": "none",
             "disable_tqdm": True,
             **self.engine,

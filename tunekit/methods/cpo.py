@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.learner import Learner
+from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.planner.passes import likelihood_weight
 from tunekit.recipe.methods import CPOMethod

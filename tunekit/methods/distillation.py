@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.learner import Learner
+from tunekit.data.formats.method_formats import Learner
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import end_at_stop_texts, generation_arguments

@@ -6,7 +6,7 @@ contract and the same numbers, by `tunekit.kernels.linear_ce`: fewer products, l
 count, which the rows' collator names.
 
 Neither is right where a model does more to its hidden states than both know of. Which head scores is held in a `Head`,
-which `tunekit.run.check_head` sets to the model's own logits where it finds them to differ.
+which `tunekit.training.check_head` sets to the model's own logits where it finds them to differ.
 """
 
 import functools

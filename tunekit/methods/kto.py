@@ -8,11 +8,11 @@ before training, and every epoch has the same order.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunekit.data.learner import Learner
+from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import KTOMethod
-from tunekit.recipe.train import TrainSection
+from tunekit.recipe.sections.train import TrainSection
 
 LEARNER = Learner("kto", ("unpaired_preference",))
 """What it learns from."""

@@ -13,7 +13,7 @@ from typing import Any
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
-from tunekit.data.alignment import tokenised_pairs
+from tunekit.data.tokenization.alignment import tokenised_pairs
 from tunekit.methods.arguments import Parts
 
 

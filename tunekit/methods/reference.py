@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.planner.reference import Reference
-from tunekit.recipe.model import ModelSection
+from tunekit.planner.memory.reference import Reference
+from tunekit.recipe.sections.model import ModelSection
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -33,7 +33,7 @@ def settle_reference(model: "Module", reference: Reference, trained: Path | None
     """
     from peft import PeftModel
 
-    from tunekit.model.adapters import read_adapter
+    from tunekit.models.adapters import read_adapter
 
     if not isinstance(model, PeftModel):
         return

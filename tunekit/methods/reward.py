@@ -5,7 +5,7 @@ The score is read at the last token that is no padding (transformers' models for
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.learner import Learner
+from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import RewardMethod
 

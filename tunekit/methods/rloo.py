@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.learner import Learner
+from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
 from tunekit.methods.reference import loading_arguments

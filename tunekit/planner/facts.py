@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from tunekit.planner.experts import (
+from tunekit.planner.memory.experts import (
     FORMER_LINEARS,
     Mixture,
     adapted_experts,
@@ -402,7 +402,7 @@ class ModelFacts(Facts):
         """Outputs and inputs of what gets an adapter, matched by name endings as PEFT does.
 
         Mostly linear layers. Of some types also fused experts and routers, and then neither dense MLPs nor shared
-        experts: see `tunekit.planner.experts`.
+        experts: see `tunekit.planner.memory.experts`.
         """
         return self.adapted(target_modules).sizes
 

@@ -1,8 +1,8 @@
 """How the work of a run is spread over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
 
 from tunekit.planner.facts import Facts
-from tunekit.planner.states import Dtype
-from tunekit.recipe.parallel import OffloadDevice, Strategy
+from tunekit.planner.memory.states import Dtype
+from tunekit.recipe.sections.parallel import OffloadDevice, Strategy
 
 
 class Layout(Facts):

@@ -10,8 +10,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 MATRICES = ("rank", "alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")
 """Fields of an adapter section that say what the trained tensors are and mean: an adapter that is trained further keeps

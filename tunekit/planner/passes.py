@@ -16,7 +16,7 @@ RLOO (trl/trainer/rloo_trainer.py) does as GRPO, and always scores its answers o
 Distillation (trl/trainer/distillation_trainer.py) generates one answer to each prompt, and takes each micro-batch
 through a teacher between the forward and the backward pass, as DPO does through its reference.
 
-Where vLLM generates (`tunekit.planner.vllm`) there is no cache of transformers'.
+Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
 
 Symbols: h hidden size, i intermediate size, q = heads x head size, kv = key-value heads x head size, e bytes of the
 compute type.
@@ -27,15 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from tunekit.errors import PlanError
-from tunekit.planner.activations import Head, HeadKind, Layers, cast_weights_bytes
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
+from tunekit.planner.memory.activations import Head, HeadKind, Layers, cast_weights_bytes
+from tunekit.planner.memory.phases import Kept, Need, Phase
+from tunekit.planner.memory.reference import reference_of, reference_words
+from tunekit.planner.memory.states import BYTES, Dtype, weights_bytes
+from tunekit.planner.memory.teacher import teacher_needs
 from tunekit.planner.origin import Origin
-from tunekit.planner.phases import Kept, Need, Phase
-from tunekit.planner.reference import reference_of, reference_words
-from tunekit.planner.states import BYTES, Dtype, weights_bytes
-from tunekit.planner.teacher import teacher_needs
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
     CPOMethod,
     DistillationMethod,
@@ -51,6 +50,7 @@ from tunekit.recipe.methods import (
     SFTMethod,
 )
 from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ import yaml
 from pydantic import Field
 
 from tunekit.errors import PlanError
+from tunekit.planner.decisions.isolation import FlashAttention
+from tunekit.planner.decisions.kernels import Kernels
+from tunekit.planner.decisions.vllm import VLLM
 from tunekit.planner.facts import DataFacts, Device, Facts
-from tunekit.planner.isolation import FlashAttention
-from tunekit.planner.kernels import Kernels
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory import Confidence, MemoryEstimate, Part
+from tunekit.planner.memory.memory import Confidence, MemoryEstimate, Part
+from tunekit.planner.memory.reference import Reference
+from tunekit.planner.memory.saving import Saving
+from tunekit.planner.memory.states import Dtype
+from tunekit.planner.memory.zero import ZeroBuckets
 from tunekit.planner.origin import Origin
-from tunekit.planner.reference import Reference
-from tunekit.planner.saving import Saving
-from tunekit.planner.speed import Speed
-from tunekit.planner.states import Dtype
-from tunekit.planner.vllm import VLLM
-from tunekit.planner.zero import ZeroBuckets
-from tunekit.recipe.model import ModelSection
+from tunekit.planner.throughput.speed import Speed
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import ModelSection
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """What reads the YAML of a plan: in C where PyYAML was built with it, ten times as fast."""

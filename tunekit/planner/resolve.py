@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tunekit.errors import PlanError
-from tunekit.planner.attention import choose_attention, dense_reason, flash_attention_of, of_rows
-from tunekit.planner.beyond import Beyond, beyond
-from tunekit.planner.candidates import Candidate, Refusal, candidates, refusal
-from tunekit.planner.checked import why_unchecked
-from tunekit.planner.checks import check_recipe, check_retry, choose_dtype
-from tunekit.planner.compiling import check_float8, choose_compile, compile_reasons
-from tunekit.planner.environment import (
+from tunekit.planner.decisions.attention import choose_attention, dense_reason, flash_attention_of, of_rows
+from tunekit.planner.decisions.beyond import Beyond, beyond
+from tunekit.planner.decisions.candidates import Candidate, Refusal, candidates, refusal
+from tunekit.planner.decisions.checks import check_recipe, check_retry, choose_dtype
+from tunekit.planner.decisions.compiling import check_float8, choose_compile, compile_reasons
+from tunekit.planner.decisions.environment import (
     environment_of,
     environment_reasons,
     longest_wait_bytes,
@@ -19,15 +18,11 @@ from tunekit.planner.environment import (
     timeout_of,
     timeout_reasons,
 )
-from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
-from tunekit.planner.fit import HOST_SHARE, Fit, Setting, fit, least
-from tunekit.planner.isolation import VARLEN
-from tunekit.planner.kernels import choose_kernels, why_trl_head
-from tunekit.planner.layout import Layout
-from tunekit.planner.memory import RESERVE_SHARE, MemoryEstimate
-from tunekit.planner.padding import padding_of
-from tunekit.planner.plan import Plan, Reason, Rejected, gib
-from tunekit.planner.reasons import (
+from tunekit.planner.decisions.fit import HOST_SHARE, Fit, Setting, fit, least
+from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.decisions.kernels import choose_kernels, why_trl_head
+from tunekit.planner.decisions.padding import padding_of
+from tunekit.planner.decisions.reasons import (
     adapter_reason,
     code_reasons,
     communication_reasons,
@@ -51,18 +46,23 @@ from tunekit.planner.reasons import (
     steps_reason,
     workers_reason,
 )
-from tunekit.planner.records import RunRecord, reserve_share
-from tunekit.planner.reference import reference_of
-from tunekit.planner.saving import saving_of
-from tunekit.planner.speed import Speed, speed_of, step_of
-from tunekit.planner.states import num_trainable_params
-from tunekit.planner.storage import saving_reasons
-from tunekit.planner.vllm import why_no_vllm, why_not_in
-from tunekit.planner.zero import pad_to_multiple_of, zero_buckets
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.planner.decisions.vllm import why_no_vllm, why_not_in
+from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.checked import why_unchecked
+from tunekit.planner.memory.memory import RESERVE_SHARE, MemoryEstimate
+from tunekit.planner.memory.reference import reference_of
+from tunekit.planner.memory.saving import saving_of
+from tunekit.planner.memory.states import num_trainable_params
+from tunekit.planner.memory.storage import saving_reasons
+from tunekit.planner.memory.zero import pad_to_multiple_of, zero_buckets
+from tunekit.planner.plan import Plan, Reason, Rejected, gib
+from tunekit.planner.throughput.records import RunRecord, reserve_share
+from tunekit.planner.throughput.speed import Speed, speed_of, step_of
 from tunekit.recipe.edits import edits
 from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 
 def resolve(

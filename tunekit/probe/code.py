@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import ModelError
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.model import ModelSection
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A commit of the hub in full."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunekit.errors import ModelError
-from tunekit.planner.architectures import tensors_of
-from tunekit.planner.experts import fused_experts
 from tunekit.planner.facts import ModelFacts
-from tunekit.planner.known_models import known_models
-from tunekit.planner.model_config import (
+from tunekit.planner.memory.experts import fused_experts
+from tunekit.planner.models.architectures import tensors_of
+from tunekit.planner.models.known_models import known_models
+from tunekit.planner.models.model_config import (
     WITH_VISION,
     complete,
     head_dim_of,
@@ -35,9 +35,9 @@ from tunekit.planner.model_config import (
 from tunekit.planner.origin import Origin
 from tunekit.probe.code import refuse_others_code
 from tunekit.probe.origin import origin_of
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.model import ModelSection
 
-PICO = Path(__file__).parents[1] / "model" / "pico"
+PICO = Path(__file__).parents[1] / "models" / "pico"
 """Folder of the chat model that ships with tunekit."""
 
 HUB_SECONDS = 10

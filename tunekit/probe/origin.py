@@ -12,9 +12,9 @@ import yaml
 
 from tunekit.errors import ModelError
 from tunekit.planner.origin import Ancestor, Origin
-from tunekit.recipe.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.model import ModelSection
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of an adapter."""

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.write import to_inline_yaml
 
 
 def recipe_diff(*recipes: Recipe) -> dict[str, tuple[str | None, ...]]:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tunekit.recipe.methods import KTOMethod
-from tunekit.recipe.parallel import Strategy
-from tunekit.recipe.places import dotted
+from tunekit.recipe.reading.source_locations import dotted
+from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import Section
-from tunekit.recipe.train import default_learning_rate
-from tunekit.recipe.write import to_inline_yaml
+from tunekit.recipe.sections.parallel import Strategy
+from tunekit.recipe.sections.section import Section
+from tunekit.recipe.sections.train import default_learning_rate
 
 Effect = Literal["takes effect", "saved state", "refused"]
 """What becomes of an edit: it holds from here on; the saved state holds the earlier value, so that it takes effect only

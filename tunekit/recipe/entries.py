@@ -25,10 +25,10 @@ from tunekit.recipe.fields import (
     takes_one,
     variant,
 )
-from tunekit.recipe.overrides import spell_out
-from tunekit.recipe.places import Key, dotted, undotted
+from tunekit.recipe.reading.overrides import spell_out
+from tunekit.recipe.reading.source_locations import Key, dotted, undotted
 from tunekit.recipe.schema import Recipe, has_choice
-from tunekit.recipe.section import TAG, FunctionPath, Section
+from tunekit.recipe.sections.section import TAG, FunctionPath, Section
 
 Kind = Literal["bool", "int", "float", "text", "choice", "list", "mapping", "section", "sections"]
 """What a field holds: a plain value of some type, one of some words, a list or mapping of plain values, a section, or

@@ -21,13 +21,13 @@ from tunekit.recipe.fields import (
     takes_list,
     takes_one,
 )
-from tunekit.recipe.phrases import any_of, expected
-from tunekit.recipe.places import dotted, undotted
+from tunekit.recipe.reading.phrases import any_of, expected
+from tunekit.recipe.reading.source_locations import dotted, undotted
+from tunekit.recipe.reading.suggest import unknown_key
+from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Section, from_word
-from tunekit.recipe.suggest import unknown_key
+from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Section, from_word
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args, config_fields, owner_hint
-from tunekit.recipe.write import to_inline_yaml
 
 _WIDTH = 100
 _FUNCTION = "my_module:my_function"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import EXPANDS_ENV, TAG, Section
+from tunekit.recipe.sections.section import EXPANDS_ENV, TAG, Section
 
 
 def members(annotation: Any) -> Iterator[Any]:

@@ -16,21 +16,21 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from tunekit.errors import DependencyError, RecipeError
-from tunekit.recipe.environment import escape_environment, expand_environment
 from tunekit.recipe.fields import tag_of
 from tunekit.recipe.functions import find_function
 from tunekit.recipe.library import find_recipe, list_recipes, near_names
-from tunekit.recipe.overrides import Overrides, spell_out
-from tunekit.recipe.parse import MAX_BYTES, YAMLProblem, read_yaml
-from tunekit.recipe.phrases import show
-from tunekit.recipe.places import MAPPING, Fault, Key, Place, Places, Problem, dotted, raise_problems
+from tunekit.recipe.reading.environment import escape_environment, expand_environment
+from tunekit.recipe.reading.overrides import Overrides, spell_out
+from tunekit.recipe.reading.parse import MAX_BYTES, YAMLProblem, read_yaml
+from tunekit.recipe.reading.phrases import show
+from tunekit.recipe.reading.source_locations import MAPPING, Fault, Key, Place, Places, Problem, dotted, raise_problems
+from tunekit.recipe.reading.wording import to_problems
+from tunekit.recipe.reading.write import to_yaml
 from tunekit.recipe.schema import NAME_PATTERN, Recipe
 from tunekit.recipe.secrets import find_secrets
-from tunekit.recipe.section import FUNCTION_PATTERN, TAG, Conflict, Section
-from tunekit.recipe.train import ONE_LENGTH
+from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflict, Section
+from tunekit.recipe.sections.train import ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args
-from tunekit.recipe.wording import to_problems
-from tunekit.recipe.write import to_yaml
 from tunekit.redact import redacted
 
 _SUFFIXES = (".yaml", ".yml")

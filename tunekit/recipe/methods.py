@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.rewards import Reward
-from tunekit.recipe.section import Section, type_alone
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.rewards import Reward
+from tunekit.recipe.sections.section import Section, type_alone
 
 DPOLoss = Literal[
     "sigmoid",

@@ -7,8 +7,8 @@ something else than was asked for.
 from collections.abc import Iterator
 
 from tunekit.recipe.methods import DistillationMethod, GRPOMethod, OnPolicyMethod, RewardedMethod
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.section import Conflict
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.section import Conflict
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunekit.recipe.fields import expands_env, is_free_mapping
-from tunekit.recipe.places import Key, dotted
+from tunekit.recipe.reading.source_locations import Key, dotted
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.section import Section
+from tunekit.recipe.sections.section import Section
 
 
 def named_paths(recipe: Recipe) -> list[tuple[str, str]]:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from tunekit.recipe.adapters import Adapter, FullAdapter, LoraAdapter
 from tunekit.recipe.methods import (
     CPOMethod,
     DPOMethod,
@@ -23,12 +22,13 @@ from tunekit.recipe.methods import (
     RewardMethod,
     SFTMethod,
 )
-from tunekit.recipe.model import ModelSection
 from tunekit.recipe.on_policy import AS_THE_MODEL, conflicts_of_answers
-from tunekit.recipe.parallel import ParallelSection
-from tunekit.recipe.places import Key, dotted
-from tunekit.recipe.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
-from tunekit.recipe.train import TrainSection, default_learning_rate
+from tunekit.recipe.reading.source_locations import Key, dotted
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter, LoraAdapter
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.parallel import ParallelSection
+from tunekit.recipe.sections.section import EXPANDS_ENV, FUNCTION_PATTERN, Conflict, Conflicts, FunctionPath, Section
+from tunekit.recipe.sections.train import TrainSection, default_learning_rate
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run's name may look like: it becomes a folder's name on every system."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from tunekit.recipe.places import Key, Places, Problem
+from tunekit.recipe.reading.source_locations import Key, Places, Problem
 from tunekit.redact import secret_in
 
 _NAME = re.compile(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import DependencyError
-from tunekit.recipe.phrases import any_of, near, show, spelling_hint
+from tunekit.recipe.reading.phrases import any_of, near, show, spelling_hint
 
 CONFIGS = {
     "sft": ("trl", "trainer/sft_config.py", "SFTConfig"),

@@ -3,21 +3,21 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tunekit.api import Source, check_recipe
+from tunekit.api.plan_inputs import Lookup
+from tunekit.api.verbs import Source, check_recipe
 from tunekit.errors import PlanError, RecipeError, TunekitError
-from tunekit.lookup import Lookup
-from tunekit.planner.communication import Range
+from tunekit.launching.device_queue import when_served
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import Plan, gib
+from tunekit.planner.throughput.communication import Range
 from tunekit.planner.variants import Variant, Variants
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
-from tunekit.run.events import Event
-from tunekit.run.line import when_served
-from tunekit.run.origin import read_recipe
-from tunekit.run.prepare import absolute
-from tunekit.run.room import free_bytes, place_of_run
+from tunekit.runs.disk import free_bytes, place_of_run
+from tunekit.runs.events import Event
+from tunekit.runs.lineage import read_recipe
+from tunekit.runs.prepared_data import absolute
 from tunekit.sweeps.conduct import conduct
 from tunekit.sweeps.folder import Search, Spec, Sweep
 from tunekit.sweeps.measure import measure_of

@@ -24,16 +24,16 @@ import yaml
 from filelock import FileLock, Timeout
 
 from tunekit.errors import RunError
+from tunekit.files import is_inside, is_name
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.rewrite import short_recipe
+from tunekit.recipe.reading.rewrite import short_recipe
+from tunekit.recipe.reading.write import to_inline_yaml, to_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.write import to_inline_yaml, to_yaml
-from tunekit.run.diagnosis import diagnose_run
-from tunekit.run.inside import is_inside, is_name
-from tunekit.run.names import matching
-from tunekit.run.prospects import ENDED_EARLY
-from tunekit.run.run import MAX_TAG_LETTERS, RUNS, Run
-from tunekit.run.small import read_list, read_text
+from tunekit.reporting.diagnosis import diagnose_run
+from tunekit.runs.available_actions import ENDED_EARLY
+from tunekit.runs.names import matching
+from tunekit.runs.run import MAX_TAG_LETTERS, RUNS, Run
+from tunekit.runs.small_files import read_list, read_text
 from tunekit.sweeps.measure import Measure
 from tunekit.sweeps.values import Axis, Changes, Span, read_span
 

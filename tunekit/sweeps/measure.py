@@ -6,11 +6,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 
 from tunekit.errors import PlanError
+from tunekit.planner.memory.saving import metric_of
 from tunekit.planner.plan import Plan
-from tunekit.planner.saving import metric_of
 from tunekit.recipe.methods import RewardedMethod
-from tunekit.run.events import Event
-from tunekit.run.measures import words_of
+from tunekit.runs.events import Event
+from tunekit.runs.metrics import words_of
 
 MAX_STEPS = 10
 """Logged steps of which the mean counts without evaluations: at most so many, and no more than a quarter of all."""

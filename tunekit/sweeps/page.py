@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tunekit.planner.speed import duration
+from tunekit.planner.throughput.speed import duration
 from tunekit.recipe.entries import UNSET
-from tunekit.recipe.rewrite import edit_text
-from tunekit.recipe.section import TAG
-from tunekit.recipe.write import to_inline_yaml
+from tunekit.recipe.reading.rewrite import edit_text
+from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.recipe.sections.section import TAG
 from tunekit.redact import redacted
-from tunekit.run.curves import Line, draw
+from tunekit.reporting.curves import Line, draw
 from tunekit.sweeps.folder import RECIPE, Outcome, Sweep, heading, short_words
 from tunekit.sweeps.plot import MAX_LINES, ranked
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError
-from tunekit.recipe.write import to_inline_yaml
+from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.sweeps.folder import FINISHED, Outcome, Sweep, short_words
 from tunekit.sweeps.measure import PREFIX, Measure
 from tunekit.sweeps.values import LOG_FACTOR

@@ -10,7 +10,7 @@ from typing import Any
 
 from tunekit.methods.rewards.answers import Answers, Judge
 from tunekit.methods.rewards.sandbox import check_sandbox, passed_tests
-from tunekit.recipe.rewards import CodeReward
+from tunekit.recipe.sections.rewards import CodeReward
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE

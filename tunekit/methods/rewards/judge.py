@@ -13,10 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.remote import without_user
+from tunekit.data.sources.remote import without_user
 from tunekit.errors import RecipeError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError, text_of
-from tunekit.recipe.rewards import JudgeReward
+from tunekit.recipe.sections.rewards import JudgeReward
 from tunekit.redact import keep_secret
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from tunekit.errors import RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.rewards import (
+from tunekit.recipe.sections.rewards import (
     CodeReward,
     ExactMatchReward,
     FunctionReward,
@@ -75,13 +75,13 @@ def judge_of(reward: Reward) -> Judge:
     Raises:
         DependencyError: A package that it needs is not installed.
     """
-    from tunekit.methods.rewards import code, judge, maths, model, numbers, structure, text
+    from tunekit.methods.rewards import code, judge, maths, model, structure, text
 
     match reward:
         case ExactMatchReward():
             return text.exact_match(reward)
         case NumericMatchReward():
-            return numbers.numeric_match(reward)
+            return text.numeric_match(reward)
         case RegexReward():
             return text.regex(reward)
         case LengthReward():

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunekit.errors import DependencyError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
-from tunekit.recipe.rewards import MathReward
+from tunekit.recipe.sections.rewards import MathReward
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 _START_SECONDS, _SECONDS = 60.0, 5.0

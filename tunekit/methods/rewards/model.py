@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.patience import template_in_time
+from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import ModelError
 from tunekit.methods.rewards.answers import Answers, Judge
-from tunekit.model.load import load_tokenizer
+from tunekit.models.load import load_tokenizer
 from tunekit.probe.model import model_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, origin_of
-from tunekit.recipe.model import ModelSection
-from tunekit.recipe.rewards import ModelReward
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.rewards import ModelReward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them in a text, as exact fractions, and the reward that compares them.
+r"""Numbers as people and models write them in a text, as exact fractions.
 
 `1,234.50`, `-3`, `1/2`, `3 1/2`, `\frac{1}{2}`, `50%`, `1.5e3`, `1.5 × 10^3`, `$5` and `3 km` are numbers. The comma
 parts thousands and the point decimals, as in English; a currency sign is ignored. Text without a digit, such as `nan`
@@ -14,9 +14,6 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
-
-from tunekit.methods.rewards.answers import Judge, each
-from tunekit.recipe.rewards import NumericMatchReward
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,100}(?!\d)|\d{1,400}(?:_\d{1,400}){0,100})"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d{{1,400}})?|\.\d{{1,400}})"
@@ -66,21 +63,6 @@ class Number:
             others += [expected.value / 100] if expected.is_percentage else []
         allowed = Fraction(tolerance)
         return any(abs(one - other) <= allowed * abs(other) for one in ones for other in others)
-
-
-def numeric_match(section: NumericMatchReward) -> Judge:
-    """1 where the last number of an answer, or of a part of it, is the expected one, with its unit."""
-    from tunekit.methods.rewards.text import extract
-
-    def same(text: str, expected: Number) -> float:
-        part = text if section.extract == "last_number" else extract(text, section.extract)
-        number = last_number(part) if part is not None else None
-        unit = section.unit or expected.unit
-        if number is None or (unit is not None and number.unit != unit):
-            return 0.0
-        return float(number.is_near(expected, section.tolerance))
-
-    return Judge(each(same), section.column, read_number)
 
 
 def last_number(text: str) -> Number | None:

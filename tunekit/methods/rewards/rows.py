@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-from tunekit.data.rows import Rows
+from tunekit.data.sources.rows import Rows
 from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import Judge
 from tunekit.methods.rewards.load import judge_of, reward_names
-from tunekit.recipe.rewards import FunctionReward, Reward
+from tunekit.recipe.sections.rewards import FunctionReward, Reward
 
 _PROMPT = ("prompt", "tools")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RecipeError
 from tunekit.methods.rewards.answers import Judge, each
-from tunekit.recipe.rewards import JsonSchemaReward
+from tunekit.recipe.sections.rewards import JsonSchemaReward
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator

@@ -7,8 +7,15 @@ answer without the part that is compared (no `\boxed{}`, no number) gets 0.
 from typing import Any
 
 from tunekit.methods.rewards.answers import Answers, Judge, each
-from tunekit.methods.rewards.numbers import NUMBER, plain
-from tunekit.recipe.rewards import ExactMatchReward, Extract, LengthReward, RegexReward, RepetitionReward
+from tunekit.methods.rewards.numbers import NUMBER, Number, last_number, plain, read_number
+from tunekit.recipe.sections.rewards import (
+    ExactMatchReward,
+    Extract,
+    LengthReward,
+    NumericMatchReward,
+    RegexReward,
+    RepetitionReward,
+)
 
 _REGEX_SECONDS = 1.0
 """Longest time for a pattern on one answer. One that takes longer, by backtracking, has not matched."""
@@ -28,6 +35,20 @@ def exact_match(section: ExactMatchReward) -> Judge:
         return float(given.casefold() == wanted.casefold() if section.ignore_case else given == wanted)
 
     return Judge(each(same), section.column, _expected_text)
+
+
+def numeric_match(section: NumericMatchReward) -> Judge:
+    """1 where the last number of an answer, or of a part of it, is the expected one, with its unit."""
+
+    def same(text: str, expected: Number) -> float:
+        part = text if section.extract == "last_number" else extract(text, section.extract)
+        number = last_number(part) if part is not None else None
+        unit = section.unit or expected.unit
+        if number is None or (unit is not None and number.unit != unit):
+            return 0.0
+        return float(number.is_near(expected, section.tolerance))
+
+    return Judge(each(same), section.column, read_number)
 
 
 def _expected_text(value: Any) -> str:

@@ -1,0 +1,50 @@
+"""What is told of a run as it goes: by method, and no more than fits."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tunekit.api import verbs
+from tunekit.display.console import Progress
+from tunekit.runs.run import Run
+
+LOGGED = {"event": "log", "step": 1, "loss": -1e-9, "learning_rate": 1e-5, "tokens_per_second": 123456.0}
+GRPO = {
+    "reward": 0.5,
+    "reward_std": 0.2,
+    "completions/mean_length": 1234.5,
+    "completions/clipped_ratio": 0.25,
+    "frac_reward_zero_std": 0.125,
+    "kl": 0.0123,
+    "entropy": 1.5,
+}
+DPO = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "entropy": 1.5}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    ("method", "row", "values", "begins", "of_training"),
+    [
+        ("grpo", {"prompt": "a"}, GRPO, "reward 0.500  tokens 1234.5  cut off 25%", "  no signal 12%"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, DPO, "loss 0.0000  accuracy 75%  margin 0.500", ""),
+    ],
+)
+def test_a_step_is_told_in_a_line_that_fits(tmp_path, method, row, values, begins, of_training, width):
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 64)
+    recipe = {"model": "pico", "data": {"train": str(tmp_path / "rows.jsonl")}, "method": method}
+    plan = verbs.plan({**recipe, "train": {"max_steps": 3}, "output": {"dir": str(tmp_path / "run")}})
+    written = io.StringIO()
+    progress = Progress(Console(file=written, width=width))
+    progress({"event": "plan", "run": Run.create(plan), "plan": plan, "notes": []})
+    written.truncate(0)
+    progress({**LOGGED, **values})
+    progress(
+        {"event": "eval", "step": 1, "eval_loss": -1e-9, **{f"eval_{name}": value for name, value in values.items()}}
+    )
+    log, held_out = written.getvalue().strip("\x00\n").splitlines()
+    assert log.startswith(f"step 1/3  {begins}{of_training}")
+    assert held_out.startswith(f"step 1/3  eval {begins}") and "no signal" not in held_out
+    assert max(len(log), len(held_out)) <= width
+    assert width == 80 or "tokens/s" in log

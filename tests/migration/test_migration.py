@@ -1,0 +1,745 @@
+"""Configurations of other tools become recipes: right values, every key accounted for, each fault in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tunekit
+from tests.commands import run_command
+from tunekit.errors import PlanError, RecipeError
+from tunekit.migration.migration import migrate
+from tunekit.migration.report import Migration
+from tunekit.recipe.load import load_recipe
+
+CONFIGS = Path(__file__).parent / "configs"
+NAMES = sorted(path.name for path in CONFIGS.iterdir())
+TOOLS = {
+    "axolotl": "axolotl",
+    "llamafactory": "llama-factory",
+    "trl": "trl",
+    "torchtune": "torchtune",
+    "swift": "ms-swift",
+}
+DOUBTFUL = [name for name in NAMES if "doubtful" in name]
+
+# What each configuration means, worked out by hand from its file and its tool's documentation.
+EXPECTED: dict[str, dict[str, Any]] = {
+    "axolotl-alpaca-lora.yaml": {
+        "model.path": "Qwen/Qwen2.5-7B-Instruct", "data.train.path": "data/alpaca.jsonl", "data.format": "alpaca",
+        "data.eval_size": 0.1, "data.max_length": 2048, "data.packing": True,
+        "adapter.type": "lora", "adapter.rank": 32,
+        "adapter.alpha": 64, "adapter.dropout": 0.05, "adapter.target_modules": "all-linear",
+        "train.global_batch_size": 8, "train.num_epochs": 3, "train.optim": "adamw_torch",
+        "train.lr_scheduler_type": "cosine", "train.learning_rate": 2e-4, "train.warmup_steps": 20,
+        "train.weight_decay": 0.01, "train.logging_steps": 5, "data.loss_on": "assistant",
+    },
+    "axolotl-qlora-8bit-optimizer.yaml": {
+        "adapter.type": "qlora", "adapter.rank": 64, "adapter.alpha": 16,
+        "adapter.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "data.format": "messages",
+        "train.optim": "paged_adamw_8bit", "train.lr_scheduler_type": "constant_with_warmup",
+        "train.warmup_steps": 0.05,
+        "train.global_batch_size": 8, "train.save_total_limit": 2, "data.max_length": 4096,
+    },
+    "axolotl-full-fsdp.yaml": {
+        "adapter.type": "full", "train.global_batch_size": 16, "data.format": "sharegpt", "data.packing": True,
+        "train.lr_scheduler_type": "cosine_with_min_lr", "train.max_grad_norm": 0.5, "train.seed": 7,
+        "method.trainer_args": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "parallel.strategy": "auto",
+    },
+    "axolotl-completion.yaml": {
+        "adapter.type": "full", "data.format": "text", "data.columns": {"text": "body"}, "train.max_steps": 200,
+        "train.num_epochs": None, "train.optim": "adafactor", "train.global_batch_size": 4, "train.save_steps": 50,
+        "train.save_total_limit": 3, "method.trainer_args": {"neftune_noise_alpha": 5},
+    },
+    "axolotl-dora.yaml": {
+        "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.modules_to_save": ["embed_tokens", "lm_head"],
+        "train.optim": "adamw_bnb_8bit", "method.trainer_args": {"adam_beta2": 0.95, "adam_epsilon": 1e-6},
+        "train.global_batch_size": 16, "data.eval_size": None,
+    },
+    "axolotl-dpo.yaml": {
+        "method.type": "dpo", "method.beta": 0.2, "data.columns": {"prompt": "question"}, "adapter.dropout": 0.0,
+        "train.learning_rate": 5e-6, "train.global_batch_size": 16, "train.warmup_steps": 10,
+    },
+    "axolotl-kto.yaml": {
+        "method.type": "kto", "method.beta": 0.3, "method.desirable_weight": 0.5, "method.undesirable_weight": 1.5,
+        "adapter.type": "qlora", "adapter.rank": 8, "train.global_batch_size": 16,
+    },
+    "axolotl-orpo.yaml": {"method.type": "orpo", "method.beta": 0.25, "adapter.rank": 32, "train.num_epochs": 2},
+    "axolotl-simpo.yaml": {
+        "method.type": "cpo", "method.loss_type": "simpo", "method.beta": 2.5, "method.simpo_gamma": 1.2,
+        "method.cpo_alpha": 0, "adapter.type": "full",
+    },
+    "axolotl-grpo.yaml": {
+        "method.type": "grpo", "method.beta": 0.02, "method.num_generations": 4, "method.max_completion_length": 256,
+        "method.loss_type": "dr_grpo", "method.scale_rewards": "none", "method.generation.temperature": 0.8,
+        "method.generation.use_vllm": True, "method.generation.vllm_gpu_memory_utilization": 0.3,
+        "train.max_steps": 100, "train.global_batch_size": 16, "data.max_length": 1024,
+    },
+    "axolotl-reward.yaml": {
+        "method.type": "reward", "method.center_rewards_coefficient": 0.01, "train.eval_steps": 50,
+        "train.global_batch_size": 16,
+    },
+    "axolotl-mixed-sources.yaml": {
+        "train.optim": "lion_8bit", "train.global_batch_size": 4, "train.num_epochs": 2, "data.max_length": 2048,
+    },
+    "axolotl-doubtful.yaml": {
+        "data.loss_on": "all", "adapter.type": "lora", "train.learning_rate": 1e-6, "train.num_epochs": 20,
+        "output.name": "second-try", "model.dtype": "auto", "train.optim": "adamw_torch_fused",
+    },
+    "llamafactory-lora-sft.yaml": {
+        "model.path": "Qwen/Qwen3-4B-Instruct-2507", "adapter.rank": 8, "adapter.alpha": 16, "data.max_length": 2048,
+        "train.global_batch_size": 8, "train.learning_rate": 1e-4, "train.num_epochs": 3, "train.warmup_steps": 0.1,
+        "train.eval_steps": 500, "train.save_steps": 500, "data.eval_size": 0.1, "train.logging_steps": 10,
+    },
+    "llamafactory-full-ds3.yaml": {
+        "adapter.type": "full", "data.packing": True, "train.lr_scheduler_type": "cosine_with_min_lr",
+        "method.trainer_args": {"lr_scheduler_kwargs": {"min_lr": 1e-6}}, "train.warmup_steps": 50,
+        "train.max_grad_norm": 0.5, "train.weight_decay": 0.1, "train.seed": 1234, "train.global_batch_size": 8,
+    },
+    "llamafactory-qlora.yaml": {
+        "adapter.type": "qlora", "adapter.rank": 16, "adapter.alpha": 16, "adapter.dropout": 0.05,
+        "adapter.target_modules": ["q_proj", "v_proj"], "adapter.modules_to_save": ["embed_tokens", "lm_head"],
+        "adapter.use_rslora": True, "adapter.double_quant": False, "data.loss_on": "last",
+        "train.optim": "paged_adamw_32bit", "train.global_batch_size": 16, "train.lr_scheduler_type": "linear",
+    },
+    "llamafactory-dora.json": {
+        "adapter.use_dora": True, "adapter.rank": 4, "adapter.alpha": 8, "train.max_steps": 120,
+        "train.global_batch_size": 2, "train.save_total_limit": 4, "method.trainer_args": {"neftune_noise_alpha": 5},
+        "data.format": "alpaca", "data.columns": {"instruction": "ask", "output": "say"}, "data.max_length": 2048,
+    },
+    "llamafactory-dpo.yaml": {
+        "method.type": "dpo", "method.beta": 0.25, "method.loss_type": ["sigmoid", "sft"],
+        "method.loss_weights": [1.0, 0.1], "adapter.dropout": 0.0, "data.format": "preference",
+        "data.columns": {"prompt": "instruction"}, "train.global_batch_size": 8,
+    },
+    "llamafactory-orpo.yaml": {"method.type": "orpo", "method.beta": 0.05, "adapter.rank": 16, "adapter.alpha": 32},
+    "llamafactory-simpo.yaml": {
+        "method.type": "cpo", "method.loss_type": "simpo", "method.beta": 2.0, "method.simpo_gamma": 1.0,
+        "adapter.type": "full", "train.global_batch_size": 16,
+    },
+    "llamafactory-kto.yaml": {
+        "method.type": "kto", "method.beta": 0.2, "method.desirable_weight": 1.0, "method.undesirable_weight": 2.0,
+        "data.format": "unpaired_preference", "train.global_batch_size": 8,
+        "data.columns": {"prompt": "instruction", "completion": "output", "label": "kto_tag"},
+    },
+    "llamafactory-reward.yaml": {"method.type": "reward", "adapter.type": "lora", "train.learning_rate": 1e-4},
+    "llamafactory-pretrain.yaml": {
+        "method.type": "sft", "data.format": "text", "data.packing": True, "data.max_length": 512,
+        "train.global_batch_size": 16, "train.warmup_steps": 0.03,
+    },
+    "llamafactory-mixed.yaml": {
+        "data.stopping_strategy": "all_exhausted", "train.max_steps": 300, "output.name": "phi-mixture",
+        "adapter.alpha": 32,
+    },
+    "llamafactory-defaults.yaml": {
+        "adapter.rank": 8, "adapter.alpha": 16, "train.num_epochs": 3, "train.learning_rate": 5e-5,
+        "train.lr_scheduler_type": "linear", "train.warmup_steps": 0, "train.global_batch_size": 8,
+        "data.max_length": 2048, "data.eval.path": "data/held.jsonl",
+    },
+    "llamafactory-doubtful.yaml": {"data.loss_on": "all", "data.packing": True, "adapter.rank": 8},
+    "trl-sft-lora.yaml": {
+        "adapter.rank": 32, "adapter.alpha": 16, "adapter.dropout": 0.1, "data.packing": True,
+        "data.loss_on": "assistant", "train.global_batch_size": 16, "train.warmup_steps": 0.1,
+        "train.logging_steps": 25, "data.max_length": 2048,
+    },
+    "trl-sft-full.yaml": {
+        "adapter.type": "full", "data.max_length": 4096, "data.loss_on": "all", "train.num_epochs": 2,
+        "train.lr_scheduler_type": "linear", "train.warmup_steps": 0, "train.global_batch_size": 8,
+        "train.eval_steps": 100, "train.save_steps": 200, "train.weight_decay": 0.1, "train.seed": 3,
+    },
+    "trl-sft-qlora.yaml": {
+        "adapter.type": "qlora", "adapter.quant_type": "fp4", "adapter.double_quant": False, "adapter.use_dora": True,
+        "adapter.modules_to_save": ["embed_tokens"], "train.max_steps": 500, "train.optim": "paged_adamw_8bit",
+        "adapter.rank": 8, "adapter.alpha": 8, "data.packing": False,
+    },
+    "trl-sft-text.yaml": {
+        "data.columns": {"text": "body"}, "data.packing": True, "data.max_length": 512, "train.max_steps": 1000,
+        "train.warmup_steps": 100, "train.lr_scheduler_type": "cosine_with_min_lr", "train.global_batch_size": 16,
+        "method.trainer_args": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "neftune_noise_alpha": 5},
+    },
+    "trl-dpo.yaml": {
+        "method.type": "dpo", "method.beta": 0.05, "method.loss_type": ["sigmoid", "sft"],
+        "method.loss_weights": [1.0, 0.2], "method.precompute_ref_log_probs": True, "train.learning_rate": 5e-7,
+        "train.global_batch_size": 16, "data.max_length": 2048,
+    },
+    "trl-dpo-lora.yaml": {
+        "method.type": "dpo", "method.loss_type": ["ipo"], "method.beta": 0.3, "adapter.rank": 64, "adapter.alpha": 128,
+        "train.learning_rate": 1e-6, "method.trainer_args": {"ld_alpha": 0.5}, "adapter.dropout": 0.0,
+    },
+    "trl-kto.yaml": {
+        "method.type": "kto", "method.desirable_weight": 1.0, "method.undesirable_weight": 1.33, "method.beta": 0.2,
+        "train.global_batch_size": 8,
+    },
+    "trl-orpo.sh": {
+        "model.path": "Qwen/Qwen2.5-3B", "method.type": "orpo", "method.beta": 0.2, "train.num_epochs": 3,
+        "adapter.target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "train.global_batch_size": 8,
+    },
+    "trl-reward.yaml": {"method.type": "reward", "method.center_rewards_coefficient": 0.01, "data.max_length": 2048},
+    "trl-grpo.yaml": {
+        "method.type": "grpo", "method.num_generations": 4, "method.max_completion_length": 256, "method.beta": 0.01,
+        "method.loss_type": "grpo", "method.scale_rewards": "batch", "method.epsilon": 0.1, "method.epsilon_high": 0.28,
+        "method.generation.temperature": 0.7, "method.generation.vllm_gpu_memory_utilization": 0.4,
+        "method.mask_truncated_completions": True, "method.trainer_args": {"top_entropy_quantile": 0.2},
+        "data.max_length": 512, "train.max_steps": 50,
+    },
+    "trl-rloo.sh": {
+        "method.type": "rloo", "method.num_generations": 4, "method.max_completion_length": 128, "method.beta": 0.03,
+        "train.learning_rate": 3e-6, "train.max_steps": 20,
+    },
+    "trl-sft-mixture.yaml": {
+        "train.max_grad_norm": 0.3, "train.global_batch_size": 32, "method.trainer_args": {"adam_beta2": 0.98},
+        "output.name": "mixture-first",
+    },
+    "trl-doubtful.yaml": {"adapter.type": "full", "data.packing": True, "data.max_length": 1024},
+    "torchtune-lora-single.yaml": {
+        "model.path": "meta-llama/Llama-3.1-8B-Instruct", "adapter.rank": 8, "adapter.alpha": 16,
+        "data.format": "alpaca",
+        "adapter.target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "data.loss_on": "all", "data.max_length": 2048, "train.global_batch_size": 16, "train.weight_decay": 0.05,
+        "train.learning_rate": 3e-4, "train.warmup_steps": 100, "train.lr_scheduler_type": "cosine",
+    },
+    "torchtune-full-distributed.yaml": {
+        "model.path": "Qwen/Qwen2.5-7B-Instruct", "adapter.type": "full", "data.format": "messages",
+        "data.packing": True, "data.max_length": 4096, "train.num_epochs": 3, "train.global_batch_size": 2,
+        "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant", "train.warmup_steps": 0, "train.seed": 5,
+    },
+    "torchtune-qlora.yaml": {
+        "model.path": "models/qwen", "adapter.type": "qlora", "adapter.target_modules": "all-linear",
+        "adapter.dropout": 0.05, "data.format": "prompt_completion", "train.optim": "paged_adamw_8bit",
+        "data.columns": {"prompt": "question", "completion": "reply"}, "train.weight_decay": 0.01,
+    },
+    "torchtune-dora.yaml": {
+        "model.path": "meta-llama/Llama-3.2-1B", "adapter.use_dora": True, "adapter.rank": 64, "train.max_steps": 250,
+        "method.trainer_args": {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-7},
+        "train.max_grad_norm": 0.5, "data.format": "text", "data.packing": True,
+    },
+    "torchtune-dpo.yaml": {
+        "method.type": "dpo", "method.beta": 0.2, "train.max_steps": 1000, "train.global_batch_size": 32,
+        "adapter.target_modules": ["q_proj", "v_proj"], "train.warmup_steps": 100,
+    },
+    "torchtune-full-dpo.yaml": {
+        "model.path": "Qwen/Qwen2.5-3B-Instruct", "method.type": "dpo", "method.beta": 0.05, "adapter.type": "full",
+        "train.num_epochs": 2, "train.weight_decay": 0.0, "train.lr_scheduler_type": "constant",
+    },
+    "torchtune-simpo.yaml": {
+        "method.type": "cpo", "method.loss_type": "simpo", "method.beta": 2.0, "method.simpo_gamma": 0.8,
+    },
+    "torchtune-gemma-fsdp.yaml": {
+        "model.path": "google/gemma-2-9b", "adapter.rank": 32, "data.loss_on": "assistant", "train.eval_steps": 25,
+        "train.num_epochs": 3, "adapter.target_modules": "all-linear",
+    },
+    "torchtune-phi.yaml": {
+        "model.path": "microsoft/phi-4",
+        "adapter.target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    },
+    "torchtune-mistral-full.yaml": {
+        "model.path": "mistralai/Mistral-7B-v0.1", "data.format": "sharegpt", "train.optim": "adamw_torch_fused",
+        "train.weight_decay": 0.0,
+    },
+    "torchtune-concat.yaml": {
+        "data.shuffle": False, "train.seed": 11, "train.optim": "sgd", "train.learning_rate": 1e-3,
+    },
+    "torchtune-doubtful.yaml": {"model.path": "Qwen/Qwen2.5-1.5B-Instruct", "train.global_batch_size": 2},
+    "swift-lora-sft.sh": {
+        "adapter.rank": 8, "adapter.alpha": 32, "adapter.dropout": 0.05, "train.global_batch_size": 16,
+        "train.eval_steps": 50, "train.save_steps": 50, "train.save_total_limit": 5, "train.warmup_steps": 0.05,
+        "train.weight_decay": 0.1, "method.trainer_args": {"adam_beta2": 0.95}, "data.max_length": 2048,
+    },
+    "swift-full-zero3.sh": {
+        "adapter.type": "full", "train.global_batch_size": 32, "data.packing": True, "data.eval_size": 0.05,
+        "data.max_length": 8192, "train.learning_rate": 1e-5, "train.num_epochs": 2,
+    },
+    "swift-qlora.json": {
+        "adapter.type": "qlora", "adapter.quant_type": "fp4", "adapter.double_quant": False, "adapter.rank": 16,
+        "adapter.target_modules": ["q_proj", "v_proj"], "adapter.modules_to_save": ["embed_tokens"],
+        "data.loss_on": "last", "train.global_batch_size": 16,
+    },
+    "swift-dora.yaml": {
+        "adapter.use_dora": True, "adapter.use_rslora": True, "adapter.rank": 32, "adapter.alpha": 32,
+        "train.global_batch_size": 16, "data.eval.path": "data/held.jsonl",
+    },
+    "swift-pretrain.sh": {
+        "data.loss_on": "all", "train.max_steps": 1000, "train.num_epochs": None, "train.global_batch_size": 16,
+    },
+    "swift-dpo.sh": {
+        "method.type": "dpo", "method.beta": 0.2, "method.loss_type": ["hinge"], "train.global_batch_size": 16,
+        "adapter.dropout": 0.0,
+    },
+    "swift-dpo-mixed.yaml": {
+        "method.loss_type": ["sigmoid", "sft"], "method.loss_weights": [1.0, 0.5], "adapter.type": "full",
+    },
+    "swift-kto.sh": {
+        "method.type": "kto", "method.beta": 0.15, "method.undesirable_weight": 2.0, "train.global_batch_size": 16,
+    },
+    "swift-orpo.yaml": {"method.type": "orpo", "method.beta": 0.3, "adapter.rank": 8, "adapter.alpha": 32},
+    "swift-simpo.yaml": {
+        "method.type": "cpo", "method.loss_type": "simpo", "method.beta": 2.0, "method.simpo_gamma": 1.0,
+    },
+    "swift-reward.sh": {
+        "method.type": "reward", "method.center_rewards_coefficient": 0.02, "adapter.rank": 16,
+        "train.learning_rate": 1e-4, "train.global_batch_size": 16,
+    },
+    "swift-grpo.sh": {
+        "method.type": "grpo", "method.num_generations": 8, "method.max_completion_length": 2048, "method.beta": 0.0,
+        "method.loss_type": "dapo", "method.epsilon_high": 0.28, "method.mask_truncated_completions": True,
+        "method.generation.temperature": 1.0, "method.generation.use_vllm": True, "train.global_batch_size": 32,
+        "data.max_length": 3072,
+    },
+    "swift-doubtful.sh": {"adapter.type": "lora", "train.warmup_steps": 5, "train.learning_rate": 1e-6},
+}  # fmt: skip
+
+
+def save(path: Path, *rows: dict[str, Any]) -> None:
+    texts = [json.dumps(row) for row in rows]
+    lines = [text.replace("Who?", f"Who {n}?").replace("Add", f"{n}: add") for text in texts for n in range(400)]
+    path.write_text("\n".join(lines))
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch):
+    """A folder with the rows, the functions and the model that the configurations name, and no network."""
+    (tmp_path / "data").mkdir()
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    save(tmp_path / "data/alpaca.jsonl", {"instruction": "Add 1 and 2.", "input": "", "output": "3"})
+    save(tmp_path / "data/held.jsonl", {"instruction": "Add 2 and 2.", "input": "", "output": "4"})
+    save(tmp_path / "data/ask.jsonl", {"ask": "Add 1 and 2.", "say": "3"})
+    save(tmp_path / "data/messages.jsonl", {"messages": chat})
+    save(tmp_path / "data/messages2.jsonl", {"messages": chat})
+    turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
+    save(tmp_path / "data/sharegpt.jsonl", {"conversations": turns})
+    save(tmp_path / "data/text.jsonl", {"body": "Once upon a time."})
+    save(tmp_path / "data/text2.jsonl", {"text": "Once upon a time."})
+    (tmp_path / "data/plain.txt").write_text("Once upon a time.\n\n\n" * 32)
+    save(tmp_path / "data/questions.jsonl", {"question": "Who?", "reply": "I."})
+    save(tmp_path / "data/questions2.jsonl", {"prompt": "Who?", "completion": "I."})
+    save(tmp_path / "data/pairs.jsonl", {"question": "Who?", "chosen": "I.", "rejected": "No."})
+    save(tmp_path / "data/pairs3.jsonl", {"prompt": "Who?", "chosen": "I.", "rejected": "No."})
+    save(tmp_path / "data/better.jsonl", {"instruction": "Who?", "chosen": "I.", "rejected": "No."})
+    other = [chat[0], {"role": "assistant", "content": "No."}]
+    save(tmp_path / "data/chosen.jsonl", {"chosen": chat, "rejected": other})
+    good, bad = ({"prompt": "Who?", "completion": text, "label": text == "I."} for text in ("I.", "No."))
+    save(tmp_path / "data/ratings.jsonl", good, bad)
+    rated = ({"instruction": "Who?", "output": text, "kto_tag": text == "I."} for text in ("I.", "No."))
+    save(tmp_path / "data/rated.jsonl", *rated)
+    save(tmp_path / "data/prompts.jsonl", {"prompt": "1 + 1?", "answer": "2", "solution": "2"})
+    info = {
+        "chats": {"file_name": "messages.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"},
+                  "tags": {"role_tag": "role", "content_tag": "content"}},
+        "alpacas": {"file_name": "alpaca.jsonl"},
+        "held": {"file_name": "held.jsonl"},
+        "columns": {"file_name": "ask.jsonl", "columns": {"prompt": "ask", "response": "say"}},
+        "better": {"file_name": "better.jsonl", "ranking": True,
+                   "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}},
+        "rated": {"file_name": "rated.jsonl", "columns": {"kto_tag": "kto_tag"}},
+        "stories": {"file_name": "text2.jsonl", "columns": {"prompt": "text"}},
+    }  # fmt: skip
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "my_rewards.py").write_text(
+        "def right(completions, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    (tmp_path / "models/qwen").mkdir(parents=True)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "models/qwen/config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+RATES = {
+    "sft": (2e-5, 2e-4), "dpo": (5e-7, 5e-6), "kto": (5e-7, 5e-6), "orpo": (5e-6, 5e-5), "cpo": (1e-6, 1e-5),
+    "reward": (1e-5, 1e-4), "grpo": (1e-6, 1e-5), "rloo": (1e-6, 1e-5), "distillation": (1e-6, 1e-5),
+}  # fmt: skip
+"""What a recipe that gives no learning rate trains with: all weights, and adapters."""
+
+
+def value_of(made: Migration, key: str) -> Any:
+    at: Any = made.recipe.model_dump()
+    for part in key.split("."):
+        at = at[part]
+    if key == "train.learning_rate" and at is None:
+        full, lora = RATES[made.recipe.method.type]
+        return full if made.recipe.adapter.type == "full" else lora
+    return at
+
+
+def line_of(made: Migration, key: str) -> Any:
+    (line,) = [line for line in made.lines if line.key == key]
+    return line
+
+
+def test_there_are_sixty_configurations_and_each_has_its_expected_values() -> None:
+    assert len(NAMES) >= 60
+    assert sorted(EXPECTED) == NAMES
+    for tool in TOOLS:
+        assert sum(name.startswith(tool) for name in NAMES) >= 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_becomes_the_recipe_that_it_means(name) -> None:
+    made = migrate(CONFIGS / name)
+    assert made.tool == TOOLS[name.partition("-")[0]]
+    found = {key: value_of(made, key) for key in EXPECTED[name]}
+    expected = {
+        key: [value] if key == "method.loss_type" and isinstance(found[key], list) and isinstance(value, str) else value
+        for key, value in EXPECTED[name].items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recipe_loads_as_it_was_made_and_has_a_plan(name) -> None:
+    made = migrate(CONFIGS / name)
+    Path("made.yaml").write_text(made.text)
+    loaded = load_recipe("made.yaml")
+    named = loaded.output.name if made.recipe.output.name is None else made.recipe.output.name
+    assert loaded == made.recipe.model_copy(update={"output": made.recipe.output.model_copy(update={"name": named})})
+    try:
+        tunekit.plan("made.yaml", on="8xh100")
+    except PlanError:
+        assert tunekit.plan("made.yaml", on="h100").recipe.model == loaded.model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_the_file_is_accounted_for_once(name) -> None:
+    made = migrate(CONFIGS / name)
+    keys = [line.key for line in made.lines]
+    assert len(keys) == len(set(keys))
+    assert all(line.words for line in made.lines)
+    text = (CONFIGS / name).read_text().splitlines()
+    for line in made.lines:
+        last = line.key.rpartition(".")[2].partition("[")[0]
+        assert last.replace("_", "") in text[line.line - 1].replace("_", "").replace("-", ""), line
+    kinds = [made.of_kind(kind) for kind in ("carried", "decided", "different", "unsupported", "silent")]
+    assert sum(map(len, kinds)) == len(made.lines)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recipe_says_no_default(name) -> None:
+    made = migrate(CONFIGS / name)
+    stated = [line.split("#")[0].strip() for line in made.text.splitlines()]
+    defaults = (
+        "lr_scheduler_type: cosine",
+        "loss_on: assistant",
+        "packing: false",
+        "max_grad_norm: 1.0",
+        "strategy: auto",
+    )
+    assert not set(stated) & set(defaults)
+    assert "num_epochs: 1.0" not in stated
+
+
+UNSUPPORTED = {
+    "axolotl-doubtful.yaml": {
+        "load_in_8bit": "a base in 8 bits is not there",
+        "lora_dropuot": "unknown: not a key of Axolotl; did you mean 'lora_dropout'?",
+        "tokens": "tokens are not added to a vocabulary",
+        "optimizer": "train.optim must be one of",
+        "early_stopping_patience": "a run is not ended early",
+        "wandb_project": "no key of a recipe: set WANDB_PROJECT=trials",
+    },
+    "llamafactory-doubtful.yaml": {
+        "lora_ranks": "did you mean 'lora_rank'?",
+        "max_samples": "all rows of a file are taken",
+        "use_galore": "GaLore is not there",
+    },
+    "trl-doubtful.yaml": {
+        "load_in_4bit": "weights of 4 bits are trained with an adapter only",
+        "max_lenght": "did you mean 'max_length'?",
+        "group_by_length": "rows are not grouped by length",
+        "push_to_hub": "tunekit does not upload while it trains",
+    },
+    "torchtune-doubtful.yaml": {
+        "dataset.new_system_prompt": "a system message stands in the rows",
+        "gradient_acumulation_steps": "did you mean 'gradient_accumulation_steps'?",
+        "quantizer._component_": "training for quantisation is not there",
+        "quantizer.groupsize": "training for quantisation is not there",
+        "lr_scheduler._component_": "get_exponential_schedule: train.lr_scheduler_type names those that are there",
+        "metric_logger.project": "no key of a recipe: set WANDB_PROJECT=trial",
+    },
+    "swift-doubtful.sh": {
+        "train_type": "longlora is not there",
+        "dataset": "all rows: data/messages.jsonl#500 takes some of a file",
+        "system": "a system message stands in the rows",
+        "learning_rat": "did you mean 'learning_rate'?",
+        "freeze_vit": "tunekit trains on text",
+        "report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio",
+    },
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_what_cannot_be_had_is_named_with_its_line(name) -> None:
+    made = migrate(CONFIGS / name)
+    found = {line.key.partition("[")[0]: line.words for line in made.of_kind("unsupported")}
+    assert found.keys() == UNSUPPORTED[name].keys()
+    for key, words in UNSUPPORTED[name].items():
+        assert words in found[key]
+
+
+SUSPICIOUS = {
+    "axolotl-doubtful.yaml": [
+        "learning rate 1e-06 is low for LoRA", "20 epochs", "train_on_inputs", "sample_packing without flash",
+        "conversation: is deprecated", "warmup_steps 10 and warmup_ratio 0.1 are both given",
+        "bf16 and fp16 are both on", "not in lora_modules_to_save", "how many devices it ran on",
+    ],
+    "axolotl-mixed-sources.yaml": ["rows are shuffled twice"],
+    "llamafactory-doubtful.yaml": [
+        "learning rate 1e-06 is low for LoRA", "packing without neat_packing", "train_on_prompt",
+        "template llama3 is for another family than the model", "bf16 and fp16 are both on",
+    ],
+    "llamafactory-defaults.yaml": ["template default is not the model's own"],
+    "trl-doubtful.yaml": ["lora settings without use_peft", "load_in_4bit without use_peft", "packing without flash"],
+    "torchtune-doubtful.yaml": ["max_seq_len is null", "train_on_input is on", "learning rate 1e-06 is low for LoRA"],
+    "swift-doubtful.sh": [
+        "learning rate 1e-06 is low for LoRA", "packing without flash", "names are those of ModelScope's hub",
+        "warmup_steps 5 and warmup_ratio 0.1 are both given",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(SUSPICIOUS))
+def test_what_looks_wrong_in_the_original_is_said(name) -> None:
+    words = [one.words for one in migrate(CONFIGS / name).suspicious]
+    for expected in SUSPICIOUS[name]:
+        assert any(expected in said for said in words), (expected, words)
+
+
+def test_a_plain_configuration_is_carried_over_whole() -> None:
+    made = migrate(CONFIGS / "axolotl-alpaca-lora.yaml")
+    assert made.is_whole
+    assert line_of(made, "lora_r").words == "adapter.rank: 32"
+    assert line_of(made, "lora_r").line == 18
+    assert line_of(made, "gradient_accumulation_steps").words == (
+        "the plan splits train.global_batch_size 8 into micro-batches that fit"
+    )
+    assert line_of(made, "gradient_checkpointing").kind == "decided"
+    assert line_of(made, "wandb_project").kind == "silent"
+    assert made.text == (
+        "# from Axolotl: axolotl-alpaca-lora.yaml\n"
+        "model: Qwen/Qwen2.5-7B-Instruct\n"
+        "data:\n"
+        "  train: data/alpaca.jsonl\n"
+        "  format: alpaca\n"
+        "  max_length: 2048\n"
+        "  packing: true\n"
+        "  eval_size: 0.1\n"
+        "adapter:\n"
+        "  type: lora\n"
+        "  rank: 32\n"
+        "  alpha: 64.0\n"
+        "  dropout: 0.05\n"
+        "train:\n"
+        "  num_epochs: 3.0\n"
+        "  global_batch_size: 8  # was micro_batch_size 2 x gradient_accumulation_steps 4, for one device\n"
+        "  warmup_steps: 20.0\n"
+        "  optim: adamw_torch\n"
+        "  weight_decay: 0.01\n"
+        "  logging_steps: 5\n"
+    )
+
+
+def test_devices_multiply_the_batch_of_a_step() -> None:
+    made = migrate(CONFIGS / "axolotl-alpaca-lora.yaml", num_devices=8)
+    assert made.recipe.train.global_batch_size == 64
+    assert "# was micro_batch_size 2 x gradient_accumulation_steps 4 x 8 devices" in made.text
+    assert not any("how many devices" in one.words for one in made.suspicious)
+
+
+def test_what_a_tool_does_by_itself_is_said_in_the_recipe_and_the_report() -> None:
+    made = migrate(CONFIGS / "llamafactory-defaults.yaml")
+    assumed = {one.key: one.value for one in made.assumed}
+    assert assumed["train.learning_rate"] == 5e-5
+    assert assumed["train.lr_scheduler_type"] == "linear"
+    assert "lr_scheduler_type: linear" in made.text
+
+
+def test_several_sources_keep_their_shapes_and_weights() -> None:
+    mixed = migrate(CONFIGS / "axolotl-mixed-sources.yaml").recipe.data
+    assert [(one.path, one.format, one.columns) for one in mixed.sources] == [
+        ("data/alpaca.jsonl", "alpaca", {}),
+        ("data/questions.jsonl", "prompt_completion", {"prompt": "question", "completion": "reply"}),
+    ]
+    assert [one.path for one in mixed.eval_sources] == ["data/held.jsonl"]
+    weighted = migrate(CONFIGS / "llamafactory-mixed.yaml").recipe.data
+    assert [(one.path, one.weight) for one in weighted.sources] == [
+        ("data/messages.jsonl", 0.75),
+        ("data/alpaca.jsonl", 0.25),
+    ]
+
+
+def test_rewards_become_those_of_tunekit_and_functions_of_the_users_own() -> None:
+    method = migrate(CONFIGS / "trl-grpo.yaml").recipe.method
+    assert [(one.type, one.weight) for one in method.rewards] == [("function", 1.0), ("regex", 0.5)]
+    assert method.rewards[0].path == "my_rewards:right"
+    method = migrate(CONFIGS / "swift-grpo.sh").recipe.method
+    assert [(one.type, one.weight) for one in method.rewards] == [("math", 1.0), ("regex", 0.5)]
+
+
+def test_a_hub_data_set_keeps_its_configuration_and_its_slice(tmp_path) -> None:
+    script = "swift sft --model Qwen/Qwen3-4B --dataset someone/rows:en#200 --max_length 512 --use_hf true\n"
+    (tmp_path / "run.sh").write_text(script)
+    (source,) = migrate(tmp_path / "run.sh").recipe.data.sources
+    assert (source.path, source.name, source.split) == ("someone/rows", "en", "train[:200]")
+
+
+def test_a_script_is_read_with_its_variables_its_defaults_and_its_quotients(tmp_path) -> None:
+    script = (
+        "devices=2\n"
+        "export MODEL=Qwen/Qwen3-4B\n"
+        "# swift sft --model other\n"
+        "NPROC_PER_NODE=$devices \\\n"
+        "swift sft \\\n"
+        "  --model ${MODEL} \\\n"
+        "  # its rows\n"
+        "  --dataset ${ROWS:-data/messages.jsonl} \\\n"
+        "  --gradient_accumulation_steps $(expr 16 / $devices) \\\n"
+        "  --max_length 512 > log.txt 2>&1\n"
+    )
+    (tmp_path / "run.sh").write_text(script)
+    made = migrate(tmp_path / "run.sh")
+    assert (made.recipe.model.path, made.recipe.data.sources[0].path) == ("Qwen/Qwen3-4B", "data/messages.jsonl")
+    assert made.recipe.train.global_batch_size == 16
+    assert line_of(made, "max_length").value == 512
+    assert line_of(made, "max_length").line == 10
+
+
+def test_the_command_line_of_the_other_tool_goes_before_the_file() -> None:
+    made = migrate(CONFIGS / "trl-sft-full.yaml", arguments=["trl", "orpo", "--beta", "0.4", "--seed", "9"])
+    assert made.recipe.method.type == "orpo"
+    assert made.recipe.method.beta == 0.4
+    assert made.recipe.train.seed == 9
+
+
+def test_a_function_that_is_not_there_is_named_and_left_out(tmp_path) -> None:
+    (tmp_path / "my_rewards.py").unlink()
+    made = migrate(CONFIGS / "axolotl-grpo.yaml")
+    assert "no such reward here: my_rewards.right" in line_of(made, "trl.reward_funcs").words
+    assert any("grpo has no rewards yet" in one.words for one in made.suspicious)
+
+
+BROKEN = {
+    "empty.yaml": ("", r"empty\.yaml: is empty; name a configuration of Axolotl"),
+    "list.yaml": ("- a\n- b\n", r"list\.yaml: holds a list, not keys with values"),
+    "word.yaml": ("hello\n", r"word\.yaml: holds one value, not keys with values"),
+    "syntax.yaml": ("base_model: [a\n", r"syntax\.yaml:1:13: a '\[' is opened here and not closed"),
+    "syntax.json": ('{"model": ', r"syntax\.json:1"),
+    "twice.yaml": ("base_model: a\nbase_model: b\n", r"twice\.yaml:2:1: base_model: given twice, first at line 1"),
+    "config.py": ("model = 'a'\n", r"config\.py: is a Python program, not a configuration"),
+    "other.yaml": (
+        "services:\n  web: 1\nvolumes: 2\n",
+        r"is a configuration of no known tool: it has services, volumes",
+    ),
+    "run.sh": ("python train.py --lr 1\n", r"run\.sh: no command of a known tool is in it"),
+    "quote.sh": ("swift sft --model 'a\n", r"quote\.sh:1: no closing quotation"),
+    "words.sh": ("swift sft model\n", r"words\.sh:1: 'model' belongs to no --key"),
+    "no-rows.yaml": (
+        "model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n",
+        r"no-rows\.yaml: names no rows to train on; a recipe needs it",
+    ),
+    "no-model.yaml": (
+        "sequence_len: 8\nmicro_batch_size: 1\ndatasets: [{path: a}]\n",
+        r"no-model\.yaml: names no model",
+    ),
+    "ppo.yaml": (
+        "model_name_or_path: a\nstage: ppo\nfinetuning_type: lora\ndataset: b\n",
+        r"ppo\.yaml:2: stage: ppo is no method of tunekit's; there are sft, dpo",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BROKEN))
+def test_what_is_no_configuration_is_refused_in_one_line(name) -> None:
+    text, message = BROKEN[name]
+    Path(name).write_text(text)
+    with pytest.raises(RecipeError, match=message) as raised:
+        migrate(name)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(tmp_path) -> None:
+    with pytest.raises(RecipeError, match=r"gone\.yaml: file not found"):
+        migrate("gone.yaml")
+    with pytest.raises(RecipeError, match="data: is a folder, not a configuration"):
+        migrate("data")
+    Path("binary.yaml").write_bytes(b"\0\1")
+    with pytest.raises(RecipeError, match=r"binary\.yaml: is a binary file"):
+        migrate("binary.yaml")
+    Path("latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(RecipeError, match=r"latin\.yaml:1: is not UTF-8 text"):
+        migrate("latin.yaml")
+
+
+def test_a_configuration_that_could_be_of_two_tools_asks_whose_it_is() -> None:
+    Path("both.yaml").write_text(
+        "model_name_or_path: pico\nlora_rank: 8\nlora_target: all\nlora_r: 4\nuse_peft: true\n"
+    )
+    with pytest.raises(RecipeError, match="has keys of LLaMA-Factory and of TRL; --from says whose it is"):
+        migrate("both.yaml")
+    with pytest.raises(RecipeError, match="--from axlotl: no such tool; there are axolotl, llama-factory"):
+        migrate("both.yaml", tool="axlotl")
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return run_command("migrate", *arguments)
+
+
+def test_the_command_prints_the_report_and_writes_a_recipe_that_is_not_there_yet() -> None:
+    config = str(CONFIGS / "axolotl-doubtful.yaml")
+    answer = run(config, "-o", "mine.yaml", "--num-devices", "2")
+    assert answer.returncode == 0, answer.stderr
+    titles = ("carried over", "decided by tunekit", "cannot be had", "suspicious in the original", "ask for nothing")
+    order = [answer.stdout.index(title, answer.stdout.index("# from Axolotl")) for title in titles]
+    assert order == sorted(order)
+    assert "did you mean 'lora_dropout'?" in answer.stdout
+    assert load_recipe("mine.yaml").train.global_batch_size == 4
+    again = run(config, "-o", "mine.yaml")
+    assert (again.returncode, again.stderr) == (2, "'mine.yaml' is there already; name a new file, or remove it\n")
+
+
+def test_the_command_prints_json_and_one_line_of_an_error() -> None:
+    answer = run(str(CONFIGS / "trl-sft-full.yaml"), "--json", "--", "trl", "orpo", "--beta", "0.4")
+    report = json.loads(answer.stdout)
+    assert report["tool"] == "trl"
+    assert {"kind": "carried", "key": "beta", "value": 0.4, "line": 0, "words": "method.beta: 0.4"} in report["keys"]
+    refused = run("nothing.yaml")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+
+
+def test_migrating_imports_no_torch() -> None:
+    code = f"import sys, tunekit; tunekit.migrate({str(CONFIGS / 'trl-grpo.yaml')!r}); "
+    code += "assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+TRACKED = [
+    ("axolotl-alpaca-lora.yaml", "wandb_project:", "use_mlflow: true\nwandb_project: trials\nwandb_watch: gradients",
+     ["mlflow", "wandb"], {"wandb_project": "set WANDB_PROJECT=trials", "wandb_watch": "weights and gradients do not"}),
+    ("llamafactory-lora-sft.yaml", "report_to: none", "report_to: [tensorboard, swanlab]",
+     ["tensorboard"], {"report_to": "swanlab: output.report_to takes tensorboard, wandb, mlflow and trackio"}),
+    ("trl-sft-full.yaml", "report_to: none", "report_to: trackio\nproject: trials", ["trackio"],
+     {"project": "set TRACKIO_PROJECT=trials"}),
+    ("torchtune-lora-single.yaml", "DiskLogger", "TensorBoardLogger", ["tensorboard"], {}),
+    ("swift-doubtful.sh", "report_to swanlab", "report_to wandb tensorboard", ["tensorboard", "wandb"], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "before", "now", "expected", "named"), TRACKED)
+def test_trackers_are_carried_over_and_what_a_recipe_has_no_key_for_is_named(
+    tmp_path, name, before, now, expected, named
+) -> None:
+    text = (CONFIGS / name).read_text()
+    assert before in text
+    (tmp_path / name).write_text(text.replace(before, now))
+    made = migrate(tmp_path / name)
+    assert sorted(made.recipe.output.report_to) == expected
+    for key, words in named.items():
+        (line,) = [line for line in made.of_kind("unsupported") if line.key.partition("[")[0] == key]
+        assert words in line.words

@@ -1,0 +1,146 @@
+"""Run folders that are damaged, or that came from somebody else: each is told of, and keeps nobody from the others."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tunekit
+from tests.training.folders import made_run
+from tests.tiny import save_chats, save_tiny_model
+from tunekit import TunekitError
+from tunekit.api import verbs
+from tunekit.cli.app import app
+from tunekit.errors import RunError
+from tunekit.runs.events import read_events
+from tunekit.runs.reader import EventReader, last_events
+from tunekit.runs.run import Run
+
+DEEP = "[" * 200_000
+LOG = '{"event": "log", "time": 1, "step": 1, "loss": 2.5}\n'
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def words(text):
+    return lambda path: path.write_text(text)
+
+
+DAMAGE = {
+    "deep": words(DEEP),
+    "a folder": folder,
+    "a FIFO": os.mkfifo,
+    "a list": words("[1,2,3]\n"),
+    "an empty object": words("{}\n"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\0"),
+    "too large": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**27),
+}
+FILES = ("status.json", "plan.yaml", "recipe.yaml", "events.jsonl", "tags.json", "job.json", "ranks/rank-0.json")
+COMMANDS = (["runs"], ["runs", "show", "bad"], ["report", "bad"], ["compare", "bad", "good"])
+PLAIN = (TunekitError, SystemExit, type(None))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two runs in a `runs` folder, each with all of the small files."""
+    root = tmp_path_factory.mktemp("damaged")
+    for name in ("good", "bad"):
+        run = made_run(root / "runs" / name)
+        (run.path / "events.jsonl").write_text(LOG)
+        (run.path / "ranks").mkdir()
+    return root
+
+
+@pytest.fixture
+def damage(whole, tmp_path, monkeypatch):
+    """Puts something in the place of a file of the run `bad`."""
+    shutil.copytree(whole / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+
+    def put(file, what):
+        path = tmp_path / "runs" / "bad" / file
+        path.unlink(missing_ok=True)
+        DAMAGE[what](path)
+
+    return put
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_folder_is_told_of_in_a_line_and_the_others_are_listed(file, what, damage):
+    damage(file, what)
+    told = {tuple(command): CliRunner().invoke(app, command) for command in COMMANDS}
+    assert [type(one.exception) for one in told.values() if not isinstance(one.exception, PLAIN)] == []
+    listed = told["runs",].output.splitlines()
+    assert next(line for line in listed if line.startswith("good")).split()[1] == "finished"
+    is_no_run = file == "status.json" and what in ("a folder", "a FIFO")
+    assert any("bad" in line for line in listed) != is_no_run
+
+
+@pytest.mark.parametrize("what", ["deep", "a list", "an empty object", "no text"])
+def test_a_status_that_is_none_is_told_by_its_file(what, damage):
+    damage("status.json", what)
+    with pytest.raises(RunError, match=r"runs/bad/status\.json is damaged: .*; put it back from a copy$"):
+        Run("runs/bad").status()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (DEEP, "nested too deep"),
+        ("[1, 2, 3]", "it is no event"),
+        ('{"event": "log", "time": 1}', "it is no event"),
+        ('{"event": "sample", "time": 1, "prompt": 7, "when": "x", "answer": ""}', "it is no event"),
+    ],
+)
+def test_a_line_that_is_no_event_is_told_by_its_number_and_passed_over_by_a_reader(line, why, tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{LOG}{line}\n{LOG}")
+    with pytest.raises(RunError, match=rf"events\.jsonl:2: the line is damaged: {why}"):
+        read_events(path)
+    reader = EventReader(path)
+    reader.read()
+    assert (reader.num_events, reader.num_broken) == (2, 1)
+    assert last_events(path) in ([json.loads(LOG)] * 2, [json.loads(LOG)])
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), 2**26)
+        file.seek(0, os.SEEK_END)
+        file.write(f"\n{LOG}".encode())
+    reader = EventReader(path)
+    reader.read()
+    assert (reader.num_events, reader.num_broken) == (1, 1)
+
+
+@pytest.mark.parametrize("what", ["deep", "a list"])
+def test_a_plan_that_is_none_is_told_by_its_file(what, damage):
+    damage("plan.yaml", what)
+    with pytest.raises(RunError, match=r"bad/plan\.yaml is damaged: (nested too deep|a plan is a mapping); put it"):
+        _ = Run("runs/bad").plan
+
+
+def test_a_folder_that_is_deleted_while_the_run_goes_on_is_told_in_a_line(tmp_path):
+    save_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    save_chats(tmp_path / "rows.jsonl", ((f"double {n}", f"{2 * n}") for n in range(8)))
+    recipe = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 32},
+        "train": {"max_steps": 3, "global_batch_size": 2},
+        "output": {"sample_prompts": [], "dir": str(tmp_path / "run")},
+    }
+
+    def delete(event: tunekit.Event) -> None:
+        if event["event"] == "log":
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    with pytest.raises(RunError, match="run is gone: it was deleted or moved while the run went on; train it again"):
+        verbs.train(recipe, on_event=delete)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,155 @@
+"""Each engine computes what one process does, and what it saves is what it trained."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+import tunekit
+from tests.tiny import save_chats, save_tiny_model
+from tests.training.engines import made, work_in, worked
+from tunekit.errors import PlanError
+from tunekit.runs.run import Run
+
+HEAD_TOO = {"type": "lora", "modules_to_save": ["lm_head"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, one whose head is tied to its embedding, and rows of unequal lengths."""
+    folder = tmp_path_factory.mktemp("engines")
+    save_tiny_model(folder / "model")
+    save_tiny_model(folder / "tied")
+    tie(folder / "tied")
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is" + "!" * (n % 5)) for n in range(24)))
+    return folder
+
+
+def tie(folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def recipe_for(folder, adapter="full", model="model", prompts=(), train=None, **parallel):
+    return {
+        "model": model if isinstance(model, dict) else str(folder / model),
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
+        "adapter": adapter,
+        "train": {"max_steps": 6, "global_batch_size": 8, "learning_rate": 1e-3, **(train or {})},
+        "parallel": parallel,
+        "output": {"sample_prompts": list(prompts), "dir": str(folder / "runs" / os.urandom(4).hex())},
+    }
+
+
+def losses(run):
+    return [event["loss"] for event in run.events() if event["event"] == "log"]
+
+
+def saved(run):
+    (file,) = run.model_path.glob("*.safetensors")
+    return load_file(file)
+
+
+def parts(trainer):
+    """What this process holds of each weight; and the model is saved in the trainer's own way besides."""
+    trainer.save_model(str(Path(trainer.args.output_dir).parent / "by_trainer"))
+    return {name: tensor.to_local().numpy() for name, tensor in trainer.model.state_dict().items()}
+
+
+CASES = [
+    (
+        "full",
+        "tied",
+        2,
+        {"reshard_after_forward": False},
+        {"micro_batch_size": 2, "gradient_checkpointing": True},
+        True,
+    ),
+    (HEAD_TOO, "model", 2, {"reshard_after_forward": True}, {"micro_batch_size": 1}, False),
+    ("lora", "model", 4, {"dp_shard_size": 2}, {"gradient_checkpointing": True}, False),
+    ("full", "model", 2, {"tp_size": 2}, {"micro_batch_size": 4}, False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("adapter", "model", "num", "parallel", "train", "synced"),
+    CASES,
+    ids=["full, kept", "lora and head", "lora, hybrid", "tensor parallel"],
+)
+def test_divided_weights_are_trained_and_saved_as_those_of_one_process(
+    adapter, model, num, parallel, train, synced, folder
+):
+    alone = made(recipe_for(folder, adapter, model, ["hi"]))
+    worked(alone)
+    recipe = recipe_for(folder, adapter, model, ["hi"], train, strategy="fsdp2", num_processes=num, **parallel)
+    divided = made(recipe, {"sync_each_batch": synced})
+    work_in(divided, num)
+    one, many = Run(alone), Run(divided)
+    torch.testing.assert_close(losses(many), losses(one), rtol=0, atol=1e-5)
+    assert saved(many).keys() == saved(one).keys()
+    torch.testing.assert_close(saved(many), saved(one), rtol=0, atol=1e-5)
+    answers = [[event["answer"] for event in run.events() if event["event"] == "sample"] for run in (one, many)]
+    assert answers[0] == answers[1]
+    (engine,) = [event for event in many.events() if event["event"] == "engine"]
+    assert engine["engine"] == "fsdp2"
+    assert engine["sync_each_batch"] == synced
+    assert engine["local_share"] == pytest.approx(1 / 2, abs=0.01)
+
+
+@pytest.mark.slow
+def test_fsdp2_saves_the_parts_of_all_put_together(folder):
+    """What each process held at the end is laid side by side here, and a checkpoint has all that goes on."""
+    run = Run(made(recipe_for(folder, train={"max_steps": 4, "save_steps": 2}, strategy="fsdp2", num_processes=2)))
+    first, second = work_in(run.path, 2, parts)
+    whole = {name: torch.from_numpy(np.concatenate([part, second[name]])) for name, part in first.items()}
+    torch.testing.assert_close(saved(run), whole, rtol=0, atol=0)
+    # With sharded states the trainer's own way of saving writes nothing, and says nothing.
+    assert not (run.path / "by_trainer").exists()
+    reloaded = AutoModelForCausalLM.from_pretrained(run.model_path)
+    torch.testing.assert_close(dict(reloaded.state_dict()), whole, rtol=0, atol=0)
+    checkpoint = run.path / "checkpoints" / "checkpoint-2"
+    names = {file.name for file in checkpoint.iterdir()}
+    assert {"scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= names
+    stored = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in stored} == whole.keys()
+    stored = FileSystemReader(checkpoint / "optimizer_0").read_metadata().state_dict_metadata
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        assert {name for name in whole if f"optimizer.state.{name}.{state}" in stored} == whole.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "raw", "refused", "parallel"),
+    [
+        (
+            {"offload_param_device": "cpu", "offload_optimizer_device": "cpu"},
+            "Cannot access accelerator device when none is available",
+            "takes an accelerator",
+            {"offload_param_device": "cpu"},
+        ),
+        (
+            {"dp_shard_size": 1, "cp_size": 2},
+            "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered",
+            "no rule to divide attention on a CPU",
+            {"cp_size": 2},
+        ),
+    ],
+    ids=["offload", "context parallel"],
+)
+def test_what_fsdp2_cannot_do_on_a_cpu_is_refused_and_fails_as_said(layout, raw, refused, parallel, folder):
+    """The plan refuses it. Started nevertheless, it gets past Accelerate's own checks and fails as the plan says."""
+    asked = recipe_for(folder, train={"global_batch_size": 8}, strategy="fsdp2", num_processes=2, **parallel)
+    with pytest.raises(PlanError, match=refused):
+        tunekit.plan(asked)
+    run = made(recipe_for(folder, strategy="fsdp2", num_processes=2), layout)
+    with pytest.raises(AssertionError, match=raw):
+        work_in(run, 2)

@@ -1,0 +1,506 @@
+"""A run that is gone on with: longer, edited, from an earlier checkpoint, from its weights, in other processes."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import get_cosine_schedule_with_warmup
+
+from tests.tiny import save_chats, save_tiny_model
+from tests.training.engines import work_in, worked
+from tests.waiting import LIMIT_SECONDS
+from tunekit.api import verbs
+from tunekit.api.resume import resumed
+from tunekit.display.console import run_report
+from tunekit.errors import RunError
+from tunekit.launching.delete import delete_run
+from tunekit.recipe.load import reload_recipe
+from tunekit.runs import fingerprints
+from tunekit.runs.available_actions import prospects
+from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.run import Run
+
+SHORT, LONG = 4, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("going_on")
+    save_tiny_model(folder / "model", hidden=32, layers=1)
+    save_chats(folder / "rows.jsonl", ((f"double {n}", f"{2 * n} it is" + "!" * (n % 5)) for n in range(20)))
+    return folder
+
+
+def recipe_for(folder, name, *, adapter="full", scheduler="constant", steps=SHORT, parallel=None, **train):
+    return {
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "rows.jsonl"), "max_length": 64},
+        "adapter": adapter,
+        "train": {
+            "max_steps": steps,
+            "global_batch_size": 6,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": scheduler,
+            "save_steps": 2,
+            **train,
+        },
+        "parallel": parallel or {},
+        "output": {"sample_prompts": [], "dir": str(folder / name)},
+    }
+
+
+@pytest.fixture(scope="module")
+def short(folder):
+    """A finished run with an adapter that draws random numbers."""
+    return verbs.train(recipe_for(folder, "short", adapter={"type": "lora", "dropout": 0.1}))
+
+
+@pytest.fixture(scope="module")
+def long(folder):
+    """The same of twice the length, that nothing cut off."""
+    return verbs.train(recipe_for(folder, "long", adapter={"type": "lora", "dropout": 0.1}, steps=LONG))
+
+
+@pytest.fixture(scope="module")
+def full(folder):
+    """A finished run of all weights."""
+    return verbs.train(recipe_for(folder, "full", scheduler="cosine"))
+
+
+def copied(run, to):
+    shutil.copytree(run.path, to)
+    return Run(to)
+
+
+def events(run, kind):
+    return [event for event in run.events() if event["event"] == kind]
+
+
+def losses(run):
+    return {event["step"]: event["loss"] for event in events(run, "log")}
+
+
+def saved(run):
+    (file,) = run.model_path.glob("*.safetensors")
+    return load_file(file)
+
+
+def said(run, *overrides, **how):
+    """What is said when a run is made ready to go on."""
+    told = []
+    resumed(run, overrides, on_event=told.append, **how)
+    return told[0]["notes"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_made_longer_equals_one_that_was_so_from_the_beginning(short, long, tmp_path):
+    run = copied(short, tmp_path / "run")
+    verbs.resume(run, [f"train.max_steps={LONG}"])
+    assert losses(run) == losses(long)
+    torch.testing.assert_close(saved(run), saved(long), rtol=0, atol=0)
+    assert run.recipe.train.max_steps == run.status()["num_steps"] == run.status()["step"] == LONG
+    (event,) = events(run, "resume")
+    assert (event["step"], event["changes"]) == (SHORT, [f"train.max_steps {SHORT} -> {LONG}"])
+    assert reload_recipe(run.path / "recipe-1.yaml") == short.recipe
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_a_run_and_none_deletes_it_meanwhile(short, tmp_path):
+    """Others come when it has seen that the run is over, and has not said yet that it goes on."""
+    run, told = copied(short, tmp_path / "run"), []
+
+    def come_between(event):
+        if event["event"] == "plan":
+            command = [sys.executable, "-m", "tunekit", "resume", str(run.path), f"train.max_steps={LONG}"]
+            told.append(subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL))
+            with pytest.raises(RunError, match="another process is about to go on with run, or deletes it"):
+                delete_run(run)
+
+    verbs.resume(run, [f"train.max_steps={LONG}"], on_event=come_between)
+    (other,) = told
+    assert other.returncode == 2 and "another process is about to go on with run" in " ".join(other.stderr.split())
+    assert run.state == "finished" and len(events(run, "resume")) == 1
+    assert [event["step"] for event in events(run, "log")] == list(range(1, LONG + 1))
+    # Nobody has it any more.
+    delete_run(run)
+    assert not run.path.exists()
+
+
+def test_epochs_can_be_added_instead_of_steps(short, long, tmp_path):
+    run = copied(short, tmp_path / "run")
+    notes = said(run, "train.num_epochs=2.5")
+    # An epoch of 20 rows has 4 steps of 6, the last one filled.
+    assert notes[0] == f"goes on from step {SHORT} of 10"
+    assert notes[1] == "takes effect: train.num_epochs (left out) -> 2.5"
+    assert not any("learning rate follows" in note for note in notes)
+
+
+def test_the_learning_rate_follows_the_new_length_from_there(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    notes = said(run, f"train.max_steps={LONG}")
+    assert "the learning rate follows the new length from here (cosine)" in notes
+    worked(run.path)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1e-3)
+    warmup = run.plan.schedule.warmup_steps
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=warmup, num_training_steps=LONG)
+    wanted = []
+    for _ in range(LONG):
+        wanted.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    found = [event["learning_rate"] for event in events(run, "log")][SHORT:]
+    assert found == pytest.approx(wanted[SHORT:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "is finished, after 4 steps"),
+        (["train.logging_steps=2"], "is finished, after 4 steps"),
+        (["train.max_steps=4", "train.logging_steps=2"], "is finished, after 4 steps"),
+        (["train.max_steps=3"], "has done 4 steps, and is asked for 3"),
+    ],
+)
+def test_what_is_reached_is_refused(overrides, words, short):
+    with pytest.raises(RunError, match=words) as refused:
+        verbs.resume(short.path, overrides)
+    assert "train.max_steps=8" in refused.value.hint
+    assert short.state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.learning_rate=0.5", "train.learning_rate 0.001 -> 0.5: the schedule of the checkpoint has its own"),
+        ("adapter.rank=4", "adapter.rank 16 -> 4: the tensors of the checkpoint are those of another adapter"),
+        ("model=pico", "model.path .* -> pico: the weights of the checkpoint are those of another model"),
+        ("data.max_length=32", "data.max_length 64 -> 32: the rows were prepared"),
+    ],
+)
+def test_what_a_checkpoint_does_not_fit_is_refused_and_nothing_is_changed(override, words, short):
+    before = {file: file.read_bytes() for file in short.path.glob("*.yaml")}
+    with pytest.raises(RunError, match=words) as refused:
+        verbs.resume(short.path, [override, "train.max_steps=8"])
+    assert f"model: {short.path}" in refused.value.hint
+    assert ("--weights-only" in refused.value.hint) == (override == "train.learning_rate=0.5")
+    assert {file: file.read_bytes() for file in short.path.glob("*.yaml")} == before
+
+
+def test_what_the_saved_state_overrides_is_what_is_refused(full, tmp_path):
+    """Whatever a plan and a recipe say of it, a trainer that goes on has the checkpoint's."""
+    run = copied(full, tmp_path / "run")
+    resumed(run, ["train.max_steps=6", "train.lr_scheduler_type=constant"])
+    for name, section, key in (("recipe.yaml", "train", "weight_decay"), ("plan.yaml", None, "learning_rate")):
+        values = yaml.safe_load((run.path / name).read_text())
+        (values if section is None else values[section])[key] = 0.5
+        (run.path / name).write_text(yaml.safe_dump(values))
+    seen = []
+    worked(run.path, lambda trainer: seen.extend(trainer.optimizer.param_groups))
+    assert {group["weight_decay"] for group in seen} == {0.0}
+    assert [event["learning_rate"] for event in events(run, "log")][SHORT:] == [1e-3, 1e-3]
+
+
+def test_edits_in_the_recipe_file_and_on_the_command_line_take_effect(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    shutil.copy(run.path / "recipe.yaml", newest_complete(run.path).path / "recipe.yaml")
+    values = yaml.safe_load((run.path / "recipe.yaml").read_text())
+    values["train"]["logging_steps"] = 2
+    (run.path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    notes = said(run, "train.max_steps=8", "train.save_steps=3")
+    assert {"takes effect: train.max_steps 4 -> 8, train.logging_steps 1 -> 2, train.save_steps 2 -> 3"} <= set(notes)
+    worked(run.path)
+    assert [event["step"] for event in events(run, "log")][SHORT:] == [6, 8]
+    assert [event["step"] for event in events(run, "checkpoint")][2:] == [6, 8]
+    assert reload_recipe(run.path / "recipe-1.yaml") == full.recipe
+
+
+def checkpoints(run):
+    return sorted(folder.name for folder in (run.path / "checkpoints").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", ["2", "checkpoint-2", "path"])
+def test_a_run_goes_back_to_a_checkpoint_and_the_later_ones_are_set_aside(name, full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    notes = said(run, from_=str(run.path / "checkpoints" / "checkpoint-2") if name == "path" else name)
+    assert notes[0] == "goes on from step 2 of 4"
+    assert notes[-1] == "set aside in checkpoints/aside-1: checkpoint-4"
+    assert (run.path / "checkpoints" / "aside-1" / "checkpoint-4" / "manifest.json").is_file()
+    if name == "path":
+        worked(run.path)
+        assert [event["step"] for event in events(run, "log")] == [1, 2, 3, 4, 3, 4]
+        torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+        notes = said(run, "train.max_steps=6", from_=str(run.path / "checkpoints" / "aside-1" / "checkpoint-4"))
+        assert notes[-1] == "set aside in checkpoints/aside-2: checkpoint-4"
+        assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_is_no_checkpoint_of_the_run_is_refused(full, short, tmp_path):
+    run = copied(full, tmp_path / "run")
+    (run.path / "checkpoints" / "checkpoint-9").symlink_to(short.path / "checkpoints" / "checkpoint-4")
+    for name in ("3", "../../model", "checkpoint-9", str(short.path / "checkpoints" / "checkpoint-4")):
+        with pytest.raises(RunError, match="run has no such checkpoint") as refused:
+            verbs.resume(run, from_=name)
+        assert "checkpoint-2, checkpoint-4" in refused.value.hint
+
+
+def without_optimizer(run, *steps):
+    for step in steps:
+        (run.path / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt").unlink()
+
+
+def test_a_checkpoint_without_its_states_offers_its_weights(full, folder, tmp_path):
+    run = copied(full, tmp_path / "run")
+    without_optimizer(run, 2, 4)
+    with pytest.raises(RunError, match=r"optimizer.pt is missing") as refused:
+        verbs.resume(run, from_="2")
+    assert "--from 2 --weights-only" in refused.value.hint
+    with pytest.raises(RunError, match="no complete checkpoint") as refused:
+        verbs.resume(run)
+    assert "--weights-only begins with those of checkpoint-4" in refused.value.hint
+    # Another run from these weights tells what is to come out.
+    other = recipe_for(folder, tmp_path / "other", scheduler="cosine", learning_rate=2e-3)
+    other = verbs.train(other | {"model": str(full.path / "checkpoints" / "checkpoint-2")})
+    (run.path / "errors").mkdir()
+    notes = said(run, "train.learning_rate=2e-3", from_="2", weights_only=True)
+    assert notes[0] == (
+        "begins anew with the weights of step 2, for 4 steps: optimizer, schedule, random numbers and the order of the "
+        "rows are fresh"
+    )
+    assert notes[1] == "takes effect: train.learning_rate 0.001 -> 0.002"
+    assert checkpoints(run) == []
+    worked(run.path)
+    assert losses(run) == losses(other)
+    torch.testing.assert_close(saved(run), saved(other), rtol=0, atol=0)
+    (event,) = events(run, "resume")
+    assert (event["step"], event["weights_only"]) == (0, True)
+    assert checkpoints(run) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_what_began_with_weights_and_ended_early_begins_with_them_again(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    said(run, from_="2", weights_only=True)
+    run.update_status(phase="failed", exit_reason="the power is gone")
+    notes = said(run)
+    assert notes[0].startswith("begins anew with the weights of step 2")
+    assert (run.path / "checkpoints" / "aside-1" / "checkpoint-2").is_dir()
+
+
+def changed(run):
+    return fingerprints.changes(run, run.recipe)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model/model.safetensors", "model: .*model.safetensors has changed"),
+        ("model/config.json", "model: .*config.json has changed"),
+        ("model/tokenizer.json", "tokenizer: .*tokenizer.json has changed"),
+        ("rows.jsonl", "data.train: .*rows.jsonl has changed"),
+        ("run/data/train.arrow", "rows: data/train.arrow has changed"),
+    ],
+)
+def test_what_a_run_is_made_of_may_not_change(file, words, folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    shutil.copy(folder / "rows.jsonl", tmp_path)
+    run = verbs.make_run(recipe_for(tmp_path, "run"))
+    assert changed(run) == []
+    # The cache has the same file by another name.
+    held = (tmp_path / file).read_bytes()
+    (tmp_path / file).unlink()
+    (tmp_path / file).write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    (found,) = changed(run)
+    assert re.search(words, found)
+
+
+def test_a_changed_model_is_refused_by_its_name(full, tmp_path, folder):
+    run = copied(full, tmp_path / "run")
+    kept = (run.path / fingerprints.FINGERPRINTS).read_text()
+    model = str(folder / "model" / "model.safetensors")
+    digest = fingerprints.digest_of(folder / "model" / "model.safetensors")
+    (run.path / fingerprints.FINGERPRINTS).write_text(kept.replace(digest, "0" * 64))
+    with pytest.raises(RunError, match=f"model: {model} has changed") as refused:
+        verbs.resume(run, ["train.max_steps=8"])
+    assert "put back what it was" in refused.value.hint
+
+
+def test_rows_that_were_prepared_do_without_their_source_and_patterns_notice_more_files(folder, tmp_path):
+    recipe = recipe_for(folder, tmp_path / "run")
+    shutil.copy(folder / "rows.jsonl", tmp_path / "rows-1.jsonl")
+    run = verbs.make_run(recipe | {"data": {"train": str(tmp_path / "rows-*.jsonl"), "max_length": 64}})
+    assert changed(run) == []
+    shutil.copy(folder / "rows.jsonl", tmp_path / "rows-2.jsonl")
+    (found,) = changed(run)
+    assert "names other files than it did" in found
+    for file in tmp_path.glob("rows-*"):
+        file.unlink()
+    assert changed(run) == []
+
+
+def test_of_a_large_file_a_sample_is_read(tmp_path):
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.truncate(fingerprints.WHOLE_BYTES + 10)
+    before = fingerprints.digest_of(file)
+    last = fingerprints.WHOLE_BYTES + 9
+    for place, is_seen in (
+        (0, True),
+        (fingerprints.HEAD_BYTES - 1, True),
+        (last, True),
+        (fingerprints.HEAD_BYTES, False),
+    ):
+        with file.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(b"x")
+        assert (fingerprints.digest_of(file) != before) == is_seen
+        with file.open("r+b") as stream:
+            stream.seek(place)
+            stream.write(b"\0")
+
+
+def work_on(run):
+    num = run.plan.layout.num_processes
+    if num == 1:
+        worked(run.path.resolve())
+    else:
+        work_in(run.path.resolve(), num)
+
+
+ALONE, DDP, FSDP2 = ("single", 1), ("ddp", 2), ("fsdp2", 2)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("adapter", "spread"),
+    [("lora", [ALONE, DDP, ALONE, FSDP2, ALONE]), ("full", [FSDP2, ALONE])],
+    ids=["lora", "full"],
+)
+def test_a_run_goes_on_in_other_processes_as_if_it_had_always_been_in_one(adapter, spread, folder, tmp_path):
+    calm = verbs.train(recipe_for(folder, tmp_path / "calm", adapter=adapter, steps=2 * len(spread)))
+    strategy, num = spread[0]
+    parallel = {"strategy": strategy, "num_processes": num}
+    run = verbs.make_run(recipe_for(folder, tmp_path / "run", adapter=adapter, steps=2, parallel=parallel))
+    work_on(run)
+    for part, (strategy, num) in enumerate(spread[1:], start=2):
+        notes = said(
+            run, f"parallel.strategy={strategy}", f"parallel.num_processes={num}", f"train.max_steps={2 * part}"
+        )
+        assert (run.plan.layout.strategy, run.plan.layout.num_processes) == (strategy, num)
+        assert any("random numbers" in note and "drawn afresh" in note for note in notes)
+        work_on(run)
+    wanted, found = losses(calm), losses(run)
+    assert list(found) == list(wanted)
+    torch.testing.assert_close(list(found.values()), list(wanted.values()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved(run), saved(calm), rtol=0, atol=1e-5)
+    assert [event["learning_rate"] for event in events(run, "log")] == [1e-3] * len(wanted)
+
+
+def test_what_deepspeed_divided_is_taken_back_as_it_was(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    with pytest.raises(RunError, match="DeepSpeed reads no checkpoint of single device") as refused:
+        verbs.resume(run, ["parallel.strategy=zero2", "parallel.num_processes=2", "train.max_steps=8"])
+    assert "parallel.strategy=single parallel.num_processes=1" in refused.value.hint
+
+
+def ended_early(run):
+    """Have a finished run look like one that ended behind its first checkpoint."""
+    shutil.rmtree(run.path / "checkpoints" / "checkpoint-4")
+    run.update_status(phase="interrupted", exit_reason="by the user", step=3)
+    return run
+
+
+@pytest.fixture
+def named_recipe(folder, tmp_path, monkeypatch):
+    """A recipe file without a folder for its runs, and a run of it that has ended early."""
+    monkeypatch.chdir(tmp_path)
+    values = recipe_for(folder, "none", scheduler="cosine")
+    del values["output"]["dir"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(values))
+    return ended_early(verbs.train("mine.yaml"))
+
+
+def test_the_same_command_goes_on_with_a_run_where_it_is_asked_to(named_recipe, full):
+    run = named_recipe
+    assert verbs.unfinished("mine.yaml").path == run.path
+    assert verbs.unfinished("mine.yaml", ["train.logging_steps=3"]) is None
+    told = []
+    other = verbs.train("mine.yaml", ["train.logging_steps=3"], resume=True)
+    assert other.path != run.path
+    assert verbs.train("mine.yaml", resume=True, on_event=told.append).path == run.path
+    assert "goes on from step 2 of 4" in told[0]["notes"]
+    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+    assert verbs.unfinished("mine.yaml") is None
+
+
+def test_a_new_run_says_that_another_one_ended_early(named_recipe):
+    told = []
+    run = verbs.train("mine.yaml", on_event=told.append)
+    assert run.path != named_recipe.path
+    plan = next(event for event in told if event["event"] == "plan")
+    assert (
+        f"a run of this recipe has ended early: `tunekit resume {named_recipe.path}` goes on with it" in plan["notes"]
+    )
+
+
+def test_a_folder_that_is_taken_says_how_to_go_on_in_it(full, folder, tmp_path):
+    run = ended_early(copied(full, tmp_path / "run"))
+    recipe = recipe_for(folder, run.path, scheduler="cosine")
+    with pytest.raises(RunError, match="holds a run, which is interrupted") as refused:
+        verbs.train(recipe)
+    assert f"`tunekit resume {run.path}`, or --resume here, goes on with it" in refused.value.hint
+    # What the command says counts, and what the run has does not fit is refused as ever.
+    with pytest.raises(RunError, match=r"adapter.type full -> lora"):
+        verbs.train(recipe | {"adapter": "lora"}, resume=True)
+    run = verbs.train(recipe, ["train.max_steps=5"], resume=True)
+    assert (run.state, run.status()["step"]) == ("finished", 5)
+
+
+def test_what_ended_before_its_first_checkpoint_begins_in_its_folder(full, folder, tmp_path):
+    run = copied(full, tmp_path / "run")
+    shutil.rmtree(run.path / "checkpoints")
+    run.update_status(phase="interrupted", exit_reason="by the user", step=1)
+    run = verbs.train(recipe_for(folder, run.path, scheduler="cosine"), resume=True)
+    assert run.state == "finished"
+    torch.testing.assert_close(saved(run), saved(full), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_the_command_asks(named_recipe):
+    main, there = pty.openpty()
+    command = [sys.executable, "-m", "tunekit", "train", "mine.yaml"]
+    with subprocess.Popen(command, stdin=there, stdout=there, stderr=there, start_new_session=True) as process:
+        os.close(there)
+        shown = b""
+        while b"go on with it?" not in shown:
+            shown += os.read(main, 1000)
+        os.write(main, b"y\n")
+        with contextlib.suppress(OSError):
+            while True:
+                shown += os.read(main, 1000)
+        assert process.wait(LIMIT_SECONDS) == 0, shown.decode()
+    assert b"ended after step 3 of 4" in shown
+    assert named_recipe.state == "finished"
+
+
+def test_a_run_says_what_can_be_done_next(full, tmp_path):
+    run = copied(full, tmp_path / "run")
+    assert prospects(run) == f"`tunekit resume {run.path} train.max_steps=N` trains it further"
+    ended_early(run)
+    assert prospects(run) == f"`tunekit resume {run.path}` goes on from step 2 of 4"
+    without_optimizer(run, 2)
+    assert f"`tunekit resume {run.path} --weights-only`" in prospects(run)
+    shutil.rmtree(run.path / "checkpoints")
+    assert "there is no checkpoint to go on from" in prospects(run)
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*run_report(run, 200), sep="\n")
+    assert "there is no checkpoint to go on from" in console.export_text()

@@ -1,0 +1,57 @@
+"""Shipped recipes train: ten steps by their own settings, on a tiny model of their architecture and a few rows."""
+
+import math
+
+import pytest
+
+import tunekit
+from tests.rows import save_rows
+from tests.tiny import save_tiny_model_like
+from tunekit.planner.models.known_models import known_models
+from tunekit.recipe.library import list_recipes
+from tunekit.recipe.load import load_recipe
+from tunekit.recipe.schema import Recipe
+
+NUM_STEPS = 10
+
+
+def architecture(recipe: Recipe) -> str:
+    """The `model_type` of a recipe's model."""
+    known = known_models().get(recipe.model.path)
+    return "llama" if known is None else str(known.config["model_type"])
+
+
+NAMES = [recipe.name for recipe in list_recipes()]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shipped")
+    for model_type in sorted({architecture(load_recipe(name)) for name in NAMES}):
+        save_tiny_model_like(folder / model_type, model_type)
+    for method in sorted({load_recipe(name).method.type for name in NAMES}):
+        save_rows(folder / f"{method}.jsonl", method)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_recipe_trains_ten_steps(name, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    recipe = load_recipe(name)
+    method = recipe.method.type
+    changes = [f"model={architecture(recipe)}", f"data.train={method}.jsonl", "data.eval=null", "data.eval_size=null"]
+    changes += ["data.max_length=64", "train.num_epochs=null", f"train.max_steps={NUM_STEPS}", "train.eval_steps=null"]
+    changes += ["train.global_batch_size=8", "output.sample_prompts=[]"]
+    if recipe.train.optim.startswith("paged"):  # what is paged lies in an accelerator's memory
+        changes.append(f"train.optim={recipe.train.optim.removeprefix('paged_')}")
+    if "max_completion_length" in type(recipe.method).model_fields:
+        changes.append("method.max_completion_length=8")
+    if method == "distillation":
+        changes.append(f"method.teacher={architecture(recipe)}")
+    run = tunekit.train(name, changes)
+    logged = [event for event in run.events() if event["event"] == "log"]
+    assert [event["step"] for event in logged] == list(range(1, NUM_STEPS + 1))
+    assert all(math.isfinite(event["loss"]) and math.isfinite(event["grad_norm"]) for event in logged)
+    assert run.state == "finished"
+    assert list(run.model_path.glob("*.safetensors"))

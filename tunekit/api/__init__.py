@@ -1,0 +1,1 @@
+"""Verbs that the command line, the web UI and Python share."""

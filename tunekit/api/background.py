@@ -1,0 +1,191 @@
+"""Runs that outlive whoever starts them: each is a command line of its own, in a session of its own.
+
+The process is the same `python -m tunekit train ...` that a user would type. It tells its starter over a pipe when all
+can see the run, or why there is none; whether anybody still listens does not matter to it. What it prints is kept in
+the run folder.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from tunekit.api.devices import visible_to
+from tunekit.errors import RunError, Stopped, TunekitError, from_words
+from tunekit.recipe.reading.rewrite import short_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.runs.events import Event, Listener
+from tunekit.runs.run import Run, find_run
+
+CONSOLE = "console.log"
+"""File of a run folder with what a detached run printed."""
+
+TOLD_LINES = 20
+"""Of what a process printed that ended without a word of why."""
+
+Source = str | Path | Mapping[str, Any] | Recipe
+
+
+def start(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    devices: Sequence[str] | None = None,
+    queue: bool = False,
+) -> Run:
+    """Start a run in a process of its own, which goes on when this one ends, and return it when its folder is there.
+
+    Args:
+        source: The recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one.
+        overrides: Changes to it, such as `train.max_steps=10`.
+        resume: Go on with the run of this recipe that has ended early, where there is one.
+        devices: The accelerators to use, by index or UUID; those that the plan chooses where left out.
+        queue: Wait in line until no other run of this machine has the devices.
+
+    Raises:
+        TunekitError: There is no run, for the reason that `train` gives too.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, Recipe | Mapping):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunekit-")))
+            source = _written(source, folder)
+        options = ["--resume"] if resume else []
+        return _start(["train", str(source), *overrides, *options], devices, queue=queue)
+
+
+def start_resume(
+    run: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    from_: str | None = None,
+    weights_only: bool = False,
+    devices: Sequence[str] | None = None,
+    queue: bool = False,
+) -> Run:
+    """Go on with a run in a process of its own, which goes on when this one ends, and return it once it has begun.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        overrides: Edits of its recipe.
+        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
+        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
+        devices: The accelerators to use, by index or UUID.
+        queue: Wait in line until no other run of this machine has the devices.
+
+    Raises:
+        TunekitError: It cannot be gone on with, for the reason that `resume` gives too.
+    """
+    found = run if isinstance(run, Run) else find_run(str(run), exact=True)
+    words = ["resume", str(found.path), *overrides]
+    words += [] if from_ is None else ["--from", from_]
+    return _start([*words, *(["--weights-only"] if weights_only else [])], devices, queue=queue)
+
+
+def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) -> Run:
+    """Start a command, and wait until it has a run or says why it has none."""
+    environment = {**os.environ, **(visible_to(devices) if devices else {})}
+    listening, telling = os.pipe()
+    options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
+    verb, *others = words
+    command = [sys.executable, "-m", "tunekit", verb, *options, *others]
+    with os.fdopen(listening, encoding="utf-8") as told, tempfile.TemporaryFile() as console:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                env=environment,
+                pass_fds=(telling,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(telling)
+        # Somebody has to take note of its end, or its number stays in use for as long as this process lives.
+        threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()
+        line = told.readline()
+        return _run_of(line, console)
+
+
+def _run_of(line: str, console: IO[bytes]) -> Run:
+    """The run that a process told of, or the error that it raised."""
+    if not line:
+        console.seek(0)
+        lines = console.read().decode("utf-8", errors="replace").strip().splitlines()[-TOLD_LINES:]
+        raise RunError("the process of the run ended before there was one:\n" + "\n".join(lines))
+    told = json.loads(line)
+    if "run" in told:
+        return Run(told["run"])
+    raise from_words(told)
+
+
+def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:
+    """A recipe as a file, of a name that runs of it may have."""
+    if isinstance(source, Recipe):
+        name, text = source.output.name or "recipe", short_recipe(source)
+    else:
+        name, text = "recipe", yaml.safe_dump(dict(source), sort_keys=False, allow_unicode=True)
+    path = folder / f"{Path(name).name}.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+class Announcer:
+    """Tells whoever started this process what becomes of it, and takes what it prints into the folder of its run.
+
+    Args:
+        descriptor: The end of the pipe to write to.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "w", encoding="utf-8")
+        # Workers are not to hold it open.
+        os.set_inheritable(descriptor, False)
+
+    def heard_by(self, listener: Listener) -> Listener:
+        """A listener that hears the same, and tells the starter when the run has begun."""
+
+        def hear(event: Event) -> None:
+            listener(event)
+            if event["event"] == "plan":
+                _print_into(event["run"].path / CONSOLE)
+            elif event["event"] == "begun":
+                self._tell({"run": str(event["run"].path)})
+
+        return hear
+
+    def refuse(self, error: TunekitError) -> None:
+        """Tell that there is no run."""
+        self._tell(error.to_words())
+
+    def stopped(self, stopped: Stopped) -> None:
+        """Tell that it ended before there was one."""
+        self.refuse(RunError(stopped.reason, hint=stopped.hint))
+
+    def _tell(self, words: Mapping[str, Any]) -> None:
+        """Write a line, the first time; where the starter is gone, nobody is told."""
+        if self._pipe.closed:
+            return
+        with contextlib.suppress(BrokenPipeError), self._pipe:
+            self._pipe.write(json.dumps(words) + "\n")
+
+
+def _print_into(path: Path) -> None:
+    """Have this process print into a file of its run from now on, after what it printed before."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.pread(1, os.fstat(1).st_size, 0)
+    with path.open("ab") as file:
+        file.write(before)
+        file.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

@@ -1,0 +1,187 @@
+"""What plans are made from, looked up: machines, models, rows and finished runs, each once for however many plans."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from tunekit.data.formats.method_formats import Learner
+from tunekit.data.sources.load import LoadedData, load_data
+from tunekit.data.tokenization.first_row import check_first_rows
+from tunekit.errors import ModelError, PlanError
+from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
+from tunekit.planner.facts import Hardware, ModelFacts
+from tunekit.planner.hardware.machines import find_machine
+from tunekit.planner.models.known_models import KnownModel, known_models
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import chat_template_of, known_model, sketch_model
+from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.runs.disk import free_bytes, place_of_run
+from tunekit.runs.history import recorded_runs
+from tunekit.runs.lineage import continued, settled
+from tunekit.runs.prepared_data import counted_facts
+
+AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
+"""Fields of the data section that say what becomes of rows once they are read."""
+
+
+LEARNERS: dict[str, Learner] = {
+    "sft": sft.LEARNER,
+    "dpo": dpo.LEARNER,
+    "kto": kto.LEARNER,
+    "orpo": orpo.LEARNER,
+    "cpo": cpo.LEARNER,
+    "reward": reward.LEARNER,
+    "grpo": grpo.LEARNER,
+    "rloo": rloo.LEARNER,
+    "distillation": distillation.LEARNER,
+}
+"""What rows each method learns from, by `method.type`."""
+
+
+class Lookup:
+    """What plans are made from: each model and set of rows is looked at once, when it is first needed."""
+
+    def __init__(
+        self,
+        machines: Sequence[str | None],
+        look: Callable[[ModelSection], ModelFacts] = sketch_model,
+        here: Hardware | None = None,
+        *,
+        shares_disk: bool = True,
+    ) -> None:
+        """Find the machines.
+
+        Args:
+            machines: Their names, None for this one.
+            look: How facts of a model are found.
+            here: What counts as this machine; it is looked at where left out.
+            shares_disk: Whether what that writes is on the disk of the machine that asks.
+
+        Raises:
+            PlanError: There is no such machine.
+        """
+        self._machines = {name: find_machine(name) for name in machines if name is not None}
+        self._here = here
+        self._shares_disk = shares_disk
+        self._look = look
+        self._models: dict[str, ModelFacts] = {}
+        self._data: dict[str, LoadedData] = {}
+        self._checked: set[str] = set()
+        self.records = recorded_runs()
+
+    def hardware(self, machine: str | None) -> Hardware:
+        """What a machine has.
+
+        Raises:
+            PlanError: There is no plan for its platform.
+        """
+        if machine is not None:
+            return self._machines[machine].hardware()
+        if self._here is None:
+            self._here = probe_hardware()
+        return self._here
+
+    def hardware_for(self, recipe: Recipe, machine: str | None = None) -> Hardware:
+        """The same, with what is free on the disk of a recipe's run, where that is one of this machine."""
+        hardware = self.hardware(machine)
+        if machine is not None or not self._shares_disk:
+            return hardware
+        return hardware.model_copy(update={"disk_free_bytes": free_bytes(place_of_run(recipe))})
+
+    def model(self, section: ModelSection) -> ModelFacts:
+        """Facts of a model."""
+        section = settled(section)
+        key = section.model_dump_json()
+        if key not in self._models:
+            self._models[key] = self._look(section)
+        return self._models[key]
+
+    def teacher(self, recipe: Recipe) -> ModelFacts | None:
+        """Facts of the model that a recipe's learns from; None where there is none.
+
+        Raises:
+            ModelError: It is not there.
+        """
+        if not isinstance(recipe.method, DistillationMethod):
+            return None
+        try:
+            return self.model(recipe.method.teacher)
+        except ModelError as error:
+            problem = error.problem.removeprefix("model.path: ")
+            raise ModelError(f"method.teacher: {problem}", hint=error.hint) from error
+
+    def data(self, recipe: Recipe) -> LoadedData:
+        """Rows. Recipes that differ only in how rows become tokens share them."""
+        key = self._key(recipe)
+        if key not in self._data:
+            self._data[key] = load_data(recipe.data, LEARNERS[recipe.method.type])
+        return self._data[key]
+
+    def _check_first_rows(self, recipe: Recipe) -> None:
+        """See that the model's chat template takes the first rows, once for each model and set of rows.
+
+        Raises:
+            DataError: It does not, or there is none.
+        """
+        key = recipe.model.model_dump_json() + self._key(recipe)
+        if key in self._checked:
+            return
+        template = chat_template_of(recipe.model)
+        if template is not None:
+            check_first_rows(self.data(recipe), *template)
+        self._checked.add(key)
+
+    @staticmethod
+    def _key(recipe: Recipe) -> str:
+        """Return what two recipes have in common that share rows."""
+        return recipe.method.type + recipe.data.model_dump_json(exclude=AFTER_READING)
+
+    def plan(self, recipe: Recipe, machine: str | None = None, model: ModelFacts | None = None) -> Plan:
+        """A plan from rows that are counted but not yet tokenised.
+
+        Args:
+            recipe: The recipe.
+            machine: Where.
+            model: The model where it is known already.
+        """
+        recipe = continued(recipe)
+        model = model or self.model(recipe.model)
+        data = counted_facts(recipe, self.data(recipe))
+        self._check_first_rows(recipe)
+        hardware = self.hardware_for(recipe, machine)
+        return resolve(recipe, hardware, model, data, self.records, self.teacher(recipe))
+
+    def plan_or_error(self, recipe: Recipe, machine: str | None, model: ModelFacts | None = None) -> Planned:
+        """A plan, or why there is none."""
+        try:
+            return self.plan(recipe, machine, model)
+        except PlanError as error:
+            return error
+
+    def largest(self, recipe: Recipe, machine: str | None, what: Largest) -> Iterator[Variant]:
+        """Variants of a recipe that show what is the largest that fits a machine."""
+
+        def plan_of(recipe: Recipe) -> Planned:
+            return self.plan_or_error(recipe, machine)
+
+        if what == "length":
+            return largest_length(recipe, plan_of, machine, self.model(recipe.model).max_position_embeddings)
+        if what == "batch":
+            num_rows = counted_facts(recipe, self.data(recipe)).num_train
+            num_devices = max(1, self.hardware(machine).num_accelerators)
+            return largest_batch(recipe, plan_of, machine, num_devices=num_devices, num_rows=num_rows)
+        return largest_models(
+            recipe,
+            lambda other: self.plan_or_error(other, machine, known_model(other.model.path)),
+            machine,
+            _by_size(known_models()),
+        )
+
+
+def _by_size(models: Mapping[str, KnownModel]) -> list[str]:
+    """Names of models, the largest first; of one size the newer and the trained to chat first."""
+    newest_first = list(models)[::-1]
+    return sorted(newest_first, key=lambda name: (-models[name].num_params, not models[name].has_chat_template))

@@ -1,0 +1,585 @@
+"""The verbs: the single path that the command line, notebooks and every other door go through."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.api.plan_inputs import LEARNERS, Lookup
+from tunekit.api.resume import resumed, run_of
+from tunekit.data.prepare import Progress
+from tunekit.data.reports.preview import DataPreview
+from tunekit.data.reports.report import DataReport
+from tunekit.data.sources.load import LoadedData, load_data
+from tunekit.errors import PlanError, RunError, TunekitError
+from tunekit.inference.preview import preview_data
+from tunekit.launching.bandwidth import Exchange, measure
+from tunekit.launching.device_queue import when_served
+from tunekit.launching.ssh import for_hosts, launch_on
+from tunekit.methods.rewards.rows import check_rows
+from tunekit.planner.facts import Hardware
+from tunekit.planner.memory.storage import check_disk
+from tunekit.planner.plan import Plan
+from tunekit.planner.resolve import resolve
+from tunekit.planner.variants import Largest, Variant, Variants, combinations
+from tunekit.probe.hardware import probe_hardware
+from tunekit.probe.model import probe_model
+from tunekit.probe.nodes import with_started
+from tunekit.process.log_capture import library_words_to
+from tunekit.recipe.methods import RewardedMethod, SFTMethod
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.runs import fingerprints
+from tunekit.runs.available_actions import ENDED_EARLY, can_go_on
+from tunekit.runs.disk import free_bytes, place_of_run
+from tunekit.runs.events import FINAL_PHASES, Event
+from tunekit.runs.lineage import continued, read_recipe, write_code
+from tunekit.runs.liveness import DIED
+from tunekit.runs.lock import claimed
+from tunekit.runs.prepared_data import PreparedData, PreparedRows, prepare, prepare_rows, record, report_on_rows
+from tunekit.runs.rank import place_of
+from tunekit.runs.run import Run, check_free, find_run, runs_named
+from tunekit.runs.versions import record_versions
+from tunekit.tracking.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from tunekit.inference.reward_trial import RewardTrial
+    from tunekit.models.fusion.fuse import Report
+
+Source = str | Path | Mapping[str, Any] | Recipe
+"""A recipe: a file's path, the name of a shipped one, a mapping of its sections, or a loaded one."""
+
+
+def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
+    """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
+
+    A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
+    from tunekit's own table; training needs the files.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `train.max_steps=10`.
+        on: Another machine than this one: `h200`, `8xh100`, `2x8xrtx5090`, or a YAML file that describes one.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, there is no such machine, or nothing fits it.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    return Lookup([on]).plan(recipe, on)
+
+
+def compare_plans(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
+    """How a recipe would run on each of several machines, or why it would not.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        on: The machines, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    lookup = Lookup(on)
+    return {name: lookup.plan_or_error(recipe, name) for name in on}
+
+
+def sweep_plans(
+    source: Source,
+    values: Mapping[str, Sequence[Any]],
+    overrides: Sequence[str] = (),
+    *,
+    on: str | Sequence[str] | None = None,
+) -> Variants:
+    """How a recipe would run with every combination of some values, on one machine or on each of several.
+
+        tunekit.sweep_plans("mine.yaml", {"adapter.type": ["lora", "qlora"], "data.max_length": [512, 8192]}, on="h100")
+
+    Args:
+        source: The recipe.
+        values: The values to try, by the dotted keys of the recipe.
+        overrides: Changes to it that hold for all.
+        on: Other machines than this one, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, a value to try, the model or the data has a fault, or there is no such machine.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    machines = [on] if isinstance(on, str) or on is None else list(on)
+    combined = combinations(recipe, values, num_machines=len(machines))
+    lookup = Lookup(machines)
+    return Variants(
+        recipe,
+        tuple(
+            Variant(machine, changes, lookup.plan_or_error(changed, machine))
+            for machine in machines
+            for changes, changed in combined
+        ),
+    )
+
+
+def fit(
+    source: Source, largest: Largest, overrides: Sequence[str] = (), *, on: str | Sequence[str] | None = None
+) -> Variants:
+    """The largest batch, length or model with which a recipe fits a machine.
+
+    What fits is held on the devices: main memory and disk do not count, unless the recipe's own plan needs them.
+
+    Args:
+        source: The recipe.
+        largest: `length`: the longest `data.max_length` at the recipe's batch. `batch`: the largest
+            `train.micro_batch_size`, with one micro-batch a step on each device. Both come with the recipe as it is,
+            and with the next value, which does not fit. `model`: the largest well-known models, one of each maker,
+            and the next larger one, which does not fit.
+        overrides: Changes to it.
+        on: Other machines than this one, named as for `plan`.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or there is no such machine.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    machines = [on] if isinstance(on, str) or on is None else list(on)
+    lookup = Lookup(machines)
+    return Variants(
+        recipe,
+        tuple(variant for machine in machines for variant in lookup.largest(recipe, machine, largest)),
+    )
+
+
+def check(source: Source, overrides: Sequence[str] = ()) -> list[str]:
+    """Check a recipe, its model, its data and whether they fit this machine; return what is worth knowing.
+
+    Raises:
+        TunekitError: There is a fault.
+    """
+    return check_recipe(read_recipe(source, overrides)[0], Lookup([None], probe_model))[1]
+
+
+def check_recipe(recipe: Recipe, lookup: Lookup) -> tuple[Plan, list[str]]:
+    """The plan of a recipe that can be trained on this machine, and what is worth knowing of its rows.
+
+    Args:
+        recipe: The recipe.
+        lookup: What plans are made from, for however many recipes.
+
+    Raises:
+        TunekitError: There is a fault.
+    """
+    recipe = continued(recipe)
+    _refuse_untrainable(recipe)
+    check_trackers(recipe.output.report_to)
+    planned = lookup.plan(recipe)
+    _check_disk(planned)
+    data = lookup.data(recipe)
+    _check_rewards(recipe, data)
+    return planned, data.notes
+
+
+def train(
+    source: Source | Plan,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    queue: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Train, in as many processes as the plan has, and return the finished run.
+
+    Args:
+        source: The recipe, or a plan of it.
+        overrides: Changes to the recipe.
+        resume: Go on with the run of this recipe that has ended early, where there is one.
+        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        on_event: Called with every event of the run as it happens; `tunekit.Progress()` shows them.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong. The run folder's status says so too.
+    """
+
+    def make() -> Run:
+        recipe, notes = read_recipe(source.recipe if isinstance(source, Plan) else source, overrides)
+        earlier = run_of(recipe)
+        if earlier is not None and resume:
+            return _going_on(earlier, recipe=recipe, on_event=on_event)
+        if earlier is not None and recipe.output.dir is None:
+            on = f"`tunekit resume {earlier.path}` goes on with it"
+            notes.append(f"a run of this recipe has ended early: {on}")
+        hardware = when_served(probe_hardware()) if queue else None
+        return make_run(recipe, hardware=hardware, notes=notes, on_event=on_event)
+
+    return _start(make, on_event, queue=queue)
+
+
+def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
+    """The run of a recipe that has ended early and can be gone on with; None where there is none.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+
+    Raises:
+        TunekitError: The recipe has a fault.
+    """
+    found = run_of(read_recipe(source, overrides)[0])
+    is_over = found is not None and found.state in ENDED_EARLY
+    return found if found is not None and is_over and can_go_on(found) else None
+
+
+def resume(
+    run: Run | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    from_: str | None = None,
+    weights_only: bool = False,
+    nodes: Sequence[str] | None = None,
+    queue: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Go on with a run that was interrupted, failed or died, or train a finished one further, and return it.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        overrides: Edits of its recipe, such as `train.max_steps=200`; those in its `recipe.yaml` count too.
+        from_: The checkpoint to go on from, by its step, its name or its path; the newest whole one where left out.
+        weights_only: Begin anew with the weights of that checkpoint, and take nothing else of it.
+        nodes: Machines, named as for `launch`; this one where left out.
+        queue: Wait in line until no other run of this machine has the devices that this one needs.
+        on_event: Called with every event as it happens.
+
+    Raises:
+        TunekitError: The run cannot be gone on with, or not so, or something that the user can mend went wrong again.
+    """
+
+    def make() -> Run:
+        found = run if isinstance(run, Run) else find_run(str(run), exact=True)
+        return _going_on(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
+
+    if not nodes:
+        return _start(make, on_event, queue=queue)
+    _refuse_queue(queue, "on machines that are named")
+    found = make()
+    launch_on(found, nodes, on_event)
+    return found
+
+
+def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
+    """End a run from anywhere that sees its folder, and come back when every process of it is gone.
+
+    It ends after the step that is computed, with a checkpoint to go on from, or at once where there are no steps.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        now: Whether it is to end at once, without another checkpoint.
+        on_wait: Told what is waited for, in words.
+
+    Returns:
+        How it ended, in words.
+
+    Raises:
+        RunError: It does not end in the time that was told. What hangs is named; the wish stands.
+    """
+    from tunekit.launching.stop import stop_run
+
+    return stop_run(run if isinstance(run, Run) else _to_stop(str(run)), now=now, tell=on_wait or (lambda words: None))
+
+
+def _to_stop(name: str) -> Run:
+    """The run of a name that is under way, else the newest.
+
+    Raises:
+        RunError: There is none, or several are under way.
+    """
+    runs = runs_named(name, exact=True)
+    live = [run for run in runs if run.state not in (*FINAL_PHASES, DIED)]
+    if len(live) > 1:
+        names = ", ".join(run.name for run in live)
+        raise RunError(f"{len(live)} runs called {name!r} are under way", hint=f"name one: {names}")
+    return (live or runs)[0]
+
+
+def _going_on(run: Run, overrides: Sequence[str] = (), **how: Any) -> Run:
+    """A run that is ready to go on and says so already, before another process may look whether it is over."""
+    from tunekit.launching.local import begin
+
+    with claimed(run):
+        resumed(run, overrides, **how)
+        begin(run)
+    return run
+
+
+def _start(make: Callable[[], Run], on_event: Callable[[Event], None] | None, *, queue: bool) -> Run:
+    """Work on a run in processes of its own, or in those that somebody else's launcher has started."""
+    place = place_of()
+    if place.num_processes > 1:
+        _refuse_queue(queue, "in processes that a launcher has started")
+        from tunekit.launching.external import train_joined
+
+        return train_joined(place, make, on_event)
+    run = make()
+    from tunekit.launching.device_queue import turn
+    from tunekit.launching.local import begin, launch
+
+    begin(run)
+    with turn(run, waits=queue, listener=on_event):
+        launch(run, on_event)
+    return run
+
+
+def _refuse_queue(queue: bool, where: str) -> None:
+    if queue:
+        raise RunError(f"a run {where} waits in no line of this machine's", hint="leave out --queue")
+
+
+def launch(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    nodes: Sequence[str],
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Train on several machines that are reached by ssh, and return the finished run.
+
+    They share a disk, on which the run's folder is, and have the same interpreter and working directory as this one.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: The machines, as ssh knows them: `host`, `user@host`, `host:port`. The plan is made for what they have.
+        on_event: Called with every event of the run as it happens.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, on any of them.
+    """
+    recipe, hardware = for_hosts(read_recipe(source, overrides)[0], nodes)
+    run = make_run(recipe, hardware=hardware, on_event=on_event)
+    launch_on(run, nodes, on_event)
+    return run
+
+
+def make_run(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: Hardware | None = None,
+    shares_disk: bool = True,
+    notes: Sequence[str] = (),
+    on_event: Callable[[Event], None] | None = None,
+) -> Run:
+    """Plan, prepare the rows, and make the folder of a run that is yet to be started.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        hardware: Where it will run; this machine, and the nodes of its launcher, where left out.
+        shares_disk: Whether what it writes there is on this machine's disk too.
+        notes: What else the user should know.
+        on_event: Told how far the rows are, and the plan.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or does not fit.
+    """
+    recipe, of_overrides = read_recipe(source, overrides)
+    check_free(recipe)
+    check_trackers(recipe.output.report_to)
+    if hardware is None:
+        recipe = with_started(recipe, os.environ)
+    recipe = continued(recipe)
+    _refuse_untrainable(recipe)
+    lookup = Lookup([None], probe_model, here=hardware, shares_disk=shares_disk)
+    planned = lookup.plan(recipe)
+    if shares_disk:
+        _check_disk(planned)
+    data, model = lookup.data(recipe), lookup.model(recipe.model)
+    _check_rewards(recipe, data)
+    words = StringIO()
+    with library_words_to(words):
+        prepared = _prepare(recipe, data, _progress_to(on_event))
+        final = resolve(
+            record(recipe, data),
+            lookup.hardware_for(recipe),
+            model,
+            prepared.facts,
+            lookup.records,
+            lookup.teacher(recipe),
+        )
+        if shares_disk:
+            _check_disk(final)
+        run = Run.create(final)
+        prepared.save(run.path / "data")
+        write_code(run)
+    fingerprints.record(run)
+    record_versions(run)
+    (run.path / "log.txt").write_text(words.getvalue(), encoding="utf-8")
+    if on_event is not None:
+        on_event({"event": "plan", "run": run, "plan": final, "notes": (*notes, *of_overrides, *prepared.notes)})
+    return run
+
+
+def check_network(
+    source: Source | None = None, overrides: Sequence[str] = (), *, nodes: Sequence[str] | None = None
+) -> Exchange:
+    """Measure how fast ranks exchange data: those of a recipe's plan, or those that the machines have room for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        nodes: Machines, named as for `launch`; this one where left out.
+
+    Raises:
+        TunekitError: The recipe cannot be planned, or a machine or a rank does not answer. It is named.
+    """
+    if source is None:
+        return measure(nodes or [None], of_a_node=None, environment={})
+    (recipe, _), hardware = read_recipe(source, overrides), None
+    if nodes:
+        recipe, hardware = for_hosts(recipe, nodes)
+    planned = Lookup([None], here=hardware).plan(recipe)
+    of_a_node = planned.layout.num_processes // planned.num_nodes
+    return measure(nodes or [None], of_a_node=of_a_node, environment=planned.environment)
+
+
+def try_rewards(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    num_prompts: int = 20,
+    on_event: Callable[[Event], None] | None = None,
+) -> "RewardTrial":
+    """What a recipe's rewards say of the answers that its model gives now, before any training.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it.
+        num_prompts: Prompts to try, the first of the training rows.
+        on_event: Told how far the answers are; `tunekit.Progress()` shows it.
+
+    Raises:
+        TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
+    """
+    recipe = continued(read_recipe(source, overrides)[0])
+    if not isinstance(recipe.method, RewardedMethod):
+        raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
+    _refuse_untrainable(recipe)
+    lookup = Lookup([None], probe_model)
+    data, planned = lookup.data(recipe), lookup.plan(recipe)
+    _check_rewards(recipe, data)
+    with library_words_to(StringIO()):
+        from tunekit.inference.reward_trial import run_trial
+
+        return run_trial(
+            planned, recipe.method, data.train, num_prompts=num_prompts, on_progress=_progress_to(on_event)
+        )
+
+
+def coverage(model: str) -> "Report":
+    """Which modules of a model tunekit's kernels serve, from its configuration alone: no weights are read.
+
+    Args:
+        model: Its folder, or its name on the hub.
+
+    Raises:
+        ModelError: Its configuration cannot be read.
+    """
+    with library_words_to(StringIO()):
+        from tunekit.models.fusion import coverage
+
+        return coverage.coverage(ModelSection(path=model))
+
+
+def data_report(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    num_samples: int = 3,
+    on_event: Callable[[Event], None] | None = None,
+) -> DataReport:
+    """What a recipe trains and evaluates on, as its model will see it. Loads the tokenizer and no weights.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.max_length=512`.
+        num_samples: Sequences of each source to take as samples; of rows that are compared, both answers of as many.
+        on_event: Told how far the rows are; `tunekit.Progress()` shows it.
+
+    Raises:
+        TunekitError: The recipe, the tokenizer or the data has a fault.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    data = load_data(recipe.data, LEARNERS[recipe.method.type])
+    make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
+    with library_words_to(StringIO()):
+        made = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
+        return made if isinstance(made, DataReport) else made.report
+
+
+def preview(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    key: str | None = None,
+    start: int = 0,
+    num_rows: int = 10,
+) -> DataPreview:
+    """Some of the first rows of a recipe, at once, as its model will see them. Loads the tokenizer and no weights.
+
+    What is wrong with the rows or with their format is said beside what can be read, and nothing is read that is not
+    needed. Rows up to the thousandth are looked at for what is wrong with them, and as many more as are asked for.
+
+    Args:
+        source: The recipe.
+        overrides: Changes to it, such as `data.columns={prompt: question, completion: answer}`.
+        key: Which of its sources: `data.train`, `data.train[1]`, `data.eval`. Left out: the first.
+        start: The first row to show, counted from 0.
+        num_rows: Rows to show.
+
+    Raises:
+        TunekitError: The recipe has a fault, or the source is not there.
+    """
+    recipe, _ = read_recipe(source, overrides)
+    with library_words_to(StringIO()):
+        return preview_data(recipe, LEARNERS[recipe.method.type], key=key, start=start, num_rows=num_rows)
+
+
+def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
+    """What a run trains on: sequences for supervised fine-tuning, and rows for what TRL tokenises itself."""
+    make = prepare if isinstance(recipe.method, SFTMethod) else prepare_rows
+    return make(recipe, data, on_progress)
+
+
+def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
+    """Check that the rewards of a recipe can be had, and find in each row what they read there."""
+    if isinstance(recipe.method, RewardedMethod):
+        check_rows(recipe.method.rewards, (*data.train, *data.eval))
+
+
+def _check_disk(planned: Plan) -> None:
+    """Refuse a run for which there is no room where it would lie."""
+    place = place_of_run(planned.recipe)
+    check_disk(planned, free_bytes(place), str(place.absolute()))
+
+
+def _refuse_untrainable(recipe: Recipe) -> None:
+    """Refuse what can be planned but not trained.
+
+    Raises:
+        TunekitError: Something that training needs is missing, or not there yet.
+    """
+    method = recipe.method
+    if isinstance(method, RewardedMethod) and not method.rewards:
+        raise TunekitError(
+            f"method.rewards: there are none, and {method.type} learns from nothing else",
+            hint="name one, such as exact_match, or a function of your own: my_rewards:score",
+        )
+    if recipe.data.streaming and not isinstance(method, SFTMethod):
+        raise TunekitError(
+            f"data.streaming: rows of {method.type} can be planned but not trained as a stream",
+            hint="leave it out: rows are kept on the disk, not in memory",
+        )
+
+
+def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
+    """What tells a listener how far the rows of a source are, if there is one."""
+    if on_event is None:
+        return None
+    return lambda source, done, total: on_event({"event": "rows", "source": source, "done": done, "total": total})

@@ -1,0 +1,358 @@
+"""The command line: arguments to verbs, and what comes back to the terminal. It alone prints and exits.
+
+What starts runs is in `tunekit.cli.train` and `tunekit.cli.sweep`, what is done with them later in `tunekit.cli.runs`,
+and with their models in `tunekit.cli.export`.
+
+Exit codes: 0 done, 1 a defect of tunekit (with its traceback), 2 something that the user can mend, 3 a repetition that
+does not agree with its run; of a run that was stopped 130 after Ctrl-C, 143 after
+SIGTERM, 129 after SIGHUP, and 0 after `tunekit stop` and SIGUSR1.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from tunekit.cli.compare import compare, rerun
+from tunekit.cli.evaluate import evaluate
+from tunekit.cli.export import chat, export, report
+from tunekit.cli.generate import generate, serve
+from tunekit.cli.migrate import migrate
+from tunekit.cli.runs import runs_app
+from tunekit.cli.sweep import show_sweep, sweep
+from tunekit.cli.train import NodesOption, OverridesArgument, RecipeArgument, launch, resume, stop, train
+from tunekit.cli.ui import ui
+from tunekit.errors import PlanError, TunekitError, writing
+from tunekit.process.telemetry import send_nothing
+from tunekit.redact import Redacting
+from tunekit.streams import open_standard_streams
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tunekit.planner.plan import Plan
+    from tunekit.recipe.schema import Recipe
+
+
+class Commands(TyperGroup):
+    """Commands by name; a name may be two words, so that `data cache` stands beside `data RECIPE`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The command that the arguments begin with, and the other arguments."""
+        two_words = " ".join(args[:2])
+        if two_words in self.commands:
+            return two_words, self.commands[two_words], args[2:]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="tunekit",
+    cls=Commands,
+    help="Fine-tune and align open-weight language models: a short recipe, a plan with reasons, a run you can trust.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+recipes_app = typer.Typer(help="List the shipped recipes, or copy one to edit.", invoke_without_command=True)
+
+TRAIN, AFTER, RECIPES, RUNS = "Train", "After training", "Recipes", "Runs and the machine"
+
+
+def main() -> None:
+    """Entry point of the `tunekit` command."""
+    open_standard_streams()
+    # Not even a defect's traceback shows a secret.
+    sys.stdout, sys.stderr = Redacting(sys.stdout), Redacting(sys.stderr)
+    send_nothing()
+    try:
+        app()
+    except TunekitError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback()
+def _tunekit() -> None:
+    pass
+
+
+for start in (train, launch, resume, stop):
+    app.command(rich_help_panel=TRAIN)(start)
+
+
+@app.command(rich_help_panel=TRAIN)
+def plan(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--on",
+            metavar="MACHINE",
+            help="Plan for another machine: h200, 8xh100, 2x8xrtx5090, or a YAML file. Give it again to compare.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUE,VALUE",
+            help="Plan with each of these values, such as adapter.type=lora,qlora. Given again: every combination.",
+        ),
+    ] = None,
+    fit: Annotated[
+        Literal["length", "batch", "model"] | None,
+        typer.Option(
+            "--fit", help="Look for the largest that fits: micro-batch, data.max_length, or well-known models."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print recipe and plan as JSON.")] = False,
+) -> None:
+    """Say how a recipe would run, here or on a machine that is named, and why, without starting it."""
+    from tunekit.api import verbs
+    from tunekit.display import plan as display_plan
+    from tunekit.display.console import make_console
+    from tunekit.planner.variants import read_values
+
+    if sweep and fit:
+        raise TunekitError("--sweep and --fit are both given", hint="give one of them")
+    source, notes = _load(recipe, overrides)
+    shown: dict[str, Any]
+    drawn: RenderableType
+    if sweep or fit:
+        variants = verbs.fit(source, fit, on=on) if fit else verbs.sweep_plans(source, read_values(sweep or ()), on=on)
+        shown, drawn = variants.to_dict(), display_plan.variants_table(variants)
+    elif on and len(on) > 1:
+        plans = verbs.compare_plans(source, on=on)
+        shown = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
+        drawn = display_plan.comparison_table(plans)
+    else:
+        resolved = verbs.plan(source, on=on[0] if on else None)
+        shown, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
+    if as_json:
+        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(drawn)
+
+
+@app.command(rich_help_panel=TRAIN)
+def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Check a recipe, its model and its data, without training."""
+    from tunekit.api import verbs
+
+    source, notes = _load(recipe, overrides)
+    for note in [*notes, *verbs.check(source)]:
+        print(f"note: {note}")
+    print(f"{recipe}: ok")
+
+
+@app.command(rich_help_panel=TRAIN)
+def data(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option("--rows", help="Sample rows to show of each split.", min=0)] = 3,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as a page to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Look at the data as the model will see it, before any training."""
+    from rich.console import Console
+
+    from tunekit.api import verbs
+    from tunekit.display.console import Progress, make_console
+    from tunekit.display.data import data_report_parts
+
+    source, notes = _load(recipe, overrides)
+    if html is not None and not html.parent.is_dir():
+        with writing(html):  # What cannot be written is said before the rows are read.
+            html.touch()
+    console = make_console()
+    progress = Progress(Console(stderr=True))
+    try:
+        report = verbs.data_report(source, num_samples=rows, on_event=progress)
+    finally:
+        progress.stop()
+    if html is not None:
+        page = report.to_html()
+        with writing(html):
+            html.write_text(page, encoding="utf-8")
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    if html is not None:
+        print(html)
+        return
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(*data_report_parts(report, console), sep="\n")
+
+
+@app.command(rich_help_panel=TRAIN)
+def rewards(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    prompts: Annotated[int, typer.Option("-n", "--prompts", help="Prompts to try, from the first row on.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all answers and what they got as JSON.")] = False,
+) -> None:
+    """Try rewards before any training: what the model answers now, and what each reward says of it."""
+    from rich.console import Console
+
+    from tunekit.api import verbs
+    from tunekit.display.console import Progress, make_console
+
+    source, notes = _load(recipe, overrides)
+    progress = Progress(Console(stderr=True))
+    try:
+        trial = verbs.try_rewards(source, num_prompts=prompts, on_event=progress)
+    finally:
+        progress.stop()
+    if as_json:
+        print(json.dumps(trial.to_dict(), indent=2, ensure_ascii=False))
+        return
+    from tunekit.display.rewards import trial_parts
+
+    console = make_console()
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(*trial_parts(trial), sep="\n")
+
+
+@app.command("data cache", rich_help_panel=TRAIN)
+def data_cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove all of it. Runs keep the rows that they have.")
+    ] = False,
+) -> None:
+    """Show what is kept of prepared rows and fetched files, or remove it.
+
+    A recipe that is called cache is looked at with `tunekit data ./cache`.
+    """
+    from tunekit.data import cache
+    from tunekit.data.sources import remote
+    from tunekit.display.console import make_console
+    from tunekit.display.data import cache_table
+
+    if clear:
+        print(f"{cache.clear() + remote.clear_downloads():,} bytes freed")
+        return
+    entries, downloads = cache.list_entries(), remote.list_downloads()
+    if not entries and not downloads:
+        print(f"nothing is kept in {cache.cache_root().parent}")
+        return
+    make_console().print(cache_table(entries, downloads))
+
+
+@app.command(rich_help_panel=RECIPES)
+def explain(
+    key: Annotated[str | None, typer.Argument(help="A dotted key such as adapter.rank.", metavar="KEY")] = None,
+) -> None:
+    """Document a field or a section of recipes, or all of them."""
+    from tunekit.recipe.explain import explain as describe
+
+    print(describe(key))
+
+
+@app.command(rich_help_panel=RECIPES)
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    from tunekit.recipe.explain import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@recipes_app.callback()
+def _recipes(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        from rich.table import Table
+
+        from tunekit.display.console import make_console
+        from tunekit.recipe.library import list_recipes
+
+        table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+        for shipped in list_recipes():
+            table.add_row(shipped.name, shipped.description)
+        make_console().print(table)
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="Name of a shipped recipe.")],
+    dest: Annotated[Path | None, typer.Argument(help="File or folder to copy it to.")] = None,
+) -> None:
+    """Copy a shipped recipe to edit."""
+    from tunekit.recipe import library
+
+    print(library.copy_recipe(name, dest))
+
+
+@app.command(rich_help_panel=RUNS)
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="With --network: a recipe, whose plan's ranks exchange data.", metavar="RECIPE"),
+    ] = None,
+    overrides: OverridesArgument = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="Measure how fast ranks exchange data, here or on --nodes.")
+    ] = False,
+    nodes: NodesOption = None,
+) -> None:
+    """Say what is installed, what the machine has, and what is missing for which feature."""
+    from tunekit.display.console import diagnosis_table, exchange_table, make_console
+
+    if network:
+        from tunekit.api import verbs
+
+        exchange = verbs.check_network(recipe, overrides or [], nodes=nodes.split(",") if nodes else None)
+        make_console().print(exchange_table(exchange))
+        return
+    if recipe is not None or nodes is not None:
+        raise TunekitError("a recipe and --nodes go with --network", hint="add --network")
+    from tunekit.api.doctor import diagnose
+
+    make_console().print(diagnosis_table(diagnose()))
+
+
+@app.command(rich_help_panel=RUNS)
+def kernels(
+    model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.", metavar="MODEL")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Say which modules of a model tunekit's kernels serve, and why not the others. Reads no weights."""
+    from tunekit.api import verbs
+    from tunekit.display.console import coverage_table, make_console
+
+    report = verbs.coverage(model)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        return
+    make_console().print(coverage_table(report))
+
+
+for after in (chat, compare, export, generate, report, rerun, serve):
+    app.command(rich_help_panel=AFTER)(after)
+app.command("eval", rich_help_panel=AFTER)(evaluate)
+
+app.command(rich_help_panel=AFTER)(sweep)
+app.command("sweep show", rich_help_panel=AFTER)(show_sweep)
+app.command(rich_help_panel=RECIPES)(migrate)
+app.command(rich_help_panel=RUNS)(ui)
+app.add_typer(recipes_app, name="recipes", rich_help_panel=RECIPES)
+app.add_typer(runs_app, name="runs", rich_help_panel=RUNS)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> tuple["Recipe", list[str]]:
+    from tunekit.runs.lineage import read_recipe
+
+    return read_recipe(recipe, overrides or [])
+
+
+def _plain(plan: "Plan | PlanError") -> dict[str, Any]:
+    """A plan as plain data, or why there is none."""
+    return {"refused": str(plan)} if isinstance(plan, PlanError) else plan.model_dump(mode="json")

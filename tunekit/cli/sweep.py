@@ -1,0 +1,162 @@
+"""The commands for many runs of one recipe: `tunekit sweep`, and `tunekit sweep show` for how they stand.
+
+`tunekit stop` and `tunekit resume` take a sweep as they take a run. Exit codes are a run's; where a run of the sweep
+failed or was stopped by itself it is 2, when all others are done.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunekit.errors import Stopped, TunekitError, writing
+from tunekit.streams import outlive_readers
+
+if TYPE_CHECKING:
+    from tunekit.runs.events import Listener
+    from tunekit.sweeps.folder import Sweep
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print how all runs stand as JSON.")]
+
+
+def sweep(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Values to try, such as train.learning_rate=1e-5,1e-4 or =1e-5..1e-3; one alone is for all runs.",
+            metavar="KEY=VALUE,VALUE",
+        ),
+    ] = None,
+    random: Annotated[
+        int | None, typer.Option("--random", metavar="N", help="Draw N combinations by chance.", min=1)
+    ] = None,
+    optuna: Annotated[
+        int | None, typer.Option("--optuna", metavar="N", help="Let Optuna choose N, one after the other.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="For the draws.", min=0)] = 0,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            "--by", metavar="MEASURE", help="What tells the best, such as eval_loss. Left out: the loss or reward."
+        ),
+    ] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option("--parallel", metavar="N", help="Runs at once. Left out: one, or one an accelerator.", min=1),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="SWEEP", help="Go on with a sweep, by its name or folder.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train with every combination of some values, or with some of them, and say which is best.
+
+    A range of numbers is drawn from: 1e-5..1e-3 on a logarithmic scale, as its ends are a factor of 10 or more apart;
+    linear: and log: before it say otherwise.
+    """
+    if resume is not None:
+        if recipe is not None:
+            raise TunekitError("--resume and a recipe are both given", hint="a sweep goes on as it was begun")
+        go_on(resume, as_json=as_json)
+        return
+    if recipe is None:
+        raise TunekitError("there is no recipe", hint="tunekit sweep RECIPE train.learning_rate=1e-5,1e-4")
+    from tunekit.sweeps.begin import sweep as begin
+    from tunekit.sweeps.values import read_words
+
+    axes, overrides = read_words(words or [])
+    _conduct(
+        lambda told: begin(
+            recipe,
+            axes,
+            overrides,
+            random=random,
+            optuna=optuna,
+            seed=seed,
+            by=by,
+            parallel=parallel,
+            on_event=told,
+        ),
+        "the data and planning every combination",
+        as_json=as_json,
+    )
+
+
+def show_sweep(
+    sweep: Annotated[str, typer.Argument(help="A sweep's name, the beginning of it, or its folder.", metavar="SWEEP")],
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the picture to this PNG file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how the runs of a sweep stand."""
+    from tunekit.sweeps.folder import find_sweep
+
+    found = find_sweep(sweep)
+    if plot is not None:
+        from tunekit.sweeps.plot import plot as draw
+
+        figure = draw(found)
+        with writing(plot):
+            figure.savefig(plot, dpi=130)
+        print(plot)
+        return
+    _show(found, as_json=as_json)
+
+
+def go_on(name: str, *, as_json: bool = False) -> None:
+    """Go on with a sweep, and show how it stands in the end."""
+    from tunekit.sweeps.conduct import resume_sweep
+
+    _conduct(lambda told: resume_sweep(name, on_event=told), "the sweep", as_json=as_json)
+
+
+def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) -> None:
+    """Show a sweep as it goes, and its table. What is told on the way goes to stderr where the table is JSON.
+
+    Args:
+        start: Conducts it, with what is to be told of its runs.
+        what: What is read first, in words.
+        as_json: Whether the table is JSON.
+    """
+    from rich.console import Console
+
+    from tunekit.display.console import make_console
+    from tunekit.display.sweep import SweepProgress
+    from tunekit.sweeps.folder import FINISHED, PRUNED
+    from tunekit.sweeps.page import save_page
+    from tunekit.sweeps.plot import can_plot, save_plot
+
+    outlive_readers()
+    console = Console(stderr=True) if as_json else make_console()
+    console.print(f"[dim]reading {what}[/dim]")
+    try:
+        found = start(SweepProgress(console))
+    except Stopped as stopped:
+        print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
+    console.print()
+    _show(found, as_json=as_json)
+    written = [save_page(found), save_plot(found)]
+    console.print("pictures:", *(str(path) for path in written if path is not None), markup=False)
+    if not can_plot():
+        console.print("note: sweep.png needs matplotlib: pip install 'tunekit[notebook]'", markup=False)
+    left = [one for one in found.outcomes() if one.state not in (FINISHED, PRUNED)]
+    if left:
+        numbers = ", ".join(f"{one.trial.number} {one.state}" for one in left)
+        hint = f"see tunekit sweep show {found.path}"
+        raise TunekitError(f"{len(left)} of {found.spec.num_runs} runs did not finish: {numbers}", hint=hint)
+
+
+def _show(found: "Sweep", *, as_json: bool) -> None:
+    from tunekit.display.console import make_console
+    from tunekit.display.sweep import sweep_table
+
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+        return
+    make_console().print(sweep_table(found, found.outcomes()))

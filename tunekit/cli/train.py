@@ -1,0 +1,291 @@
+"""The commands that start runs: here, on other machines, or where they ended before."""
+
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tunekit.errors import Stopped, TunekitError
+from tunekit.streams import outlive_readers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tunekit.api.clusters import Submitted
+    from tunekit.runs.events import Listener
+    from tunekit.runs.run import Run
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe file, or the name of a shipped recipe.", metavar="RECIPE")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(help="Changes to the recipe, such as train.max_steps=10.", metavar="KEY=VALUE"),
+]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="HOST,HOST",
+        help="Machines that are reached by ssh and share a disk with this one: host, user@host or host:port.",
+    ),
+]
+
+
+QueueOption = Annotated[
+    bool, typer.Option("--queue", help="Wait in line until no other run of this machine has the devices.")
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="DEVICE,DEVICE", help="Accelerators to use, by index or UUID."),
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Come back when the run has begun, and leave it to itself.")
+]
+AnnounceOption = Annotated[int | None, typer.Option("--announce-to", hidden=True)]
+
+
+def train(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with this recipe's run that has ended early, if there is one.")
+    ] = False,
+    devices: DevicesOption = None,
+    queue: QueueOption = False,
+    detach: DetachOption = False,
+    announce_to: AnnounceOption = None,
+) -> None:
+    """Train: plan, run, and say what came out."""
+    from tunekit.api import verbs
+    from tunekit.runs.rank import place_of
+
+    words = overrides or []
+    if detach:
+        if resume:
+            raise TunekitError(
+                "--detach starts a run, and --resume goes on with one", hint="tunekit resume RUN --detach"
+            )
+        from tunekit.api.background import start
+
+        _leave(start(recipe, words, devices=devices.split(",") if devices else None, queue=queue))
+        return
+    _use(devices)
+    if not resume and place_of().num_processes == 1 and sys.stdin.isatty() and sys.stdout.isatty():
+        found = verbs.unfinished(recipe, words)
+        if found is not None:
+            step, num_steps = found.status()["step"], found.status()["num_steps"]
+            resume = typer.confirm(
+                f"{found.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
+            )
+    _watch(
+        lambda on_event: verbs.train(recipe, words, resume=resume, queue=queue, on_event=on_event),
+        "the data and the model's files",
+        announce_to,
+    )
+
+
+def launch(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nodes: NodesOption = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit it to Slurm.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Train on a cluster of Ray's.")] = False,
+    sky: Annotated[bool, typer.Option("--sky", help="Have SkyPilot find nodes in a cloud.")] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="MACHINE", help="The nodes, where unlike this one: 2x8xh100.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option("--num-nodes", help="Nodes; one where left out.", min=1)] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print what would be submitted, and do not submit it.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", help="Ray: of the cluster. Left out: RAY_ADDRESS, or this machine's.")
+    ] = None,
+    time: Annotated[str | None, typer.Option("--time", help="Slurm: limit, such as 01:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Slurm: account.")] = None,
+    sbatch_arg: Annotated[
+        list[str] | None, typer.Option("--sbatch-arg", help="Slurm: another option of sbatch, such as --qos=high.")
+    ] = None,
+) -> None:
+    """Train on other machines. But for --sky, the run folder lies on storage that they share."""
+    from tunekit.api import clusters, verbs
+
+    if (nodes is not None) + slurm + ray + sky != 1:
+        raise TunekitError("it is to be said where to launch", hint="give one of --nodes, --slurm, --ray and --sky")
+    if nodes is not None:
+        hosts = nodes.split(",")
+        _watch(lambda told: verbs.launch(recipe, overrides or [], nodes=hosts, on_event=told), "the hosts and the data")
+    elif ray:
+        _watch(
+            lambda told: clusters.launch_ray(
+                recipe, overrides or [], address=address, on=on, num_nodes=num_nodes, on_event=told
+            ),
+            "the data",
+        )
+    elif slurm:
+        from tunekit.launching.slurm import Wishes
+
+        wishes = Wishes(time, partition, account, tuple(sbatch_arg or ()))
+        _submit(
+            lambda told: clusters.launch_slurm(
+                recipe, overrides or [], wishes=wishes, on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
+            ),
+            print_only=print_only,
+        )
+    else:
+        if on is None:
+            raise TunekitError("--sky: a cloud has many machines", hint="name one: --on 8xh100")
+        _submit(
+            lambda told: clusters.launch_sky(
+                recipe, overrides or [], on=on, num_nodes=num_nodes, submit=not print_only, on_event=told
+            ),
+            print_only=print_only,
+        )
+
+
+def _submit(make: "Callable[[Listener], Submitted]", *, print_only: bool) -> None:
+    """Say what became of a run that somebody else starts, or print what it would be given. The plan goes to stderr."""
+    from rich.console import Console
+
+    from tunekit.display.console import Progress
+
+    outlive_readers()
+    submitted = make(Progress(Console(stderr=True)))
+    print(submitted.script.read_text(encoding="utf-8").rstrip() if print_only else submitted.words)
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Edits of its recipe, such as train.max_steps=200.", metavar="KEY=VALUE"),
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Of the run: 200 or its path. Later ones are set aside."),
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Take only the weights, and begin anew with them.")
+    ] = False,
+    nodes: NodesOption = None,
+    devices: DevicesOption = None,
+    queue: QueueOption = False,
+    detach: DetachOption = False,
+    announce_to: AnnounceOption = None,
+) -> None:
+    """Go on with a run that was interrupted, failed or died, or train a finished one further; or with a sweep."""
+    from tunekit.api import verbs
+    from tunekit.sweeps.folder import known_sweep
+
+    if known_sweep(run) is not None:
+        if overrides or from_ or weights_only or nodes or devices or queue or detach:
+            raise TunekitError(f"{run} is a sweep, which goes on as it was begun", hint=f"tunekit resume {run}")
+        from tunekit.cli.sweep import go_on
+
+        go_on(run)
+        return
+    hosts = nodes.split(",") if nodes else None
+    if detach:
+        if hosts:
+            raise TunekitError("--detach is for this machine, and --nodes for others", hint="leave out one of them")
+        from tunekit.api.background import start_resume
+
+        named = devices.split(",") if devices else None
+        _leave(start_resume(run, overrides or [], from_=from_, weights_only=weights_only, devices=named, queue=queue))
+        return
+    _use(devices)
+    _watch(
+        lambda on_event: verbs.resume(
+            run,
+            overrides or [],
+            from_=from_,
+            weights_only=weights_only,
+            nodes=hosts,
+            queue=queue,
+            on_event=on_event,
+        ),
+        "the run",
+        announce_to,
+    )
+
+
+def _use(devices: str | None) -> None:
+    """Have this process see some devices alone, before anything asks what there are."""
+    if devices is not None:
+        from tunekit.api.devices import visible_to
+
+        os.environ.update(visible_to(devices.split(",")))
+
+
+def _leave(run: "Run") -> None:
+    """Say how a run is watched and ended that was left to itself."""
+    from tunekit.api.background import CONSOLE
+
+    print(f"{run.path} ({run.state}) goes on by itself")
+    print(f"watch it:  tunekit runs show {run.name}   or   tail -f {run.path / CONSOLE}")
+    print(f"end it:    tunekit stop {run.path}")
+
+
+def _watch(start: "Callable[[Listener | None], object]", what: str, announce_to: int | None = None) -> None:
+    """Show a run as it goes, in the one process that does so.
+
+    Args:
+        start: Starts it, with what is to be told of its events.
+        what: What is read first, in words.
+        announce_to: The pipe of whoever started this process and waits to hear of the run.
+    """
+    from tunekit.display.console import Progress, make_console
+    from tunekit.process.signals import before_a_run
+    from tunekit.runs.rank import place_of
+
+    outlive_readers()
+    progress = Progress(make_console()) if place_of().is_main else None
+    announcer = None
+    if announce_to is not None:
+        from tunekit.api.background import Announcer
+
+        announcer = Announcer(announce_to)
+    if progress is not None:
+        progress.console.print(f"[dim]reading {what}[/dim]")
+    try:
+        # What ends this program otherwise is to end a run as Ctrl-C does, from its first moment.
+        for sign in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(sign) is signal.SIG_DFL:
+                signal.signal(sign, before_a_run)
+        start(progress if announcer is None or progress is None else announcer.heard_by(progress))
+    except TunekitError as error:
+        if announcer is not None:
+            announcer.refuse(error)
+        raise
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped("interrupted", hint=None, exit_code=130)
+        if announcer is not None:
+            announcer.stopped(stopped)
+        if progress is not None:
+            progress.stop()
+            print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
+    finally:
+        if progress is not None:
+            progress.stop()
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="A run's name or its folder; or a sweep's.")],
+    now: Annotated[bool, typer.Option("--now", help="End it at once, without another checkpoint.")] = False,
+) -> None:
+    """End a run, or a sweep: after the step, with a checkpoint, or at once. It is over when this comes back."""
+    from tunekit.api import verbs
+    from tunekit.sweeps.conduct import stop_sweep
+    from tunekit.sweeps.folder import known_sweep
+
+    end = verbs.stop if known_sweep(run) is None else stop_sweep
+    try:
+        print(end(run, now=now, on_wait=lambda words: print(words, flush=True)))
+    except KeyboardInterrupt:
+        print("not waited for; the run was asked to end and will", file=sys.stderr)
+        raise typer.Exit(130) from None

@@ -1,0 +1,1 @@
+"""Formats of training rows, and the checks of each."""

@@ -1,0 +1,328 @@
+"""Rows as they were read, checked and made into rows that a method can learn from.
+
+ShareGPT keeps a conversation in `conversations`, with `from` and `value` for who speaks and what. Alpaca keeps one
+question and its answer in columns; it becomes a conversation too, so that the model's chat template writes it. A
+ranking becomes a pair of its best and its worst answer. Nothing of a row is lost on the way: what has no place in it
+is refused.
+"""
+
+from dataclasses import dataclass, field
+
+from tunekit.data.formats.media import check_no_media
+from tunekit.data.formats.messages import (
+    ROLES,
+    conversation,
+    function_call,
+    plain,
+    prompt,
+    text,
+    tools_of,
+    turns,
+    unweighted,
+    with_system,
+)
+from tunekit.data.formats.preferences import best_and_worst, pair, rated
+from tunekit.data.formats.row_formats import (
+    COLUMNS,
+    OPTIONAL_COLUMNS,
+    BadRow,
+    Format,
+    Row,
+    check_columns,
+    described,
+    listed,
+    misspelt,
+)
+from tunekit.data.formats.tokens import check_tokens
+from tunekit.data.formats.weights import check_no_mask
+from tunekit.recipe.schema import SourceFormat
+
+SPEAKERS = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
+"""The role that a speaker of a ShareGPT conversation has, where its name is another one."""
+
+ASKING = ("messages", "conversations", "prompt", "instruction", "text")
+"""Columns of which one holds what is asked."""
+
+_MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion", "text", "tokens")
+"""Formats of which some tokens count in the loss and others do not, so that a column could say which."""
+
+
+@dataclass
+class Findings:
+    """What was found in the rows of a source, gathered for a sentence about them."""
+
+    speakers: dict[str, str] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
+    """Optional columns that held something."""
+    implicit_prompts: bool = False
+    """Some pair has its prompt in both answers, not in a column."""
+
+
+def check_row(value: object, format: Format) -> Row:
+    """Check one row that has a shape which can be learned from, and keep the columns of its format.
+
+    Raises:
+        BadRow: The row is not one of this format.
+    """
+    return convert_row(value, format, Findings())
+
+
+def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
+    """Check one row and make it a row that can be learned from.
+
+    Args:
+        value: The row as it was read.
+        format: The format that the source has.
+        findings: What was found in the rows so far; this row's is added.
+
+    Raises:
+        BadRow: The row is not one of this format.
+    """
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object, got {described(value)}")
+    check_columns(list(value), format)
+    check_no_media(value)
+    if format in _MASKED:
+        check_no_mask(value, (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
+    row = _converted(value, format, findings)
+    if format in ("text", "tokens", "alpaca"):
+        return row
+    tools = tools_of(value.get("tools"))
+    if not tools:
+        return row
+    if isinstance(row.get("prompt"), str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    findings.columns.add("tools")
+    return {**row, "tools": tools}
+
+
+def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
+    """What a row becomes, without its tools."""
+    match format:
+        case "messages":
+            return {"messages": conversation(row["messages"], "messages")}
+        case "sharegpt":
+            return _sharegpt(row, findings)
+        case "alpaca":
+            return _alpaca(row, findings)
+        case "prompt_completion":
+            return _prompt_completion(row["prompt"], row["completion"])
+        case "text":
+            return {"text": text(row["text"], "text")}
+        case "tokens":
+            return check_tokens(row)
+        case "preference":
+            return _preference(row, findings)
+        case "ranking":
+            return best_and_worst(row)
+        case "unpaired_preference":
+            return rated(row)
+        case "prompts":
+            return _prompt_with_references(row)
+
+
+def asked_in(value: object) -> Row:
+    """What a row asks, whatever else it holds: `prompt`, a text or a conversation, and its `tools`, if it has some.
+
+    An answer at the end of a conversation is left out. So rows to train on are rows to ask, too.
+
+    Raises:
+        BadRow: The row asks nothing.
+    """
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object, got {described(value)}")
+    check_no_media(value)
+    found = Findings()
+    asked: str | list[Row]
+    if "messages" in value:
+        asked = _unanswered(turns(value["messages"], "messages"), "messages")
+    elif "conversations" in value:
+        entries = _turns(value["conversations"], "conversations", found)
+        messages = _unanswered(turns(entries, "conversations"), "conversations")
+        asked = with_system(messages, _optional_text(value, "system", found))
+    elif "prompt" in value:
+        asked = prompt(value["prompt"], move="leave that turn out, or call the column messages")
+    elif "instruction" in value:
+        asked = _instruction(value, found)
+    elif "chosen" in value and "rejected" in value:
+        asked = _preference(value, found)["prompt"]
+    elif "text" in value:
+        asked = text(value["text"], "text")
+    else:
+        near = misspelt(list(value), ASKING)
+        raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
+    tools = tools_of(value.get("tools"))
+    if tools and isinstance(asked, str):
+        raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
+    return {"prompt": asked, **({"tools": tools} if tools else {})}
+
+
+def _unanswered(messages: list[Row], where: str) -> list[Row]:
+    """A conversation up to the last turn that is not the assistant's."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise BadRow(f"{where} has no turn that could be answered")
+    return unweighted(messages)
+
+
+def conversion(format: SourceFormat, findings: Findings) -> str:
+    """What becomes of the columns, in a few words; nothing for a format that stays as it is."""
+    if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
+        said = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
+        renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
+        said += f" ({', '.join(renamed)})" if renamed else ""
+    elif format == "alpaca":
+        said = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
+        said += ", output -> assistant"
+        said += ", history -> earlier turns" if "history" in findings.columns else ""
+    elif format == "preference" and findings.implicit_prompts:
+        said = "what chosen and rejected begin with -> prompt"
+    elif format == "ranking":
+        said = "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
+    else:
+        return ""
+    return said + (", system -> system" if "system" in findings.columns else "")
+
+
+def _sharegpt(row: Row, findings: Findings) -> Row:
+    messages = conversation(_turns(row["conversations"], "conversations", findings), "conversations")
+    return {"messages": with_system(messages, _optional_text(row, "system", findings))}
+
+
+def _turns(entries: object, where: str, findings: Findings) -> object:
+    if not isinstance(entries, list):
+        return entries
+    return [_turn(entry, f"{where}[{i}]", findings) for i, entry in enumerate(entries)]
+
+
+def _turn(entry: object, where: str, findings: Findings) -> object:
+    """One entry as {role, content}; an entry that has these already keeps them."""
+    if not isinstance(entry, dict):
+        raise BadRow(f"{where} must be an object {{from, value}}, got {described(entry)}")
+    if "from" not in entry and "role" in entry:
+        return entry
+    for key in ("from", "value"):
+        if key not in entry:
+            raise BadRow(f"{where} has no {key}")
+    speaker, said = entry["from"], entry["value"]
+    if not isinstance(speaker, str):
+        raise BadRow(f"{where}.from must be a string, got {described(speaker)}")
+    role = SPEAKERS.get(speaker.lower(), speaker)
+    if role not in ROLES:
+        raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known are {listed([*ROLES, *SPEAKERS])}")
+    if not isinstance(said, str):
+        raise BadRow(f"{where}.value must be a string, got {described(said)}")
+    if {"role", "content"} & entry.keys():
+        raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
+    findings.speakers.setdefault(speaker, role)
+    rest = {key: held for key, held in entry.items() if key not in ("from", "value")}
+    if speaker.lower() == "function_call":
+        return {"role": role, "content": "", **rest, "tool_calls": function_call(said, f"{where}.value")}
+    return {"role": role, "content": said, **rest}
+
+
+def _alpaca(row: Row, findings: Findings) -> Row:
+    asked = _instruction(row, findings)
+    return {"messages": [*asked, {"role": "assistant", "content": text(row["output"], "output")}]}
+
+
+def _instruction(row: Row, findings: Findings) -> list[Row]:
+    """The conversation of an Alpaca row up to its answer."""
+    question = text(row["instruction"], "instruction")
+    given = _optional_text(row, "input", findings)
+    if given:
+        question += "\n\n" + given
+    messages: list[Row] = []
+    system = _optional_text(row, "system", findings)
+    if system:
+        messages.append({"role": "system", "content": system})
+    for earlier, said in _history(row, findings):
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": said}]
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
+    """Earlier questions with their answers."""
+    pairs = row.get("history")
+    if not pairs:
+        return []
+    if not isinstance(pairs, list):
+        raise BadRow(f"history must be a list of [question, answer], got {described(pairs)}")
+    findings.columns.add("history")
+    said = []
+    for i, entry in enumerate(pairs):
+        if not isinstance(entry, list) or len(entry) != 2:
+            what = f"a list of {len(entry)}" if isinstance(entry, list) else described(entry)
+            raise BadRow(f"history[{i}] must be a list [question, answer], got {what}")
+        said.append((text(entry[0], f"history[{i}][0]"), text(entry[1], f"history[{i}][1]")))
+    return said
+
+
+def _optional_text(row: Row, column: str, findings: Findings) -> str:
+    """What stands in a column that a row may leave empty."""
+    value = row.get(column)
+    if value is None or value == "":
+        return ""
+    if isinstance(value, str) and not value.strip():
+        return ""
+    findings.columns.add(column)
+    return text(value, column)
+
+
+def _prompt_completion(asked: object, completion: object) -> Row:
+    """Both plain text, or both lists of messages: the two shapes that TRL knows."""
+    if isinstance(asked, list) != isinstance(completion, list):
+        raise BadRow(
+            "prompt and completion must both be strings or both be lists of messages, "
+            f"got {described(asked)} and {described(completion)}"
+        )
+    given = prompt(asked, move="move that turn to completion")
+    if isinstance(completion, list):
+        return {"prompt": given, "completion": conversation(completion, "completion")}
+    return {"prompt": given, "completion": text(completion, "completion")}
+
+
+def _preference(row: Row, findings: Findings) -> Row:
+    """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
+    given, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if row.get("conversations") is not None:
+        if given is not None:
+            raise BadRow("the columns prompt and conversations: only one of them can be the prompt")
+        findings.columns.add("conversations")
+        given = _turns(row["conversations"], "conversations", findings)
+        if turns(given, "conversations")[-1]["role"] == "assistant":
+            raise BadRow("conversations ends with an assistant turn; move that turn to chosen and rejected")
+        chosen, rejected = _one_or_more(chosen, "chosen", findings), _one_or_more(rejected, "rejected", findings)
+    findings.implicit_prompts |= given is None
+    made = pair(given, chosen, rejected)
+    system = _optional_text(row, "system", findings)
+    if system and isinstance(made["prompt"], str):
+        raise BadRow(
+            "the column system beside a prompt that is plain text: put it into the prompt, "
+            "by a function of your own if need be (data.format=module:function)"
+        )
+    return {**made, "prompt": with_system(made["prompt"], system)} if system else made
+
+
+def _one_or_more(said: object, where: str, findings: Findings) -> object:
+    """An answer as a list of messages, where it is one {from, value} or several."""
+    return _turns([said] if isinstance(said, dict) else said, where, findings)
+
+
+def _prompt_with_references(row: Row) -> Row:
+    """A prompt, and all that stands beside it for the rewards to look at."""
+    references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
+    for column, value in references.items():
+        plain(value, column)
+    given = prompt(row["prompt"], move="the model is to answer it itself, so leave that turn out")
+    return {"prompt": given, **references}

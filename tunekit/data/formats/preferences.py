@@ -1,0 +1,183 @@
+"""Answers that are compared: a better one with a worse one, several in order, or one that is good or bad.
+
+A pair is kept as TRL wants it, `prompt`, `chosen` and `rejected`, all texts or all lists of messages. Where the prompt
+is not a column, it is what both answers begin with. Conversations show where it ends: before the assistant speaks.
+Texts show it only where they name the speaker, as Anthropic's HH does; two texts that merely begin alike, as answers
+to one question often do, have no prompt in them, and are refused.
+"""
+
+import math
+
+from tunekit.data.formats.messages import answer, conversation, prompt, text, unweighted
+from tunekit.data.formats.row_formats import BadRow, Row, counted, described
+
+_SPOKEN = "\n\nAssistant:"
+"""What stands before an answer in the texts of Anthropic's HH."""
+
+
+def pair(given: object, chosen: object, rejected: object) -> Row:
+    """A prompt with a better and a worse answer, from columns that hold all three, or the prompt within the answers.
+
+    Args:
+        given: The prompt; None where it stands in both answers.
+        chosen: The better answer.
+        rejected: The worse answer.
+
+    Raises:
+        BadRow: They make no pair.
+    """
+    if given is None:
+        return _explicit(*split(chosen, rejected))
+    kinds = [isinstance(value, list) for value in (given, chosen, rejected)]
+    if (
+        not isinstance(given, list)
+        and isinstance(chosen, list)
+        and isinstance(rejected, list)
+        and _begins_with(chosen, "user", "system")
+    ):
+        return _repeated(text(given, "prompt"), chosen, rejected)
+    if any(kinds) and not all(kinds):
+        got = f"{described(given)}, {described(chosen)} and {described(rejected)}"
+        raise BadRow(f"prompt, chosen and rejected must all be strings or all be lists of messages, got {got}")
+    if isinstance(given, list) and isinstance(chosen, list) and isinstance(rejected, list):
+        start = len(given)
+        if chosen[:start] == given == rejected[:start]:  # the answers are whole conversations
+            chosen, rejected = chosen[start:], rejected[start:]
+    asked = prompt(given, move="move that turn to chosen and rejected")
+    return _explicit(asked, chosen, rejected)
+
+
+def split(chosen: object, rejected: object) -> tuple[str | list[Row], object, object]:
+    """The prompt that two answers begin with, and what is left of each.
+
+    As TRL's `extract_prompt` where the answers differ from their first message or letter on; where they go on alike,
+    the prompt still ends before the assistant speaks.
+
+    Raises:
+        BadRow: They begin with no prompt, or do not differ.
+    """
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _split_messages(chosen, rejected)
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        raise BadRow(
+            "chosen and rejected must both be strings or both be lists of messages, "
+            f"got {described(chosen)} and {described(rejected)}"
+        )
+    return _split_texts(text(chosen, "chosen"), text(rejected, "rejected"))
+
+
+def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], list[Row], list[Row]]:
+    better, worse = conversation(chosen, "chosen"), conversation(rejected, "rejected")
+    _check_different(unweighted(better), unweighted(worse))
+    end = 0
+    before = "assistant"
+    for i, (one, other) in enumerate(zip(unweighted(better), unweighted(worse), strict=False)):
+        if one["role"] == other["role"] == "assistant" != before:
+            end = i
+        if one != other:
+            break
+        before = one["role"]
+    if end == 0:
+        raise BadRow(
+            "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
+            "that begin with the same turns"
+        )
+    return unweighted(better[:end]), chosen[end:], rejected[end:]
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    _check_different(chosen, rejected)
+    same = next(
+        (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
+        min(len(chosen), len(rejected)),
+    )
+    end = chosen.rfind(_SPOKEN, 0, same)
+    if end == -1:
+        raise BadRow(
+            r"chosen and rejected are strings that begin with no prompt (\n\nHuman: ... \n\nAssistant:); name the "
+            "column of the prompt with data.columns={prompt: ...}"
+        )
+    end += len(_SPOKEN)
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def _repeated(asked: str, chosen: list[Row], rejected: list[Row]) -> Row:
+    """A pair whose prompt stands in a column, and again as the first question of both conversations."""
+    given, better, worse = _split_messages(chosen, rejected)
+    first = next((message["content"] for message in given if message["role"] == "user"), "")
+    if first.strip() != asked.strip():
+        raise BadRow(
+            "prompt is a string, and chosen a conversation with another first question; they must be the same, or all "
+            "three strings, or all three lists of messages"
+        )
+    return _explicit(given, better, worse)
+
+
+def _begins_with(value: object, *roles: str) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and first.get("role") in roles
+
+
+def _explicit(asked: str | list[Row], chosen: object, rejected: object) -> Row:
+    better, worse = answer(chosen, "chosen"), answer(rejected, "rejected")
+    _check_different(better, worse)
+    return {"prompt": asked, "chosen": better, "rejected": worse}
+
+
+def _check_different(chosen: object, rejected: object) -> None:
+    if chosen == rejected:
+        raise BadRow("chosen and rejected are the same; there is nothing to prefer")
+
+
+def best_and_worst(row: Row) -> Row:
+    """A ranking as a pair: the answer with the highest score and the one with the lowest, the first of several.
+
+    Raises:
+        BadRow: It is no ranking, or no answer is better than another.
+    """
+    completions, scores = row["completions"], row["scores"]
+    for column, value in (("completions", completions), ("scores", scores)):
+        if not isinstance(value, list):
+            raise BadRow(f"{column} must be a list, got {described(value)}")
+    if len(completions) != len(scores):
+        raise BadRow(f"{counted(len(completions), 'completion')}, but {counted(len(scores), 'score')}")
+    if len(completions) < 2:
+        raise BadRow(f"completions must hold at least two answers to compare, got {len(completions)}")
+    for i, score in enumerate(scores):
+        if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+            raise BadRow(f"scores[{i}] must be a number, got {described(score)}")
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if best == worst:
+        raise BadRow(f"every score is {scores[0]}, so no answer is better than another")
+    if row["prompt"] is None:
+        raise BadRow("prompt must be a string or a list of messages, got null")
+    return pair(row["prompt"], completions[best], completions[worst])
+
+
+def rated(row: Row) -> Row:
+    """An answer that is good or bad, as TRL's KTO wants it."""
+    asked, said = row["prompt"], row["completion"]
+    if isinstance(asked, list) != isinstance(said, list):
+        raise BadRow(
+            "prompt and completion must both be strings or both be lists of messages, "
+            f"got {described(asked)} and {described(said)}"
+        )
+    return {
+        "prompt": prompt(asked, move="move that turn to completion"),
+        "completion": answer(said, "completion"),
+        "label": _label(row["label"]),
+    }
+
+
+def _label(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if type(value) is int and value in (0, 1):
+        return value == 1
+    if value in ("true", "false"):  # as CSV has it
+        return value == "true"
+    got = f"the string '{value[:40]}'" if isinstance(value, str) else described(value)
+    raise BadRow(
+        f"label must be true (a good answer) or false (a bad one), got {got}; "
+        "if it says something else, leave it aside with data.format=prompt_completion"
+    )

@@ -1,0 +1,1 @@
+"""Token sequences on disk, packed, mixed, streamed and split."""

@@ -1,0 +1,146 @@
+"""Rows that are read, tokenised and packed while training, for data that does not fit on the disk.
+
+A stream goes through the same steps as rows that are prepared before: they are checked, masked, cut and packed alike,
+a few hundred at a time. What needs all rows at once works on a window: rows are shuffled within a buffer, and packs
+filled from as many sequences as are at hand. A run that goes on reads the passage that it is in from its beginning, and
+leaves out what it had: the same rows come in the same order, and making those again takes as long as the first time.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.formats.method_formats import Learner
+from tunekit.data.packing.pack import best_fit
+from tunekit.data.sources.load import stream_rows
+from tunekit.data.sources.rows import Skipped
+from tunekit.data.tokenization.encode import Encoder
+from tunekit.data.tokenization.tokenize import Account
+from tunekit.recipe.schema import CompleteSource, DataSection
+
+if TYPE_CHECKING:
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_ROWS = 200
+"""Rows that are read at once."""
+
+WINDOW_SEQUENCES = 2000
+"""Sequences from which packs are filled, or among which the next one is drawn."""
+
+_Sequence = dict[str, list[int]]
+
+
+def stream(
+    section: DataSection, tokenizer: "PreTrainedTokenizerBase", learner: Learner, *, seed: int, skipped: Path
+) -> "datasets.IterableDataset":
+    """The training rows of a recipe as a trainer reads them, made as it asks for them.
+
+    Args:
+        section: The sources, and how they become sequences.
+        tokenizer: Tokenizer of the model.
+        learner: The method that learns from them.
+        seed: Seed of the order of the rows.
+        skipped: File for the bad rows that are left out.
+    """
+    from datasets import Features, IterableDataset, List, Value
+
+    columns = ("input_ids", "labels", "seq_lengths")[: 3 if section.packing else 2]
+    features = Features({name: List(Value("int32")) for name in columns})
+
+    def generate() -> Iterator[_Sequence]:
+        sources: Sequence[CompleteSource] = section.sources
+        found: dict[Skipped, None] = {}
+        skipped.write_text("", encoding="utf-8")
+        streams = [_sequences(source, section, tokenizer, learner, found, skipped) for source in sources]
+        weights = [source.weight for source in sources if source.weight is not None]
+        sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else _one_by_one(streams)
+        yield from _packed(sequences, section.max_length) if section.packing else sequences
+
+    endless: Any = IterableDataset.from_generator(generate, features=features)
+    return endless.shuffle(seed=seed, buffer_size=WINDOW_SEQUENCES) if section.shuffle else endless
+
+
+def _sequences(
+    source: CompleteSource,
+    section: DataSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    learner: Learner,
+    found: dict[Skipped, None],
+    skipped: Path,
+) -> Iterator[_Sequence]:
+    """The sequences of one source."""
+    encoder = None
+    account = Account()
+    for rows in stream_rows(source, learner, max_bad_rows=section.max_bad_rows, num_rows=BATCH_ROWS):
+        if encoder is None:
+            encoder = Encoder(rows, tokenizer)
+        with skipped.open("a", encoding="utf-8") as file:
+            for bad in rows.skipped:
+                if bad not in found:
+                    found[bad] = None
+                    file.write(json.dumps(asdict(bad), ensure_ascii=False) + "\n")
+        encoded = encoder.encode(rows, range(len(rows)))
+        batch, _ = account.cut(encoded, section.max_length, splits=rows.format == "text")
+        labels, start = batch.labels, 0
+        for length in batch.lengths.tolist():
+            part = slice(start, start + length)
+            yield {"input_ids": batch.ids[part].tolist(), "labels": labels[part].tolist()}
+            start += length
+
+
+def _taking_turns(streams: list[Iterator[_Sequence]], weights: list[float]) -> Iterator[_Sequence]:
+    """Sequences of all streams in turns; with weights in their proportion, until one ends that is due."""
+    if not weights:
+        turns = deque(streams)
+        while turns:
+            sequence = next(turns[0], None)
+            if sequence is None:
+                turns.popleft()
+            else:
+                turns.rotate(-1)
+                yield sequence
+        return
+    num_taken = [0] * len(streams)
+    while True:
+        due = min(range(len(streams)), key=lambda i: (num_taken[i] + 0.5) / weights[i])
+        sequence = next(streams[due], None)
+        if sequence is None:
+            return
+        num_taken[due] += 1
+        yield sequence
+
+
+def _one_by_one(streams: list[Iterator[_Sequence]]) -> Iterator[_Sequence]:
+    for each in streams:
+        yield from each
+
+
+def _packed(sequences: Iterator[_Sequence], max_length: int) -> Iterator[_Sequence]:
+    """Packs of sequences, a window after the other."""
+    window: list[_Sequence] = []
+    for sequence in sequences:
+        window.append(sequence)
+        if len(window) == WINDOW_SEQUENCES:
+            yield from _packs(window, max_length)
+            window = []
+    if window:
+        yield from _packs(window, max_length)
+
+
+def _packs(window: list[_Sequence], max_length: int) -> Iterator[_Sequence]:
+    import numpy as np
+
+    order, sizes = best_fit(np.array([len(sequence["input_ids"]) for sequence in window]), max_length)
+    places = iter(order.tolist())
+    for size in sizes.tolist():
+        pack: _Sequence = {"input_ids": [], "labels": [], "seq_lengths": []}
+        for _ in range(size):
+            sequence = window[next(places)]
+            pack["input_ids"] += sequence["input_ids"]
+            pack["labels"] += sequence["labels"]
+            pack["seq_lengths"].append(len(sequence["input_ids"]))
+        yield pack

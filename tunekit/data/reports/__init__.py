@@ -1,0 +1,1 @@
+"""Statistics and previews of data before training."""

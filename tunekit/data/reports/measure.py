@@ -1,0 +1,289 @@
+"""The measuring behind the data report: a pass over the tokens of each source, a few million at a time."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tunekit.data.packing.pack import best_fit
+from tunekit.data.packing.sequences import IGNORED, Sequences
+from tunekit.data.prepare import Split
+from tunekit.data.reports.report import (
+    Bin,
+    DataReport,
+    MixedSource,
+    Packing,
+    Piece,
+    Quantiles,
+    Repeats,
+    Sample,
+    SourceReport,
+    SpecialToken,
+)
+from tunekit.data.sources.rows import Rows, Skipped
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+NUM_BINS = 12
+"""Bars of a histogram, about."""
+
+ROLES = ("bos", "eos", "pad", "unk")
+"""Special tokens that are shown even where no row has them."""
+
+_STEPS = (1, 2, 5)
+_PIECE_TOKENS = 8
+_PASS_SEQUENCES = 4096
+
+
+def report_data(
+    splits: Sequence[Split],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int,
+    packing: bool,
+    batch_size: int,
+    num_samples: int,
+    notes: Sequence[str],
+    skipped: tuple[Skipped, ...],
+) -> DataReport:
+    """Look at the rows of a recipe as its model will see them.
+
+    Args:
+        splits: `train`, and `eval` if there is one.
+        tokenizer: Tokenizer of the model.
+        max_length: Longest sequence, in tokens.
+        packing: Whether the recipe asks for packing; the rows are measured either way.
+        batch_size: Sequences of a batch, for what padding costs.
+        num_samples: Sequences of each source to take as samples.
+        notes: What was found while the rows were read.
+        skipped: Bad rows that were left out.
+    """
+    train = splits[0]
+    evaluated = [rows for split in splits[1:] for rows in split.rows]
+    return DataReport(
+        max_length=max_length,
+        is_packed=packing,
+        sources=tuple(
+            _source_report(split, number, tokenizer, max_length, batch_size, num_samples)
+            for split in splits
+            for number in range(len(split.rows))
+        ),
+        mixture=tuple(_mixture(train)) if len(train.rows) > 1 else (),
+        num_train=train.prepared.num_sequences,
+        leaked=find_repeats(evaluated, within=train.rows) if evaluated else Repeats(0),
+        skipped=skipped,
+        notes=tuple(dict.fromkeys([*notes, *(note for split in splits for note in split.prepared.notes)])),
+    )
+
+
+def _mixture(train: Split) -> Iterator[MixedSource]:
+    for tokens, share, weight in zip(train.tokens, train.prepared.shares, train.weights, strict=True):
+        yield MixedSource(
+            source=share.source,
+            weight=weight,
+            num_available=len(tokens.sequences),
+            num_taken=share.num_sequences,
+            num_tokens=share.num_tokens,
+            token_share=share.num_tokens / train.prepared.num_tokens,
+        )
+
+
+def _source_report(
+    split: Split,
+    number: int,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    batch_size: int,
+    num_samples: int,
+) -> SourceReport:
+    rows, tokens = split.rows[number], split.tokens[number]
+    counts, sequences = tokens.report, tokens.sequences
+    ordered = sorted(sequences.row_lengths.tolist())
+    num_packed = len(best_fit(sequences.lengths, max_length)[1])
+    batch_size = min(batch_size, counts.num_sequences)
+    samples = (sequences[i] for i in range(min(num_samples, len(sequences))))
+    return SourceReport(
+        split=split.name,
+        is_alone=len(split.rows) == 1,
+        source=rows.source,
+        format=rows.format,
+        num_rows=counts.num_rows,
+        num_truncated=counts.num_truncated,
+        num_split=counts.num_split,
+        num_dropped=counts.num_dropped,
+        num_sequences=counts.num_sequences,
+        num_tokens=counts.num_tokens,
+        num_trained=counts.num_trainable_tokens,
+        lengths=Quantiles(ordered[0], quantile(ordered, 0.5), quantile(ordered, 0.95), ordered[-1]),
+        histogram=histogram(ordered, max_length),
+        packing=Packing(
+            num_packed=num_packed,
+            packed_share=counts.num_tokens / (num_packed * max_length),
+            batch_size=batch_size,
+            padded_share=padded_share(sorted(sequences.lengths.tolist()), batch_size),
+        ),
+        duplicates=find_repeats([rows]),
+        special_tokens=tuple(_special_tokens(sequences, tokenizer)),
+        samples=tuple(sample(found["input_ids"], found["labels"], tokenizer) for found in samples),
+    )
+
+
+def quantile(ordered: Sequence[int], part: float) -> int:
+    """The smallest of the ordered numbers that at least so large a part of them does not exceed."""
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+
+def histogram(ordered: Sequence[int], max_length: int) -> tuple[Bin, ...]:
+    """Ordered lengths in about a dozen bars of equal width; `max_length` is always the end of one.
+
+    A few rows that are far longer than the others share the last bar: it would else leave one for all the rest.
+    """
+    longest, usual = ordered[-1], quantile(ordered, 0.95)
+    top = longest if longest <= 3 * usual else 2 * usual
+    step = next(s for s in _steps() if s * NUM_BINS >= top)
+    edges = set(range(step, top + step, step)) | {max_length}
+    edges = {edge for edge in edges if edge < longest} | {min(edge for edge in edges | {longest} if edge >= longest)}
+    bins: list[Bin] = []
+    low, start = 1, 0
+    for high in sorted(edges):
+        end = start
+        while end < len(ordered) and ordered[end] <= high:
+            end += 1
+        if end or high >= max_length:  # empty bars before the shortest row say nothing
+            bins.append(Bin(low, high, end - start))
+        low, start = high + 1, end
+    return tuple(bins)
+
+
+def padded_share(ordered: Sequence[int], batch_size: int) -> float:
+    """Tokens among the places of batches of random sequences, each padded to its longest.
+
+    A batch is as wide as the longest of its sequences. Of n lengths in order, the k-th is the longest of b drawn
+    without putting back with probability C(k-1, b-1) / C(n, b).
+    """
+    width, probability = 0.0, batch_size / len(ordered)
+    for k in range(len(ordered), batch_size - 1, -1):
+        width += probability * ordered[k - 1]
+        probability *= (k - batch_size) / max(1, k - 1)
+    return sum(ordered) / (len(ordered) * width)
+
+
+def find_repeats(sources: Sequence[Rows], *, within: Sequence[Rows] = ()) -> Repeats:
+    """Rows that are equal to an earlier one, or to any row of other sources."""
+    import numpy as np
+
+    digests = _digests(sources)
+    if within:
+        known = _digests(within)
+        order = np.argsort(known, kind="stable")
+        found = np.minimum(np.searchsorted(known[order], digests), len(known) - 1)
+        earlier = order[found]
+        repeated = np.flatnonzero(known[earlier] == digests)
+    else:
+        _, firsts, which = np.unique(digests, return_index=True, return_inverse=True)
+        earlier = firsts[which]
+        repeated = np.flatnonzero(earlier != np.arange(len(digests)))
+    if not len(repeated):
+        return Repeats(0)
+    first = int(repeated[0])
+    return Repeats(len(repeated), (_place(sources, first), _place(within or sources, int(earlier[first]))))
+
+
+def _digests(sources: Sequence[Rows]) -> "np.ndarray":
+    """A digest of every row, `(rows,)`."""
+    import numpy as np
+
+    whole = bytearray()
+    for rows in sources:
+        for i in range(len(rows)):
+            whole += rows.rows.digest_of(i)
+    return np.frombuffer(whole, dtype="S16")
+
+
+def _place(sources: Sequence[Rows], index: int) -> str:
+    """Where a row stands, counted over all sources."""
+    for rows in sources:
+        if index < len(rows):
+            return rows.place(index)
+        index -= len(rows)
+    raise IndexError(index)
+
+
+def _steps() -> Iterator[int]:
+    scale = 1
+    while True:
+        yield from (scale * step for step in _STEPS)
+        scale *= 10
+
+
+def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") -> Iterator[SpecialToken]:
+    """The special tokens that have a role or occur."""
+    import numpy as np
+
+    roles: dict[int, list[str]] = {}
+    for role, token_id in zip(
+        ROLES,
+        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id),
+        strict=True,
+    ):
+        if token_id is not None:
+            roles.setdefault(token_id, []).append(role)
+    token_ids = list(dict.fromkeys([*roles, *_special_ids(tokenizer)]))
+    num_tokens, num_trained, num_sequences = (np.zeros(len(token_ids), np.int64) for _ in range(3))
+    slots = np.full(max(token_ids, default=0) + 1, -1)
+    slots[token_ids] = np.arange(len(token_ids))
+    for start in range(0, len(sequences), _PASS_SEQUENCES):
+        batch = sequences.take(range(start, min(start + _PASS_SEQUENCES, len(sequences))))
+        places = np.flatnonzero(batch.ids < len(slots))
+        places = places[slots[batch.ids[places]] >= 0]
+        found, trained = slots[batch.ids[places]], batch.counted[places]
+        of_sequence = np.searchsorted(np.cumsum(batch.lengths), places, side="right")
+        once = np.unique(of_sequence[trained] * len(token_ids) + found[trained])
+        num_tokens += np.bincount(found, minlength=len(token_ids))
+        num_trained += np.bincount(found[trained], minlength=len(token_ids))
+        num_sequences += np.bincount(once % len(token_ids), minlength=len(token_ids))
+    for slot, token_id in enumerate(token_ids):
+        if token_id in roles or num_tokens[slot]:
+            yield SpecialToken(
+                text=tokenizer.convert_ids_to_tokens(token_id),
+                id=token_id,
+                roles=tuple(roles.get(token_id, ())),
+                num_tokens=int(num_tokens[slot]),
+                num_trained=int(num_trained[slot]),
+                num_sequences_trained=int(num_sequences[slot]),
+            )
+
+
+def _special_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return sorted({*tokenizer.all_special_ids, *added})
+
+
+def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> Sample:
+    """Tokens with the text of each, as it reads behind the one before it."""
+    special = set(_special_ids(tokenizer))
+    pieces: list[Piece] = []
+    current: list[int] = []
+    for i, (token_id, label) in enumerate(zip(ids, labels, strict=True)):
+        current.append(token_id)
+        before = list(pieces[-1].ids) if pieces else []
+        text = _text_behind(before, current, tokenizer)
+        is_last = i + 1 == len(ids)
+        goes_on = not is_last and (labels[i + 1] == IGNORED) == (label == IGNORED) and ids[i + 1] not in special
+        if text.endswith("\ufffd") and goes_on and len(current) < _PIECE_TOKENS:
+            continue  # a character that the next token completes
+        pieces.append(Piece(text, tuple(current), trained=label != IGNORED, special=token_id in special))
+        current = []
+    return Sample(tuple(pieces))
+
+
+def _text_behind(before: list[int], ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What tokens add to the text; some tokenizers take the space from a text's first token."""
+    head, whole = _decode(before, tokenizer), _decode([*before, *ids], tokenizer)
+    return whole[len(head) :] if whole.startswith(head) else _decode(ids, tokenizer)
+
+
+def _decode(ids: Iterable[int], tokenizer: "PreTrainedTokenizerBase") -> str:
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text

@@ -1,0 +1,297 @@
+"""A few rows as a model will see them: what counts in the loss, what is cut, and what is left out and why.
+
+Rows of supervised fine-tuning go through the same encoder and the same cut as before a run, rows of answers through
+the same measuring as TRL's trainers apply. A row that cannot be learned from stands among the others with its reason.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tunekit.data.formats.row_formats import Format, Row
+from tunekit.data.packing.sequences import IGNORED
+from tunekit.data.reports.look import Column, FormatColumns, briefly
+from tunekit.data.reports.measure import sample
+from tunekit.data.reports.report import Sample
+from tunekit.data.sources.rows import Rows, Skipped
+from tunekit.data.tokenization.alignment import ANSWERS, Room, check_calls, tokens_of
+from tunekit.data.tokenization.encode import Encoder
+from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.data.tokenization.tokenize import Account
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HEAD_TOKENS, TAIL_TOKENS, CUT_TOKENS = 600, 200, 60
+"""So many tokens of a sequence are shown from its beginning, from its end, and of what is cut off it."""
+
+ROW_BYTES = 2**20
+"""Largest row that becomes tokens here, as JSON; of a longer text its beginning does."""
+
+_TEXT_LENGTH = 2**16
+_FIELD_LENGTH = 2000
+_SEQUENCES = 3
+_ANSWERED = ("prompt", "chosen", "rejected", "completion", "label", "tools")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that the user can mend."""
+
+    what: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True)
+class ShownSequence:
+    """A sequence of a row as it is trained on; of a long one its beginning and its end.
+
+    Attributes:
+        name: What it is: `sequence`, `prompt`, or the column of an answer with its prompt.
+        num_tokens: Tokens that are trained on.
+        num_trained: Those of them that count in the loss.
+        num_cut: Tokens that lie beyond `data.max_length`.
+        head: Its first tokens.
+        num_hidden: Tokens between the first and the last that are not shown.
+        tail: Its last tokens, where some are not shown.
+        cut: The first of the tokens that are cut off.
+    """
+
+    name: str
+    num_tokens: int
+    num_trained: int
+    num_cut: int
+    head: Sample
+    num_hidden: int
+    tail: Sample
+    cut: Sample
+
+
+@dataclass(frozen=True)
+class RowPreview:
+    """A row as a model will see it.
+
+    Attributes:
+        place: Where it stands: `chats.jsonl:17`.
+        sequences: What is trained on.
+        num_more: Sequences of it beyond those, of a long text.
+        fields: What else stands in the row, by column, each shortened.
+        label: Whether its answer is a good one, where rows say so.
+        left_out: Why it is not trained on, if it is not.
+        source: The row as JSON, under our names, shortened.
+    """
+
+    place: str
+    sequences: tuple[ShownSequence, ...]
+    num_more: int
+    fields: dict[str, str]
+    label: bool | None
+    left_out: str | None
+    source: str
+
+
+@dataclass(frozen=True)
+class DataPreview:
+    """The first rows of a source, or some that follow.
+
+    Attributes:
+        key: The recipe's key of the source.
+        sources: Every source of the recipe: its key, and its name.
+        method: The method that is to learn from it.
+        max_length: Longest sequence, in tokens.
+        format: The format that the source has, where it is known.
+        columns: Its columns.
+        formats: The formats that the method learns from, for those who are to say what the columns mean.
+        rows: Some rows.
+        start: The first of them, counted from 0 among the good ones.
+        num_rows: Good rows among the records that were read.
+        num_records: Records that were read.
+        is_whole: Whether there are no others.
+        bad: Bad rows among those records, where they stand and what is wrong.
+        max_bad_rows: So many of them a run would leave out; with more it is refused.
+        notes: What was found and decided, a sentence each.
+        problem: Why the source cannot be learned from, if it cannot.
+        model_problem: Why no tokens are shown, if there are none.
+        reads: Columns that rewards read, by the names of the rewards.
+    """
+
+    key: str
+    sources: tuple[tuple[str, str], ...]
+    method: str
+    max_length: int
+    format: str | None
+    columns: tuple[Column, ...]
+    formats: tuple[FormatColumns, ...]
+    rows: tuple[RowPreview, ...]
+    start: int
+    num_rows: int
+    num_records: int
+    is_whole: bool
+    bad: tuple[Skipped, ...]
+    max_bad_rows: int
+    notes: tuple[str, ...]
+    problem: Problem | None
+    model_problem: Problem | None
+    reads: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The preview as plain data, for JSON."""
+        return asdict(self)
+
+
+Show = Callable[[int], tuple[tuple[ShownSequence, ...], int, str | None]]
+"""From the index of a row to its sequences, how many more it has, and why it is left out, if it is."""
+
+
+def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPreview]:
+    """Some rows, as tokens where there is a way to make them.
+
+    Args:
+        rows: The rows.
+        indices: Which of them.
+        show: Makes tokens of a row; None where there is no tokenizer.
+    """
+    for index in indices:
+        row = rows.rows[index]
+        sequences: tuple[ShownSequence, ...] = ()
+        num_more, left_out = 0, None
+        if show is not None:
+            try:
+                sequences, num_more, left_out = show(index)
+            except DataError as error:
+                left_out = str(error).removeprefix(f"{rows.place(index)}: ")
+        others = {name: value for name, value in row.items() if name not in _ANSWERED}
+        yield RowPreview(
+            place=rows.place(index),
+            sequences=sequences,
+            num_more=num_more,
+            fields={name: briefly(value, _FIELD_LENGTH) for name, value in others.items()}
+            if rows.format == "prompts"
+            else {},
+            label=row.get("label") if rows.format == "unpaired_preference" else None,
+            left_out=left_out,
+            source=_as_json(row),
+        )
+
+
+def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> tuple[Show, Encoder]:
+    """How rows of supervised fine-tuning become tokens, and who makes them.
+
+    Raises:
+        DataError: The first row does not fit the chat template, or the tokenizer lacks what the format needs.
+    """
+    encoder = Encoder(rows, tokenizer)
+
+    def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
+        one = rows.select([index])
+        if rows.format == "text":
+            text = rows.rows[index]["text"]
+            if len(text) > _TEXT_LENGTH:
+                one = _with_row(one, {"text": text[:_TEXT_LENGTH]})
+        else:
+            _check_size(rows, index)
+        encoded = encoder.encode(one, range(1))
+        batch, _ = Account().cut(encoded, max_length, splits=rows.format == "text")
+        ids, labels = batch.ids.tolist(), batch.labels.tolist()
+        if not len(batch.lengths):
+            whole = encoded.ids.tolist()
+            kept, cut = whole[:max_length], whole[max_length:]
+            shown = _shown("sequence", kept, [IGNORED] * len(kept), cut, tokenizer)
+            return (shown,), 0, "no token of it counts in the loss"
+        cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
+        sequences, start = [], 0
+        for length in batch.lengths.tolist()[:_SEQUENCES]:
+            part = slice(start, start + length)
+            sequences.append(_shown("sequence", ids[part], labels[part], cut, tokenizer))
+            start += length
+        return tuple(sequences), len(batch.lengths) - len(sequences), None
+
+    return show, encoder
+
+
+def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room) -> Show:
+    """How rows of answers, or of prompts alone, become tokens."""
+    columns = ANSWERS[rows.format]
+
+    def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
+        _check_size(rows, index)
+        try:
+            check_calls(rows.rows[index], columns, tokenizer, rows.place(index))
+            num_given, answered = tokens_of(rows.rows[index], columns, tokenizer)
+            prompt = prompt_tokens(rows.rows[index], tokenizer) if not columns else []
+        except DataError:
+            raise
+        except Exception as error:  # a template is the model's or the user's: it may raise anything
+            raise DataError(f"the row does not fit the chat template: {error}") from error
+        left_out = None if room.has(num_given, [len(one) for one in answered]) else room.too_long
+        sequences = [
+            _shown(
+                name,
+                list(one[: room.max_length]),
+                [IGNORED] * min(num_given, room.max_length) + list(one[num_given : room.max_length]),
+                list(one[room.max_length :]),
+                tokenizer,
+            )
+            for name, one in zip(columns, answered, strict=True)
+        ]
+        if not columns:
+            sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer)]
+        return tuple(sequences), 0, left_out
+
+    return show
+
+
+def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens of a prompt by itself, as TRL makes them."""
+    if isinstance(row["prompt"], str):
+        return list(tokenizer(row["prompt"])["input_ids"])
+    tools = row.get("tools")
+    with template_in_time("a prompt"):
+        made = tokenizer.apply_chat_template(
+            row["prompt"],
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )
+    return list(made["input_ids"])
+
+
+def is_encoded(format: Format) -> bool:
+    """Whether rows of a format are those of supervised fine-tuning, which are tokenised before a run."""
+    return format not in ANSWERS
+
+
+def _shown(
+    name: str, ids: list[int], labels: list[int], cut: list[int], tokenizer: "PreTrainedTokenizerBase"
+) -> ShownSequence:
+    start = HEAD_TOKENS if len(ids) > HEAD_TOKENS + TAIL_TOKENS else len(ids)
+    end = max(start, len(ids) - TAIL_TOKENS)
+    few = cut[:CUT_TOKENS]
+    return ShownSequence(
+        name=name,
+        num_tokens=len(ids),
+        num_trained=sum(label != IGNORED for label in labels),
+        num_cut=len(cut),
+        head=sample(ids[:start], labels[:start], tokenizer),
+        num_hidden=end - start,
+        tail=sample(ids[end:], labels[end:], tokenizer),
+        cut=sample(few, [IGNORED] * len(few), tokenizer),
+    )
+
+
+def _check_size(rows: Rows, index: int) -> None:
+    size = int(rows.rows.sizes_bytes[index])
+    if size > ROW_BYTES:
+        raise DataError(f"the row has {size:,} bytes, too many to show as tokens here")
+
+
+def _with_row(rows: Rows, row: Row) -> Rows:
+    return replace(rows, rows=type(rows.rows)([row]))
+
+
+def _as_json(row: Row) -> str:
+    text = json.dumps(row, ensure_ascii=False, indent=2)
+    return text if len(text) <= 2 * _FIELD_LENGTH else text[: 2 * _FIELD_LENGTH] + "…"

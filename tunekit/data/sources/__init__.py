@@ -1,0 +1,1 @@
+"""Records of files, URLs and the hub, read one by one with their location."""

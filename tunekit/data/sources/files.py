@@ -1,0 +1,578 @@
+"""Files as numbered records: JSON lines, JSON lists, CSV, TSV, Parquet, Arrow and plain text.
+
+Every reader gives each record the line where it starts in the file, as an editor counts lines, so that a bad row
+can be found. Records are read one at a time and checked here for syntax only; `formats` judges what they say.
+A record that cannot be read is a `Fault` among the records, so that one pass reports all of them; what makes
+the rest of a file unreadable (another encoding, a binary file) stops at once with a `DataError`. Text may be
+compressed with gzip or zstd; its lines are counted as they stand in the text.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
+
+from tunekit.data.formats.row_formats import counted, listed
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+
+class File(Protocol):
+    """A file of rows, on this machine or another one."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+
+    @property
+    def suffix(self) -> str:
+        """What its own name ends in, one of `DATA_SUFFIXES`."""
+
+    def open(self) -> BinaryIO:
+        """Its bytes from the start."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file of this machine, and its name in messages."""
+
+    path: Path
+    name: str
+
+    @property
+    def suffix(self) -> str:
+        """What its own name ends in, one of `DATA_SUFFIXES`."""
+        return suffix_of(self.path.name)
+
+    def open(self) -> BinaryIO:
+        """Its bytes from the start."""
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A record that cannot be read, and why.
+
+    Attributes:
+        what: What is wrong.
+        column: Where in its line, counted from 1, if that is known.
+        ends: Nothing can be read behind it: more than one row may be lost.
+    """
+
+    what: str
+    column: int | None = None
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file: the line (or row) where it starts, counted from 1, and what stands there."""
+
+    number: int
+    value: object
+
+
+@dataclass(frozen=True)
+class Table:
+    """A source opened for reading.
+
+    Attributes:
+        columns: Names of the columns, or None where each record brings its own.
+        read: From the names of the wanted columns to the records; columns that cost nothing to read may come too.
+        unit: What `Record.number` counts.
+    """
+
+    columns: tuple[str, ...] | None
+    read: Callable[[Sequence[str]], Iterator[Record]]
+    unit: Literal["line", "row"] = "line"
+
+
+def open_jsonl(file: File) -> Table:
+    """JSON lines: one object per line; blank lines are allowed."""
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        for number, line in _lines(file):
+            if not line.strip():
+                continue
+            value = _parse(line.removesuffix("\n"))
+            if isinstance(value, Fault) and line.strip() in ("[", "{"):
+                raise DataError(
+                    f"{file.name}:{number}: one JSON value spreads over several lines, "
+                    "but a .jsonl file holds one object per line",
+                    hint="put each object on one line, or make it a JSON list in a .json file",
+                )
+            yield Record(number, value)
+
+    return Table(columns=None, read=read)
+
+
+def open_json(file: File) -> Table:
+    """A JSON list of objects, or JSON lines under the wrong suffix."""
+    text = "".join(line for _, line in _lines(file))
+    start = _skip_space(text, 0)
+    if text[start : start + 1] == "{":
+        first_line = text[start:].split("\n", 1)[0]
+        if isinstance(_parse(first_line), dict):
+            return open_jsonl(file)
+        _refuse_single_object(text, file.name)
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        yield from _list_items(text, start)
+
+    return Table(columns=None, read=read)
+
+
+def open_csv(file: File) -> Table:
+    """Comma-separated values with a header; cells in quotes may hold commas and line breaks."""
+    return _open_cells(file, ",", "comma")
+
+
+def open_tsv(file: File) -> Table:
+    """Tab-separated values with a header; cells in quotes may hold tabs and line breaks."""
+    return _open_cells(file, "\t", "tab")
+
+
+def _open_cells(file: File, delimiter: str, spoken: str) -> Table:
+    header = next(_csv_records(file, delimiter), None)
+    if header is None:
+        raise DataError(f"{file.name}: there are no rows in it")
+    names = header.value
+    if isinstance(names, Fault):
+        raise DataError(f"{file.name}:{header.number}: {names.what}")
+    assert isinstance(names, list)
+    doubled = sorted(column for column, times in Counter(names).items() if column and times > 1)
+    if doubled:
+        raise DataError(
+            f"{file.name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them"
+        )
+    others = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
+    for mark, meaning, advice in others:
+        if len(names) == 1 and mark in names[0]:
+            raise DataError(f"{file.name}:{header.number}: the columns are separated by {meaning}", hint=advice)
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        records = _csv_records(file, delimiter)
+        next(records)
+        for record in records:
+            cells = record.value
+            if isinstance(cells, list) and len(cells) != len(names):
+                advice = f"; a cell that holds a {spoken} must stand in quotes" if len(cells) > len(names) else ""
+                what = f"{counted(len(cells), 'cell')}, but the header has {len(names)}{advice}"
+                yield Record(record.number, Fault(what))
+            elif isinstance(cells, list):
+                yield Record(record.number, dict(zip(names, cells, strict=True)))
+            else:
+                yield record
+
+    return Table(columns=tuple(names), read=read)
+
+
+def open_parquet(file: File) -> Table:
+    """A Parquet file; only the wanted columns are read."""
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        columns = tuple(pq.ParquetFile(file.open()).schema_arrow.names)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{file.name}: not a Parquet file ({_first_line(error)})") from error
+    except OSError as error:
+        raise DataError(f"{file.name}: the file cannot be read ({_first_line(error)})") from error
+
+    def read(wanted: Sequence[str]) -> Iterator[Record]:
+        number = 0
+        try:
+            parquet = pq.ParquetFile(file.open())
+            rows = _rows_at_once(parquet.metadata, wanted)
+            for batch in parquet.iter_batches(batch_size=rows, columns=list(wanted)):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Record(number, without_nested_nulls(value))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{file.name} row {number + 1}: the Parquet file cannot be read to its end ({_first_line(error)})"
+            ) from error
+
+    return Table(columns=columns, read=read, unit="row")
+
+
+def _rows_at_once(metadata: Any, wanted: Sequence[str]) -> int:
+    """How many rows may be read together: a value that all rows have stands in the file once.
+
+    No value is larger than what its column takes in a group of rows.
+    """
+    largest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = (group.column(column) for column in range(group.num_columns))
+        sizes = [one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted]
+        largest = max(largest, sum(sizes))
+    return int(min(1000, max(1, BATCH_BYTES // largest)))
+
+
+def open_arrow(file: File) -> Table:
+    """An Arrow file or stream (IPC), also called Feather; only the wanted columns are read."""
+    import pyarrow as pa
+
+    try:
+        columns = tuple(next(_arrow_batches(file)).schema.names)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file.name}: not an Arrow file ({_first_line(error)})") from error
+    except StopIteration:
+        raise DataError(f"{file.name}: there are no rows in it") from None
+
+    def read(wanted: Sequence[str]) -> Iterator[Record]:
+        number = 0
+        try:
+            for batch in _arrow_batches(file):
+                chosen = batch.select(list(wanted))
+                for start in range(0, len(chosen), 1000):
+                    for value in chosen.slice(start, 1000).to_pylist():
+                        number += 1
+                        yield Record(number, without_nested_nulls(value))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{file.name} row {number + 1}: the Arrow file is damaged ({_first_line(error)})"
+            ) from error
+
+    return Table(columns=columns, read=read, unit="row")
+
+
+def _arrow_batches(file: File) -> Iterator[Any]:
+    """The batches of an Arrow file, or of a stream, which begins without the name of the format."""
+    import pyarrow as pa
+
+    assert isinstance(file, LocalFile)  # on another machine it would not be mapped but read whole; it is fetched
+    with pa.memory_map(str(file.path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(mapped)
+            for i in range(reader.num_record_batches):
+                yield reader.get_batch(i)
+        else:
+            mapped.seek(0)
+            yield from pa.ipc.open_stream(mapped)
+
+
+def without_nested_nulls(value: Any) -> Any:
+    """A row of a table without what its messages, tools and calls do not have.
+
+    A table gives every object in a column the keys of all objects in it, as nulls; an object that has no such key
+    cannot be told from one whose key is null.
+    """
+    return {name: _without_nulls(held) for name, held in value.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def open_text(file: File) -> Table:
+    """Plain text: documents parted by two or more blank lines; a single blank line only ends a paragraph.
+
+    A text without such a gap is one document. To train on every line by itself, or on documents that hold gaps,
+    write JSON lines with a column `text`.
+    """
+
+    def read(_: Sequence[str]) -> Iterator[Record]:
+        held: list[str] = []
+        start = num_blank = 0
+        for number, line in _lines(file):
+            if not line.strip():
+                num_blank += 1
+                continue
+            if held and num_blank >= 2:
+                yield Record(start, {"text": "".join(held).rstrip()})
+                held = []
+            if not held:
+                start, num_blank = number, 0
+            held.append("\n" * num_blank + line)
+            num_blank = 0
+        if held:
+            yield Record(start, {"text": "".join(held).rstrip()})
+
+    return Table(columns=("text",), read=read)
+
+
+OPENERS: dict[str, Callable[[File], Table]] = {
+    ".jsonl": open_jsonl,
+    ".json": open_json,
+    ".csv": open_csv,
+    ".tsv": open_tsv,
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+    ".feather": open_arrow,
+    ".txt": open_text,
+}
+"""How a file is read, by its kind."""
+
+MAX_LINE_BYTES = 2**27
+"""Longest line that is read, in bytes: a row of a few hundred million letters is none to train on."""
+
+FREE_BYTES, MAX_RATIO = 2**28, 200
+"""So many bytes any file may unpack to, and a larger one to so many times its size; text is packed 3 to 20 times."""
+
+BATCH_BYTES = 2**29
+"""Most bytes that rows of a Parquet file take which are read together."""
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSIBLE = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+
+DATA_SUFFIXES = (*OPENERS, *(kind + ending for ending in _COMPRESSIONS for kind in _COMPRESSIBLE))
+"""Every suffix of a file that is read."""
+
+
+STREAMED = (".jsonl", ".csv", ".tsv", ".txt", ".parquet")
+"""Kinds that are read from another machine as they come."""
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a file by its name (`.jsonl` for `chats.jsonl.gz`), or None if it is not read."""
+    suffix = suffix_of(name)
+    return "." + suffix.split(".")[1] if suffix else None
+
+
+def suffix_of(name: str) -> str:
+    """What the name of a file ends in (`.jsonl.gz` for `chats.jsonl.gz`); empty if it is not read."""
+    lowered = name.lower()
+    return next((suffix for suffix in DATA_SUFFIXES if lowered.endswith(suffix)), "")
+
+
+_BINARY_STARTS = {
+    b"\x1f\x8b": ("compressed with gzip", "let its name end in .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "let its name end in .zst"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as CSV"),
+    b"PAR1": ("a Parquet file", "give it the suffix .parquet"),
+    b"ARROW1": ("an Arrow file", "give it the suffix .arrow"),
+    b"SQLite format 3": ("a SQLite database", "export it as CSV or JSON lines"),
+    codecs.BOM_UTF16_LE: ("encoded as UTF-16", "save it as UTF-8"),
+    codecs.BOM_UTF16_BE: ("encoded as UTF-16", "save it as UTF-8"),
+}
+
+
+_TOO_DEEP = "JSON nested too deeply"
+_SPACE = re.compile(r"[ \t\n\r]*")  # what JSON counts as white space
+
+
+def _lines(file: File) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers; a byte-order mark and carriage returns are taken off.
+
+    Lines end at line feeds only: `str.splitlines` would also split at characters that may stand in a JSON string.
+    """
+    with opened(file) as lines:
+        for number, raw in enumerate(_raw_lines(lines, file.name), start=1):
+            if number == 1:
+                for start, (kind, advice) in _BINARY_STARTS.items():
+                    if raw.startswith(start):
+                        raise DataError(f"{file.name}: the file is {kind}, not UTF-8 text", hint=advice)
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if b"\0" in raw:
+                raise DataError(
+                    f"{file.name}:{number}:{raw.index(0) + 1}: a NUL byte, which no text holds",
+                    hint="is this a binary file, or text in another encoding than UTF-8?",
+                )
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file.name}:{number}: not UTF-8 (byte 0x{raw[error.start]:02x} at position {error.start + 1})",
+                    hint="save the file as UTF-8",
+                ) from error
+            yield number, line[:-2] + "\n" if line.endswith("\r\n") else line
+
+
+def opened(file: File) -> BinaryIO:
+    """The bytes of a file of text from the start, no longer compressed."""
+    compression = next((_COMPRESSIONS[ending] for ending in _COMPRESSIONS if file.suffix.endswith(ending)), None)
+    if compression is None:
+        return file.open()
+    import pyarrow as pa
+
+    unpacked = pa.input_stream(file.open(), compression=compression)
+    return cast(BinaryIO, io.BufferedReader(_Unpacked(unpacked, file)))
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes of a compressed file, up to a limit: a small file can unpack to more than any memory or disk holds."""
+
+    def __init__(self, stream: Any, file: File) -> None:
+        self._stream, self._name = stream, file.name
+        self._left = max(FREE_BYTES, MAX_RATIO * _size_of(file))
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer).cast("B")
+        part: bytes = self._stream.read(len(view))
+        view[: len(part)] = part
+        self._left -= len(part)
+        if self._left < 0:
+            raise DataError(
+                f"{self._name}: the file unpacks to more than {MAX_RATIO} times its size",
+                hint="unpack it yourself, and name what comes out, if that is right",
+            )
+        return len(part)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _size_of(file: File) -> int:
+    """The size of a file as it lies there; 0 where nobody says it."""
+    if isinstance(file, LocalFile):
+        return file.path.stat().st_size
+    return int(vars(file).get("size_bytes") or 0)
+
+
+def _raw_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
+    number = 0
+    try:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{name}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes", hint="write one row a line"
+                )
+            yield line
+    except OSError as error:
+        raise DataError(f"{name}: the file cannot be read to its end ({_first_line(error)})") from error
+
+
+def _parse(text: str) -> object:
+    """One JSON value, or a Fault."""
+    if text.startswith("\ufeff"):
+        return Fault("a byte-order mark (U+FEFF), which may stand only at the start of a file", column=1)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        what, position = _broken_json(error)
+        return Fault(what, column=position + 1)
+    except RecursionError:
+        return Fault(_TOO_DEEP)
+    except ValueError as error:  # a number of more than 4300 digits
+        return Fault(f"broken JSON: {_lowered(_first_line(error))}")
+
+
+def _broken_json(error: json.JSONDecodeError) -> tuple[str, int]:
+    """What is wrong with a text, and at which of its characters.
+
+    From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
+    """
+    text, position = error.doc, error.pos
+    comma = position if error.msg.startswith("Illegal trailing comma") else len(text[:position].rstrip()) - 1
+    if error.msg.startswith(("Illegal trailing comma", "Expecting value", "Expecting property name")):
+        behind = _skip_space(text, comma + 1)
+        if text[comma : comma + 1] == "," and text[behind : behind + 1] in ("]", "}"):
+            return f"broken JSON: a comma before the closing {text[behind]}", comma
+    return f"broken JSON: {_lowered(error.msg)}", position
+
+
+def _list_items(text: str, start: int) -> Iterator[Record]:
+    """The items of a JSON list, each with the line where it begins; a syntax error ends it with a Fault."""
+    if not text[start:]:
+        return
+    if text[start] != "[":
+        line = text.count("\n", 0, start) + 1
+        yield Record(line, Fault("a .json file must hold a list of objects: [{...}, {...}]", ends=True))
+        return
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, start + 1)
+    counted, line = 0, 1
+    closed = text[position : position + 1] == "]"
+    while not closed:
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            what, at = _broken_json(error)
+            column = at - text.rfind("\n", 0, at)
+            yield Record(text.count("\n", 0, at) + 1, Fault(what, column=column, ends=True))
+            return
+        except RecursionError:
+            yield Record(line, Fault(_TOO_DEEP, ends=True))
+            return
+        except ValueError as error:
+            yield Record(line, Fault(f"broken JSON: {_lowered(_first_line(error))}", ends=True))
+            return
+        yield Record(line, value)
+        position = _skip_space(text, position)
+        closed = text[position : position + 1] == "]"
+        if closed:
+            break
+        if text[position : position + 1] != ",":
+            line += text.count("\n", counted, position)
+            what = (
+                "broken JSON: the list is not closed" if position >= len(text) else "broken JSON: expecting ',' or ']'"
+            )
+            yield Record(line, Fault(what, column=position - text.rfind("\n", 0, position), ends=True))
+            return
+        position = _skip_space(text, position + 1)
+    behind = _skip_space(text, position + 1)
+    if behind < len(text):
+        yield Record(
+            line + text.count("\n", counted, behind), Fault("broken JSON: text after the end of the list", ends=True)
+        )
+
+
+def _refuse_single_object(text: str, name: str) -> None:
+    """A .json file that holds one object: say so, and which of its keys the rows may be under."""
+    value = _parse(text)
+    if not isinstance(value, dict):
+        return
+    lists = [key for key, held in value.items() if isinstance(held, list)]
+    hint = f"save the list under its key '{lists[0]}' as a file of its own" if lists else "write [{...}, {...}]"
+    raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
+
+
+def _csv_records(file: File, delimiter: str) -> Iterator[Record]:
+    """The rows of a CSV or TSV file as lists of cells, each with the line where it starts; blank lines are left out."""
+    reader = csv.reader((line for _, line in _lines(file)), delimiter=delimiter, strict=True)
+    while True:
+        start = reader.line_num + 1
+        try:
+            with _long_cells():
+                cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            unclosed = "unexpected end of data" in str(error)
+            what = "a quote that opens in this row is never closed" if unclosed else f"broken CSV: {error}"
+            yield Record(start, Fault(what, ends=unclosed))
+            continue
+        if cells:
+            yield Record(start, cells)
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    # The csv module's limit of 128 KiB a cell is one setting for the whole process: put it back after each row.
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,205 @@
+"""Which files a source names: one, all of a folder, or those that fit a pattern; or none, but a dataset of the hub.
+
+Files on other machines (`remote`) are fetched here, or left where they are to be read as they come.
+"""
+
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
+
+from tunekit.data.formats.row_formats import listed
+from tunekit.data.sources import hub
+from tunekit.data.sources.files import OPENERS, STREAMED, File, LocalFile, kind_of
+from tunekit.data.sources.remote import fetch, find_remote, is_url, shown
+from tunekit.errors import DataError
+from tunekit.recipe.library import find_example
+from tunekit.recipe.schema import DataSource
+
+EXAMPLE_PREFIX = "example:"
+"""Marks a file that ships with tunekit."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a source: one or more, of one kind, in the order in which they are read."""
+
+    found: tuple[File, ...]
+    kind: str
+    notes: tuple[str, ...] = ()
+
+
+def find_files(source: DataSource, *, key: str, streaming: bool = False) -> Files | None:
+    """The files that a source names, or None if it names a dataset of the hub.
+
+    Args:
+        source: The source as the recipe gives it.
+        key: The recipe's key of the source, for messages.
+        streaming: Leave files on other machines where they are, to be read as they come, instead of fetching them.
+
+    Raises:
+        DataError: It names a file that is not there, files of several kinds, or a kind of file that is not read; or
+            a file on another machine cannot be had.
+        DependencyError: The package that speaks the protocol of a URL is not installed.
+    """
+    name = source.path
+    path = _local_path(name, key)
+    if path is None:
+        _refuse_hub_parts(source, key, f"'{shown(name)}' is a URL")
+        return _remote(name, shown(name), key, streaming=streaming)
+    if name.startswith(EXAMPLE_PREFIX):
+        files = _one(find_example(name.removeprefix(EXAMPLE_PREFIX)), name, key)
+    elif path.is_dir():
+        files = _in_folder(path, name, key)
+    elif not path.exists() and any(sign in name for sign in "*?["):
+        files = _fitting(path, name, key)
+    elif not _looks_like_file(name) and not path.exists():
+        return None
+    else:
+        files = _one(path, name, key)
+    _refuse_hub_parts(source, key, f"'{name}' is {'a file' if files.found[0].name == name else 'read from files'}")
+    return files
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether a source is a dataset of the hub by its name."""
+    return not (is_url(name) or name.startswith(EXAMPLE_PREFIX) or _looks_like_file(name) or Path(name).exists())
+
+
+def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
+    for part, given in (("name", source.name), ("split", source.split), ("revision", source.revision)):
+        if given is not None:
+            raise DataError(f"{key}.{part}: only a hub dataset has one, and {why}", hint="leave it out")
+
+
+def _local_path(name: str, key: str) -> Path | None:
+    """Where a source would lie on this machine; None for a URL of another one."""
+    if not is_url(name):
+        return Path(name).expanduser()
+    protocol, _, rest = name.partition("://")
+    if protocol != "file":
+        return None
+    if not rest.startswith("/"):
+        raise DataError(
+            f"{key}.path: '{name}' names no file from the root on", hint="write file:///..., or the path alone"
+        )
+    return Path(unquote(rest))
+
+
+def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
+    """The files that a URL names; what can be told from the URL alone is checked before any server is asked."""
+    if "::" in name:
+        raise DataError(f"{key}.path: '{name}': a file inside another one (::) is not read", hint="unpack it first")
+    if not any(sign in name for sign in "*?["):
+        if not PurePosixPath(name).suffix:
+            raise DataError(
+                f"{key}.path: '{name}': the URL does not end in the suffix of a file",
+                hint=f"known are {_KINDS}; where they can be listed, the files of a folder are named by a pattern: "
+                f"'{name.rstrip('/')}/*.jsonl'",
+            )
+        _known_kind(name, name, key)
+    found = find_remote(url, key=key)
+    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in found}, f"'{name}' fits", key)
+    if not streaming:
+        return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in found), kind)
+    if kind not in STREAMED:
+        raise DataError(
+            f"{key}.path: '{name}': a {kind} file can only be read whole",
+            hint="convert it to .jsonl or .parquet, or do not stream it",
+        )
+    return Files(tuple(found), kind)
+
+
+def _one(path: Path, name: str, key: str) -> Files:
+    return Files((LocalFile(path, name),), kind=_check_file(path, name, key))
+
+
+def _in_folder(folder: Path, name: str, key: str) -> Files:
+    """All files of a folder that can be read; what lies deeper, or is hidden, is not looked at."""
+    inside = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    readable = [path for path in inside if kind_of(path.name) is not None]
+    if not readable:
+        raise DataError(f"{key}.path: there is no file to read in the folder '{name}'", hint=f"read are {_KINDS}")
+    others = [path.name for path in inside if path not in readable]
+    notes = (f"{name}: left aside, as no files of rows: {listed(others)}",) if others else ()
+    files = [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable]
+    return Files(tuple(files), kind=_one_local_kind(files, f"the folder '{name}' holds", key), notes=notes)
+
+
+def _fitting(pattern: Path, name: str, key: str) -> Files:
+    """All files that fit a pattern."""
+    # Path.glob raises for patterns such as a**b, and takes hidden files along.
+    found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+    paths = sorted(path for path in map(Path, found) if not path.is_dir())
+    if not paths:
+        raise DataError(f"{key}.path: no file fits '{name}'")
+    files = [LocalFile(path, str(path)) for path in paths]
+    return Files(tuple(files), kind=_one_local_kind(files, f"'{name}' fits", key))
+
+
+def _one_local_kind(files: Sequence[LocalFile], what: str, key: str) -> str:
+    """Check every file, and that all are of one kind."""
+    return _one_kind({file.name: _check_file(file.path, file.name, key) for file in files}, what, key)
+
+
+def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
+    """The kind that all files have."""
+    examples: dict[str, str] = {}
+    for name, kind in kind_by_name.items():
+        examples.setdefault(kind, name.rpartition("/")[2])
+    if len(examples) > 1:
+        raise DataError(
+            f"{key}.path: {what} files of several kinds: {listed(examples.values())}",
+            hint=f"choose one kind with a pattern: '*{next(iter(examples))}'",
+        )
+    return next(iter(examples))
+
+
+def _looks_like_file(name: str) -> bool:
+    """Whether a name that is no existing file was meant as one rather than as a dataset of the hub."""
+    if kind_of(name) is not None or hub.NAME.fullmatch(name) is None:
+        return True
+    # A dot in a hub name is common behind its owner (org/v1.5) and unknown without one (chats.xlsx).
+    return "/" not in name and "." in name
+
+
+_KINDS = f"{listed(OPENERS)}; text also as .gz or .zst"
+
+
+def _check_file(path: Path, name: str, key: str) -> str:
+    """The kind of a file that can be read; refuse any other."""
+    if not path.exists():
+        there = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, there, n=1, cutoff=0.6)
+        if not path.parent.is_dir():
+            raise DataError(f"{key}.path: no file '{name}'", hint=f"there is no folder '{path.parent}'")
+        where = "the working directory" if path.parent == Path() else str(path.parent)
+        raise DataError(
+            f"{key}.path: no file '{name}' in {where}",
+            hint=f"did you mean '{path.with_name(near[0])}'?" if near else None,
+        )
+    found = _known_kind(path.name, name, key)
+    if not path.is_file():
+        raise DataError(f"{key}.path: '{name}' is not a regular file")
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise DataError(f"{key}.path: cannot read '{name}': {error.strerror}") from error
+    if path.stat().st_size == 0:
+        raise DataError(f"{key}.path: '{name}' is empty")
+    return found
+
+
+def _known_kind(file: str, name: str, key: str) -> str:
+    """The kind of a file that is read, by what it is called."""
+    found = kind_of(file)
+    if found is not None:
+        return found
+    suffix = PurePosixPath(file).suffix
+    kind = f"the suffix '{suffix}' is not known" if suffix else "the file has no suffix"
+    if suffix.lower() in (".gz", ".zst"):
+        kind = f"only text is read compressed, and the name does not end in .jsonl{suffix} or the like"
+    raise DataError(f"{key}.path: '{name}': {kind}", hint=f"known are {_KINDS}")

@@ -1,0 +1,173 @@
+"""Datasets of the Hugging Face hub, read through `datasets`.
+
+The hub is asked once, with a short timeout, before `datasets` is let loose: without a network `datasets` would
+retry for half a minute first. With HF_HUB_OFFLINE=1 that question is left out and `datasets` serves what was
+downloaded earlier. Code that comes with a dataset is never run; `datasets` itself no longer can.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from tunekit.data.formats.media import media_kind
+from tunekit.data.formats.row_formats import listed
+from tunekit.data.sources.files import Record, Table, without_nested_nulls
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSource
+
+if TYPE_CHECKING:
+    import datasets
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""A dataset's name on the hub: `owner/name`, or one word for the oldest ones."""
+
+EVAL_SPLITS = ("validation", "test", "eval")
+"""Splits that are evaluated on when a recipe names none."""
+
+_TIMEOUT_SECONDS = 5.0
+
+_MEDIA_ROWS = 100
+"""Rows with images that are held at once."""
+
+
+def open_hub(
+    source: DataSource, *, key: str, default_split: Literal["train", "eval"], streaming: bool = False
+) -> Table:
+    """Download (or find in the cache) a dataset of the hub.
+
+    Args:
+        source: The dataset's name, configuration, split and revision.
+        key: The recipe's key of the source, for messages.
+        default_split: What is wanted where the source names no split.
+        streaming: Read the rows as they come instead of downloading all of them first.
+
+    Raises:
+        DataError: No such dataset, configuration or split; no access; or no network.
+    """
+    import datasets
+
+    if streaming and source.split is not None and "[" in source.split:
+        raise DataError(
+            f"{key}.split: '{source.split}' is a part of a split, and a stream cannot be cut before it has come",
+            hint=f"name the whole split, '{source.split.partition('[')[0]}', or do not stream it",
+        )
+    _ask_hub(source, key)
+    try:
+        split = source.split or ("train" if default_split == "train" else _eval_split(source, key))
+        dataset = datasets.load_dataset(
+            source.path, name=source.name, split=split, revision=source.revision, streaming=streaming
+        )
+    except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
+        # `datasets` tells of a wrong configuration or split by a ValueError, of a dataset script by a RuntimeError
+        # and of files that are neither in the cache nor to be had by an OSError.
+        said = " ".join(str(error).split())
+        raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {said}") from error
+    return open_stream(dataset, source.path) if streaming else open_dataset(dataset)
+
+
+def open_dataset(dataset: "datasets.Dataset") -> Table:
+    """A `datasets.Dataset` as a table of numbered rows."""
+
+    def read(wanted: Sequence[str]) -> Iterator[Record]:
+        media = [column for column in wanted if media_kind(column)]
+        rows: Any = dataset.select_columns([column for column in wanted if column not in media])
+        beside = _undecoded(dataset.select_columns(media)) if media else repeat({})
+        for number, (row, more) in enumerate(zip(rows, beside, strict=False), start=1):
+            yield Record(number, without_nested_nulls({**row, **more}))
+
+    return Table(columns=tuple(dataset.column_names), read=read, unit="row")
+
+
+def _undecoded(dataset: "datasets.Dataset") -> Iterator[dict[str, Any]]:
+    """Rows with images and audio as they are stored: that they are there is all that is asked of them."""
+    for table in dataset.with_format("arrow").iter(batch_size=_MEDIA_ROWS):
+        yield from cast(Any, table).to_pylist()
+
+
+def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
+    """A `datasets.IterableDataset` as a table of numbered rows; each reading asks for them anew.
+
+    Args:
+        dataset: The rows.
+        name: What messages call it.
+
+    Raises:
+        DataError: There are no rows, or they stop coming.
+    """
+    import datasets
+
+    def rows(wanted: Sequence[str] | None) -> Iterator[Record]:
+        number = 0
+        chosen = dataset.select_columns(list(wanted)) if wanted else dataset
+        if chosen.features is not None and any(media_kind(column) for column in chosen.features):
+            chosen = chosen.decode(False)
+        try:
+            for number, row in enumerate(chosen, start=1):
+                yield Record(number, without_nested_nulls(row))
+        except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({said})") from error
+
+    # Only some datasets say their columns before the first row has come.
+    columns: Sequence[str] | None = dataset.column_names
+    if columns is None:
+        first = next(rows(None), None)
+        if first is None:
+            raise DataError(f"{name}: there are no rows in it")
+        assert isinstance(first.value, dict)
+        columns = list(first.value)
+    return Table(columns=tuple(columns), read=rows, unit="row")
+
+
+def _ask_hub(source: DataSource, key: str) -> None:
+    """Ask the hub whether the dataset is there, within a few seconds."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is the base of their errors
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        HfApi().dataset_info(source.path, revision=source.revision, timeout=_TIMEOUT_SECONDS)
+    except OfflineModeIsEnabled:
+        return
+    except GatedRepoError as error:
+        raise DataError(
+            f"{key}.path: access to the hub dataset '{source.path}' is restricted",
+            hint=f"ask for it at {constants.ENDPOINT}/datasets/{source.path} and log in with `hf auth login`",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise DataError(
+            f"{key}.path: no file and no hub dataset '{source.path}'",
+            hint="check the name; a private dataset needs `hf auth login`",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise DataError(
+            f"{key}.revision: the hub dataset '{source.path}' has no revision '{source.revision}'"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        raise DataError(f"{key}.path: the hub answers {status} for the dataset '{source.path}'") from error
+    except (HTTPError, OSError) as error:
+        raise DataError(
+            f"{key}.path: no file '{source.path}', and the hub cannot be reached at {constants.ENDPOINT} "
+            f"to look for a dataset of that name",
+            hint="check the name and the network; with HF_HUB_OFFLINE=1 a copy downloaded earlier is used",
+        ) from error
+
+
+def _eval_split(source: DataSource, key: str) -> str:
+    """The one split made for evaluation."""
+    import datasets
+
+    splits: list[str] = datasets.get_dataset_split_names(source.path, source.name, revision=source.revision)
+    found = [split for split in EVAL_SPLITS if split in splits]
+    if len(found) != 1:
+        why = f"has several evaluation splits ({listed(found)})" if found else f"has only the splits {listed(splits)}"
+        raise DataError(f"{key}.split: the hub dataset '{source.path}' {why}", hint="name the split to evaluate on")
+    return found[0]

@@ -1,0 +1,501 @@
+"""Files on other machines: a URL names one, or, where the server can list its files, a pattern names several.
+
+`http` and `https` are read here, with the client that the hub's library brings: fsspec would need one more package for
+them, and tells neither a refusal nor a dead network from a file that is not there. Every other protocol (`s3`, `gs`,
+`az`, `hf`, `sftp`, ...) is fsspec's, with the package that it names, which also knows how to log in.
+
+A file is fetched once. Its copy is named after its URL and after what the server says of its version (entity tag, date
+and size), so a file that changed there is another copy here. It is written beside its place and moved there whole.
+Files can also be read as they come, without a copy.
+
+A URL may hold a password, and its query a key: messages and notes leave them out.
+"""
+
+import hashlib
+import io
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from urllib.parse import unquote
+
+import platformdirs
+
+from tunekit.data.sources.files import suffix_of
+from tunekit.errors import DataError, DependencyError
+
+if TYPE_CHECKING:
+    import httpx2
+    from _typeshed import WriteableBuffer
+
+_CONNECT_SECONDS, _READ_SECONDS = 5.0, 30.0
+_ASK_SECONDS = 20.0
+"""Longest wait for what a filesystem of fsspec says of its files, where it can be told; some would try for minutes."""
+
+_BUFFER_BYTES = 1 << 20
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_WEB = ("http", "https")
+_COMMON = ("https", "s3", "gs", "az", "hf", "sftp")
+_DRAFT = ".part"
+
+_LOG_IN = {
+    "http": "a user and a password from the environment may stand in the URL, as https://${NAME}:${PASSWORD}@HOST/...",
+    "s3": "log in with `aws configure`, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "log in with `gcloud auth application-default login`",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "log in with `hf auth login`",
+}
+_ALIASES = {"https": "http", "s3a": "s3", "gcs": "gs", "abfs": "az"}
+
+_FOREIGN_ERRORS = {
+    "s3fs": ("botocore.exceptions.BotoCoreError", "botocore.exceptions.ClientError"),
+    "gcsfs": ("gcsfs.retry.HttpError", "google.auth.exceptions.GoogleAuthError", "aiohttp.ClientError"),
+    "adlfs": ("azure.core.exceptions.AzureError",),
+    "huggingface_hub": ("httpx2.HTTPError",),
+    "fsspec.implementations.ftp": ("ftplib.Error",),
+    "fsspec.implementations.sftp": ("paramiko.SSHException",),
+}
+"""What filesystems raise besides OSError and ValueError when a server says no, by the module that they are from."""
+
+
+def is_url(name: str) -> bool:
+    """Whether a source names something by its URL."""
+    return _URL.match(name) is not None
+
+
+def without_user(url: str) -> str:
+    """A URL without the user and the password in it; any other name as it is."""
+    protocol, _, rest = url.partition("://")
+    if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
+        return url
+    host, slash, path = rest.partition("/")
+    return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def shown(url: str) -> str:
+    """A URL as messages name it: without user, password and query; any other name as it is."""
+    named = without_user(url)
+    return re.split(r"[?#]", named, maxsplit=1)[0] if _protocol(url) in _WEB else named
+
+
+def downloads_root() -> Path:
+    """Folder of the copies: `tunekit/downloads` in the user's cache folder (XDG_CACHE_HOME on Linux)."""
+    return platformdirs.user_cache_path("tunekit") / "downloads"
+
+
+def list_downloads() -> list[Path]:
+    """All whole copies."""
+    root = downloads_root()
+    return sorted(path for path in root.iterdir() if path.suffix != _DRAFT) if root.is_dir() else []
+
+
+def clear_downloads() -> int:
+    """Remove every copy, and what was half written; return the bytes that were freed."""
+    root = downloads_root()
+    freed = sum(path.stat().st_size for path in root.iterdir()) if root.is_dir() else 0
+    shutil.rmtree(root, ignore_errors=True)
+    return freed
+
+
+@dataclass(frozen=True)
+class WebFile:
+    """A file behind `http` or `https`.
+
+    Attributes:
+        url: Where it lies, with what it takes to read it.
+        name: Its name in messages.
+        size_bytes: Its size, if the server says it.
+        version: What tells this state of it from any other, if the server says so.
+    """
+
+    url: str = field(repr=False)
+    name: str
+    size_bytes: int | None
+    version: str | None
+
+    @property
+    def suffix(self) -> str:
+        """What its name ends in."""
+        return suffix_of(self.name)
+
+    def open(self) -> BinaryIO:
+        """The file, read as it comes; from a seek on, block by block."""
+        return cast(BinaryIO, io.BufferedReader(_WebReader(self), _BUFFER_BYTES))
+
+    def save(self, path: Path) -> None:
+        """Copy the file to this machine."""
+        with self.open() as source, path.open("wb") as copy:
+            shutil.copyfileobj(source, copy, _BUFFER_BYTES)
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """A file in a filesystem of fsspec.
+
+    Attributes:
+        url: What names it: its URL, or the pattern that it fits and its path.
+        name: Its name in messages.
+        size_bytes: Its size, if the filesystem says it.
+        version: What tells this state of it from any other.
+        filesystem: The filesystem.
+        path: Its path there.
+    """
+
+    url: str = field(repr=False)
+    name: str
+    size_bytes: int | None
+    version: str | None
+    filesystem: Any = field(repr=False)
+    path: str
+
+    @property
+    def suffix(self) -> str:
+        """What its name ends in."""
+        return suffix_of(self.name)
+
+    def open(self) -> BinaryIO:
+        """The file, read as it comes."""
+        with _as_os_errors(type(self.filesystem)):
+            file = self.filesystem.open(self.path, "rb")
+        return cast(BinaryIO, io.BufferedReader(_StoreReader(file, self.filesystem), _BUFFER_BYTES))
+
+    def save(self, path: Path) -> None:
+        """Copy the file to this machine."""
+        with _as_os_errors(type(self.filesystem)):
+            self.filesystem.get_file(self.path, str(path))
+
+
+RemoteFile = WebFile | StoreFile
+
+
+def find_remote(url: str, *, key: str) -> list[RemoteFile]:
+    """The file that a URL names, or the files that fit it.
+
+    Args:
+        url: The URL as the recipe gives it.
+        key: The recipe's key of the source, for messages.
+
+    Raises:
+        DataError: There is no such file, it may not be read, or its server cannot be reached.
+        DependencyError: The package that speaks this protocol is not installed.
+    """
+    return [_find_on_the_web(url, key)] if _protocol(url) in _WEB else _find_in_store(url, key)
+
+
+def fetch(file: RemoteFile, *, key: str) -> Path:
+    """A copy of a file on this machine: the one fetched earlier where the server says that nothing has changed.
+
+    Args:
+        file: The file.
+        key: The recipe's key of the source, for messages.
+
+    Raises:
+        DataError: The file cannot be fetched whole.
+    """
+    root = downloads_root()
+    copy = root / f"{_digest(file.url)}-{_digest(file.version or '')}{file.suffix}"
+    if file.version is not None and copy.is_file():
+        return copy
+    draft = root / f"{uuid.uuid4().hex}{_DRAFT}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file.save(draft)
+        num_bytes = draft.stat().st_size
+        if file.size_bytes is not None and num_bytes != file.size_bytes:
+            raise OSError(f"{num_bytes:,} of {file.size_bytes:,} bytes came")
+        draft.replace(copy)
+    except OSError as error:
+        raise DataError(f"{key}.path: '{file.name}' cannot be fetched to {root}: {_said(error)}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return copy
+
+
+def _find_on_the_web(url: str, key: str) -> WebFile:
+    import httpx2
+
+    name = shown(url)
+    if "*" in name:
+        raise DataError(
+            f"{key}.path: '{name}': what lies behind {_protocol(url)}:// cannot be listed, so no pattern is read there",
+            hint="name one file; a * in its name is written %2A",
+        )
+    try:
+        with _client(url) as client, client.stream("GET", without_user(url)) as answer:
+            return _web_file(answer, url, key)
+    except httpx2.InvalidURL:
+        # Neither the URL nor what is said of it is shown: what makes it invalid may well be a password.
+        raise DataError(
+            f"{key}.path: the URL is not valid", hint="in a user or password, write : / @ as %3A %2F %40"
+        ) from None
+    except (httpx2.HTTPError, OSError) as error:
+        raise _unreachable(url, error, key) from error
+
+
+def _web_file(answer: "httpx2.Response", url: str, key: str) -> WebFile:
+    """A file as the head of an answer tells of it."""
+    name, status = shown(url), answer.status_code
+    if status in (404, 410):
+        raise DataError(f"{key}.path: there is no '{name}' (the server answers {status})", hint="check the URL")
+    if status in (401, 403):
+        raise DataError(
+            f"{key}.path: '{name}' may not be read (the server answers {status})", hint=_LOG_IN[_login_of(url)]
+        )
+    if status != 200:
+        raise DataError(f"{key}.path: the server answers {status} for '{name}'", hint="try again later")
+    if answer.headers.get("content-type", "").startswith("text/html"):
+        raise DataError(
+            f"{key}.path: '{name}' is a web page, not a file of rows",
+            hint="give the URL of the file itself: on GitHub that of its raw form, on the hub with resolve for blob",
+        )
+    length = answer.headers.get("content-length", "")
+    size_bytes = int(length) if length.isdecimal() and "content-encoding" not in answer.headers else None
+    if size_bytes == 0:
+        raise DataError(f"{key}.path: '{name}' is empty")
+    return WebFile(url, name, size_bytes, _version(answer.headers))
+
+
+def _version(headers: Mapping[str, str]) -> str | None:
+    """What tells a state of a file from any other; a part of it has the version of the whole."""
+    marks = [headers[name] for name in ("etag", "last-modified") if name in headers]
+    length = headers.get("content-range", "").rpartition("/")[2] or headers.get("content-length", "")
+    return " ".join([*marks, length]) if marks else None
+
+
+def _client(url: str) -> "httpx2.Client":
+    """What asks a server, as the user that the URL names."""
+    import httpx2
+
+    user, _, password = url.partition("://")[2].partition("/")[0].rpartition("@")[0].partition(":")
+    return httpx2.Client(
+        auth=(unquote(user), unquote(password)) if user else None,
+        headers={"Accept-Encoding": "identity"},
+        timeout=httpx2.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS),
+        follow_redirects=True,
+    )
+
+
+class _WebReader(io.RawIOBase):
+    """The bytes of a file as they come from its server: in one answer, or from the first seek on in blocks."""
+
+    def __init__(self, file: WebFile) -> None:
+        self._file = file
+        self._client = _client(file.url)
+        self._position = 0
+        self._reads_blocks = False
+        self._answer = ExitStack()
+        self._chunks: Iterator[bytes] | None = None
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.size_bytes is not None
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if self._file.size_bytes is None:
+            raise io.UnsupportedOperation("the server does not say how long the file is")
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        if position != self._position:
+            self._answer.close()
+            self._reads_blocks = True
+            self._position, self._rest = position, b""
+        return position
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        import httpx2
+
+        view = memoryview(buffer).cast("B")
+        try:
+            if not self._rest and self._position != self._file.size_bytes:
+                self._rest = self._block() if self._reads_blocks else self._more()
+        except httpx2.HTTPError as error:
+            raise OSError(_said(error)) from error
+        part, self._rest = self._rest[: len(view)], self._rest[len(view) :]
+        view[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        self._answer.close()
+        self._client.close()
+        super().close()
+
+    def _more(self) -> bytes:
+        """What comes next; nothing at the end."""
+        if self._chunks is None:
+            answer = self._answer.enter_context(self._client.stream("GET", without_user(self._file.url)))
+            self._check(answer, 200)
+            # Some servers name the compression of a .gz file as that of the answer; its bytes are wanted as they are.
+            is_compressed = self._file.suffix.endswith((".gz", ".zst"))
+            self._chunks = answer.iter_raw() if is_compressed else answer.iter_bytes()
+        return next((chunk for chunk in self._chunks if chunk), b"")
+
+    def _block(self) -> bytes:
+        """The block of the file that begins here."""
+        wanted = {"Range": f"bytes={self._position}-{self._position + _BUFFER_BYTES - 1}"}
+        with self._client.stream("GET", without_user(self._file.url), headers=wanted) as answer:
+            self._check(answer, 206)
+            return answer.read()
+
+    def _check(self, answer: "httpx2.Response", status: int) -> None:
+        if answer.status_code == 200 != status:
+            raise OSError("the server sends no parts of files")
+        if answer.status_code != status:
+            raise OSError(f"the server answers {answer.status_code}")
+        if _version(answer.headers) != self._file.version:
+            raise OSError("the file changed while it was read")
+
+
+def _find_in_store(url: str, key: str) -> list[RemoteFile]:
+    name = shown(url)
+    kind = _filesystem_class(url, key)
+    try:
+        with _as_os_errors(kind):
+            files = _look_into_store(url, key)
+    except FileNotFoundError as error:
+        raise DataError(f"{key}.path: there is no '{name}'", hint="check the URL") from error
+    except PermissionError as error:
+        raise DataError(f"{key}.path: '{name}' may not be read", hint=_LOG_IN.get(_login_of(url))) from error
+    except (OSError, ValueError) as error:
+        raise _unreachable(url, error, key) from error
+    if not files:
+        raise DataError(f"{key}.path: no file fits '{name}'")
+    empty = next((file for file in files if file.size_bytes == 0), None)
+    if empty is not None:
+        raise DataError(f"{key}.path: '{empty.name}' is empty")
+    return files
+
+
+def _look_into_store(url: str, key: str) -> list[RemoteFile]:
+    import fsspec
+    from fsspec.asyn import AsyncFileSystem
+
+    filesystem, path = fsspec.url_to_fs(url)
+    limit = {"timeout": _ASK_SECONDS} if isinstance(filesystem, AsyncFileSystem) else {}
+    # A process has one filesystem of a kind, which remembers what it saw of the files.
+    filesystem.invalidate_cache()
+    if any(sign in path for sign in "*?["):
+        found = filesystem.glob(path, detail=True, **limit)
+        return [
+            StoreFile(
+                url=f"{url} {place}",
+                name=shown(filesystem.unstrip_protocol(place)),
+                size_bytes=info["size"],
+                version=filesystem.ukey(place),
+                filesystem=filesystem,
+                path=place,
+            )
+            for place, info in sorted(found.items())
+            if info["type"] == "file"
+        ]
+    info = filesystem.info(path, **limit)
+    if info["type"] == "directory":
+        name = shown(url).rstrip("/")
+        raise DataError(f"{key}.path: '{name}' is a folder", hint=f"name its files by a pattern: '{name}/*.jsonl'")
+    return [StoreFile(url, shown(url), info["size"], filesystem.ukey(path), filesystem, path)]
+
+
+def _filesystem_class(url: str, key: str) -> type:
+    """The class that speaks the protocol of a URL, from the package that it is in."""
+    from fsspec.registry import available_protocols, get_filesystem_class
+
+    protocol = _protocol(url)
+    try:
+        found: type = get_filesystem_class(protocol)
+    except ImportError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        hint = f"pip install {missing}" if missing else str(error)
+        raise DependencyError(f"{key}.path: {protocol}:// needs {missing or 'another package'}", hint=hint) from error
+    except ValueError as error:
+        near = get_close_matches(protocol, available_protocols(), n=1, cutoff=0.6)
+        raise DataError(
+            f"{key}.path: '{shown(url)}': the protocol {protocol}:// is not known",
+            hint=f"did you mean {near[0]}://?" if near else f"known are {', '.join(_COMMON)} and what fsspec knows",
+        ) from error
+    return found
+
+
+class _StoreReader(io.RawIOBase):
+    """The bytes of a file of fsspec; all that goes wrong on the way is an OSError."""
+
+    def __init__(self, file: Any, filesystem: Any) -> None:
+        self._file = file
+        self._kind = type(filesystem)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer).cast("B")
+        with _as_os_errors(self._kind):
+            part: bytes = self._file.read(len(view))
+        view[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def _as_os_errors(kind: type) -> Iterator[None]:
+    """What a filesystem raises of its own is an OSError as any other; there is no class that all of them share."""
+    names = [name for module, names in _FOREIGN_ERRORS.items() if kind.__module__.startswith(module) for name in names]
+    foreign = tuple(vars(import_module(module))[name] for module, _, name in (name.rpartition(".") for name in names))
+    try:
+        yield
+    except OSError:
+        raise
+    except foreign as error:
+        raise OSError(_said(error)) from error
+
+
+def _unreachable(url: str, error: BaseException, key: str) -> DataError:
+    """The server gave no answer; where an earlier copy is here, the hint names it."""
+    copies = list(downloads_root().glob(f"{_digest(url)}-*"))
+    log_in = _LOG_IN.get(_login_of(url)) if _protocol(url) not in _WEB else None
+    hint = f"check the URL and the network, or {log_in}" if log_in else "check the URL and the network"
+    if copies:
+        newest = max(copies, key=lambda copy: copy.stat().st_mtime)
+        hint += f"; to use the copy of {datetime.fromtimestamp(newest.stat().st_mtime):%Y-%m-%d}, set {key}={newest}"
+    return DataError(f"{key}.path: '{shown(url)}' cannot be reached ({_said(error)})", hint=hint)
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0].lower()
+
+
+def _login_of(url: str) -> str:
+    protocol = _protocol(url)
+    return _ALIASES.get(protocol, protocol)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, in a line; some say nothing but their class."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__

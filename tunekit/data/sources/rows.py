@@ -1,0 +1,215 @@
+"""Valid rows in little memory, each with the place it came from.
+
+A million short conversations as Python objects take several gigabytes, most of it overhead. Here a row is kept as
+the bytes of its JSON and decoded when it is asked for. The first megabytes of them stay in memory, the rest goes to a
+file without a name, which is gone when the process ends: however many rows there are, they take little more than eight
+bytes each. They no longer need the file that they came from: it may change or vanish while a run uses them.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast, overload
+
+import platformdirs
+
+from tunekit.data.formats.row_formats import Format, Row
+from tunekit.errors import DataError
+from tunekit.recipe.schema import LossOn, SourceFormat
+
+if TYPE_CHECKING:
+    import numpy as np
+
+IN_MEMORY_BYTES = 32 * 2**20
+"""So much of a row store is kept in memory; what is more goes to a file."""
+
+
+def cache_folder() -> Path:
+    """Folder for what can be made again, on a disk rather than in memory: the user's cache folder, made if missing.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    folder = platformdirs.user_cache_path("tunekit")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot write to {folder}: {error.strerror}", hint="set XDG_CACHE_HOME") from error
+    return folder
+
+
+class RowStore(Sequence[Row]):
+    """A sequence of rows kept as JSON, in memory or, where they are many, in a file; rows are added at the end.
+
+    Args:
+        rows: The first rows.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._held = bytearray()
+        self._file: BinaryIO | None = None
+        self._num_filed = 0
+        self._ends = array("Q", [0])
+        self._digest = hashlib.sha256()
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Row) -> None:
+        """Add a row."""
+        self._append(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode())
+
+    def select(self, indices: Iterable[int]) -> "RowStore":
+        """Some of the rows, as a store of its own."""
+        chosen = RowStore()
+        for index in indices:
+            chosen._append(self._raw(index))
+        return chosen
+
+    def batches(self, *, num_rows: int, num_bytes: int) -> Iterator[range]:
+        """The indices of all rows in batches, each of so many rows at most, and of so many bytes unless it is one."""
+        start = 0
+        while start < len(self):
+            fitting = bisect_right(self._ends, self._ends[start] + num_bytes) - 1
+            stop = min(max(fitting, start + 1), start + num_rows, len(self))
+            yield range(start, stop)
+            start = stop
+
+    @property
+    def sizes_bytes(self) -> "np.ndarray":
+        """Bytes of the JSON of each row, int64, `(rows,)`."""
+        import numpy as np
+
+        return np.diff(np.array(self._ends, dtype=np.int64))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all rows, in their order."""
+        return self._digest.hexdigest()
+
+    def digest_of(self, index: int) -> bytes:
+        """BLAKE2b of a row, 16 bytes: equal rows have equal ones."""
+        return hashlib.blake2b(self._raw(index), digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return cast(Row, json.loads(self._raw(position)))
+
+    def _append(self, raw: bytes) -> None:
+        self._held += raw
+        self._digest.update(raw)
+        self._ends.append(self._ends[-1] + len(raw))
+        if len(self._held) > IN_MEMORY_BYTES:
+            self._move_to_file()
+
+    def _move_to_file(self) -> None:
+        # Not in the system's folder for temporary files: that is often memory.
+        folder = cache_folder()
+        try:
+            if self._file is None:
+                self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+            with memoryview(self._held) as view:
+                written = 0
+                while written < len(view):
+                    written += self._file.write(view[written:])
+        except OSError as error:
+            raise DataError(
+                f"cannot keep the rows in {folder}: {error.strerror}", hint="free some space, or set XDG_CACHE_HOME"
+            ) from error
+        self._num_filed += len(self._held)
+        self._held.clear()
+
+    def _raw(self, position: int) -> bytes:
+        start, end = self._ends[position], self._ends[position + 1]
+        if self._file is None or start >= self._num_filed:
+            return bytes(self._held[start - self._num_filed : end - self._num_filed])
+        # A positioned read is the same for every process that shares the file.
+        return os.pread(self._file.fileno(), end - start, start)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A bad row that was left out: where it stands, and what is wrong with it."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several files that rows come from: its name, and the index of its first row."""
+
+    first: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The valid rows of one source.
+
+    Attributes:
+        format: The shape that all rows have; a row holds the columns of that format and no others.
+        rows: The rows, in the order of the source.
+        source: The source as the recipe names it.
+        numbers: For each row the line, or the row of a table without lines, where it starts, counted from 1.
+        unit: What `numbers` count: `line` or `row`.
+        notes: What was found while reading, a sentence each.
+        read_as: The format that the source has, where its rows were converted.
+        parts: The files of the source, in order, where it is a folder or a pattern.
+        skipped: Bad rows that were left out.
+        loss_on: Which of their tokens count in the loss.
+    """
+
+    format: Format
+    rows: RowStore
+    source: str
+    numbers: Sequence[int]
+    unit: Literal["line", "row"] = "line"
+    notes: tuple[str, ...] = ()
+    read_as: SourceFormat | None = None
+    parts: tuple[Part, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    loss_on: LossOn = "assistant"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, index: int) -> str:
+        """Where a row stands: `chats.jsonl:17`, or `chats.parquet row 17`."""
+        if not self.parts:
+            return place(self.source, self.unit, self.numbers[index])
+        position = index + len(self) if index < 0 else index
+        part = self.parts[bisect_right(self.parts, position, key=lambda part: part.first) - 1]
+        return place(part.name, self.unit, self.numbers[position])
+
+    def select(self, indices: Iterable[int]) -> "Rows":
+        """Some of the rows, which keep their places.
+
+        Args:
+            indices: Which rows, in rising order.
+        """
+        chosen = list(indices)
+        numbers = array("Q", (self.numbers[index] for index in chosen))
+        parts = tuple(Part(bisect_left(chosen, part.first), part.name) for part in self.parts)
+        return replace(self, rows=self.rows.select(chosen), numbers=numbers, parts=parts)
+
+
+def place(source: str, unit: Literal["line", "row"], number: int) -> str:
+    """Where a record stands in its source, as editors and terminals link it."""
+    return f"{source}:{number}" if unit == "line" else f"{source} {unit} {number}"

@@ -1,0 +1,1 @@
+"""Rows to token ids and loss masks through the chat template."""

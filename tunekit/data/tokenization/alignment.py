@@ -1,0 +1,328 @@
+"""Rows of answers and of prompts as TRL's alignment trainers read them: whole, measured, without those too long.
+
+TRL applies the chat template and tokenises by itself when a run begins. Here the rows are only measured, by the same
+rules, so that the plan knows them: answers are cut at the longest sequence, a row whose prompt alone fills it is left
+out, as TRL does, and so is a prompt that leaves no room for an answer. Where TRL has rules of its own (ORPO and CPO),
+`tokenised_pairs` makes the tokens, by the same rules again.
+
+A row is kept as JSON in a single Arrow column: a column of Arrow gives every mapping in it the keys of all others, and
+templates and rewards would find keys that stand in no source.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tunekit.data.formats.row_formats import Format, Row, counted
+from tunekit.data.formats.tool_calls import check_calls_written
+from tunekit.data.packing.mixture import Mixing, mix
+from tunekit.data.prepare import Progress, SourceShare, mixing_of, read_dataset
+from tunekit.data.sources.load import LoadedData
+from tunekit.data.sources.row_locations import Places
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.chat import common_prefix_length
+from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.errors import DataError
+from tunekit.recipe.schema import DataSection
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+_COLUMN = "row"
+_BATCH_ROWS = 1000
+_TOLD_EVERY = 500
+
+
+@dataclass(frozen=True)
+class Room:
+    """How long a prompt with its answer may be, in tokens.
+
+    Attributes:
+        max_length: Both together; longer answers are cut.
+        max_prompt_length: The prompt alone; longer ones are left out.
+        cuts: Whether longer answers are cut; otherwise their rows are left out.
+    """
+
+    max_length: int
+    max_prompt_length: int
+    cuts: bool = True
+
+    def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
+        """Whether there is room for a row."""
+        return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences) <= self.max_length)
+
+    def nothing_fits(self, num_rows: int) -> str:
+        """What is wrong with a source of which no row is kept."""
+        if self.cuts:
+            left, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
+            return f"{left}: they may have {limit:,} tokens"
+        left, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
+        return f"{left}: an answer with its prompt may have {limit:,} tokens"
+
+    @property
+    def too_long(self) -> str:
+        """What rows are that are left out."""
+        if self.cuts:
+            return f"the prompt has more than {self.max_prompt_length:,} tokens"
+        return f"an answer with its prompt has more than {self.max_length:,} tokens"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a source that are trained on.
+
+    Attributes:
+        rows: The source.
+        kept: Indices of its rows that leave room for an answer, rising.
+        num_tokens: Tokens of each of them, of its answers with their prompt, or of a prompt alone.
+        is_good: Whether the answer of each of them is good, where rows say so.
+        num_trainable_tokens: Of all of them, those of answers.
+        num_truncated: Rows with an answer that is cut.
+        lengths: Tokens of each row before anything was cut or left out, of its longest answer with its prompt, or of a
+            prompt alone.
+    """
+
+    rows: Rows
+    kept: tuple[int, ...]
+    num_tokens: "np.ndarray"
+    is_good: "np.ndarray"
+    num_trainable_tokens: int
+    num_truncated: int
+    lengths: "np.ndarray"
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest sequence before anything was cut or left out."""
+        return int(self.lengths.max())
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are left out."""
+        return len(self.rows) - len(self.kept)
+
+
+@dataclass(frozen=True)
+class AlignmentSplit:
+    """The rows of one split, and how they are mixed.
+
+    Attributes:
+        name: `train` or `eval`.
+        sources: What is trained on of each source.
+        mixing: How much of each, and in which order.
+    """
+
+    name: str
+    sources: tuple[Measured, ...]
+    mixing: Mixing
+
+    @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """What is taken of each source."""
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        shares = []
+        for number, source in enumerate(self.sources):
+            taken = chosen.index[chosen.source == number]
+            shares.append(SourceShare(source.rows.source, len(taken), int(source.num_tokens[taken].sum())))
+        return tuple(shares)
+
+    @property
+    def num_good(self) -> int:
+        """Rows with a good answer, where rows say so."""
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        taken = (source.is_good[chosen.index[chosen.source == number]] for number, source in enumerate(self.sources))
+        return sum(int(good.sum()) for good in taken)
+
+    def save(self, path: Path) -> None:
+        """Write the rows in their order."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        schema = pa.schema([(_COLUMN, pa.large_string())])
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            for start in range(0, len(chosen.index), _BATCH_ROWS):
+                places = slice(start, start + _BATCH_ROWS)
+                texts = [
+                    json.dumps(self._row(*place), ensure_ascii=False)
+                    for place in zip(chosen.source[places].tolist(), chosen.index[places].tolist(), strict=True)
+                ]
+                writer.write_batch(pa.record_batch([pa.array(texts, pa.large_string())], schema=schema))
+
+    @property
+    def places(self) -> Places:
+        """Where each row stands, in their order."""
+        import numpy as np
+
+        chosen = mix([source.num_tokens for source in self.sources], self.mixing)
+        of_rows = np.empty_like(chosen.index)
+        for number, source in enumerate(self.sources):
+            of_source = chosen.source == number
+            of_rows[of_source] = np.array(source.kept)[chosen.index[of_source]]
+        return Places.of([source.rows for source in self.sources], chosen.source, of_rows)
+
+    def _row(self, source: int, index: int) -> Row:
+        measured = self.sources[source]
+        row: Row = measured.rows.rows[measured.kept[index]]
+        return row
+
+
+def measure_data(
+    section: DataSection,
+    data: LoadedData,
+    tokenizer: "PreTrainedTokenizerBase",
+    room: Room,
+    on_progress: Progress | None = None,
+) -> tuple[AlignmentSplit, ...]:
+    """Measure the rows of a recipe, and leave out those that are too long.
+
+    Returns:
+        `train`, and `eval` if the recipe has one.
+
+    Raises:
+        DataError: No row of a source leaves room for an answer, or the rows do not fit the chat template.
+    """
+    splits = []
+    for name, sources, mixing in (
+        ("train", data.train, mixing_of(section)),
+        ("eval", data.eval, Mixing(mixing="concatenate")),
+    ):
+        if sources:
+            measured = tuple(_measure(rows, tokenizer, room, on_progress) for rows in sources)
+            splits.append(AlignmentSplit(name, measured, mixing))
+    return tuple(splits)
+
+
+def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_progress: Progress | None) -> Measured:
+    import numpy as np
+
+    kept: list[int] = []
+    sizes: list[int] = []
+    good: list[bool] = []
+    longest: list[int] = []
+    num_trainable = num_truncated = 0
+    for index, row in enumerate(rows.rows):
+        try:
+            check_calls(row, ANSWERS[rows.format], tokenizer, rows.place(index))
+            prompt_tokens, answered = tokens_of(row, ANSWERS[rows.format], tokenizer)
+        except DataError:
+            raise
+        except Exception as error:  # a template is the model's or the user's: it may raise anything
+            raise DataError(
+                f"{rows.place(index)}: the row does not fit the chat template: {error}",
+                hint="name another template in model.chat_template, or write prompts as text",
+            ) from error
+        sequences = [len(sequence) for sequence in answered]
+        longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
+        if room.has(prompt_tokens, sequences):
+            cut = [min(length, room.max_length) for length in sequences]
+            kept.append(index)
+            sizes.append(sum(cut) or prompt_tokens)
+            good.append(row.get("label") is True)
+            num_trainable += sum(cut) - prompt_tokens * len(cut)
+            num_truncated += cut != sequences
+        if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
+            on_progress(rows.source, index + 1, len(rows))
+    if not kept:
+        raise DataError(
+            f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
+            hint="raise data.max_length",
+        )
+    num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
+    is_good = np.array(good, dtype=bool)
+    return Measured(rows, tuple(kept), num_tokens, is_good, num_trainable, num_truncated, lengths)
+
+
+_PAIR = ("chosen", "rejected")
+ANSWERS: dict[Format, tuple[str, ...]] = {"preference": _PAIR, "unpaired_preference": ("completion",), "prompts": ()}
+"""Columns of answers by format. What stands beside prompts is for the rewards, whatever it is called."""
+
+
+BARE_PROMPTS = (
+    "prompts are given to the model as plain text, without its chat template; for a chat model, write each prompt as a "
+    "list of messages"
+)
+"""What is said where `are_bare` holds."""
+
+
+def are_bare(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether prompts are texts, which TRL gives as they stand to a model that has a template for conversations."""
+    return tokenizer.chat_template is not None and isinstance(rows.rows[0]["prompt"], str)
+
+
+def tokens_of(
+    row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[int, list[Sequence[int]]]:
+    """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
+    prompt, answers = row["prompt"], [row[column] for column in columns]
+    if isinstance(prompt, list):
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+
+        def ids(messages: list[Row], **how: Any) -> Sequence[int]:
+            with template_in_time("a row"):
+                made = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
+            found: Sequence[int] = made["input_ids"]
+            return found
+
+        given = ids(prompt, add_generation_prompt=True)
+        whole = [ids([*prompt, *answer]) for answer in answers]
+    else:
+        given = tokenizer(prompt)["input_ids"]
+        end = tokenizer.eos_token or ""
+        whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
+    shared = min((common_prefix_length(given, one) for one in whole), default=len(given))
+    return shared, whole
+
+
+def check_calls(row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase", place: str) -> None:
+    """Check that the chat template writes the calls of tools in the answers of a row.
+
+    Raises:
+        DataError: It leaves out one.
+    """
+    prompt = row["prompt"]
+    if not isinstance(prompt, list):
+        return
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+
+    def render(messages: list[Row]) -> str:
+        return cast(str, tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+
+    for column in columns:
+        answered = [i for i, message in enumerate(row[column], start=len(prompt)) if message["role"] == "assistant"]
+        check_calls_written([*prompt, *row[column]], answered, place, render)
+
+
+def tokenised_pairs(
+    rows: "datasets.Dataset", tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> "datasets.Dataset":
+    """Pairs as token ids and labels (-100 for the prompt), cut at the longest sequence, by TRL's experimental names."""
+
+    def columns(row: Row) -> dict[str, list[int]]:
+        prompt_tokens, answered = tokens_of(row, _PAIR, tokenizer)
+        made: dict[str, list[int]] = {}
+        for name, sequence in zip(_PAIR, answered, strict=True):
+            ids = list(sequence[:max_length])
+            made[f"{name}_input_ids"] = ids
+            made[f"{name}_attention_mask"] = [1] * len(ids)
+            made[f"{name}_labels"] = [-100] * prompt_tokens + ids[prompt_tokens:]
+        return made
+
+    return rows.map(columns, remove_columns=rows.column_names).with_format(None)
+
+
+def read_rows(path: Path) -> "datasets.Dataset":
+    """Rows that were saved, with what stood in them: memory-mapped, and decoded when they are asked for."""
+    return read_dataset(path).with_transform(_decoded)
+
+
+def _decoded(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns of rows; those that TRL made of them stay as they are."""
+    rows = [json.loads(text) for text in batch.get(_COLUMN, ())]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return {**columns, **{name: values for name, values in batch.items() if name != _COLUMN}}

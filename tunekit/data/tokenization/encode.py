@@ -1,0 +1,318 @@
+"""Rows as token ids, and for each token whether it counts in the loss.
+
+Which tokens count follows from where their characters stand in the text, never from what they are: a model whose
+padding token is its end-of-sequence token still learns to end its answers.
+
+- `messages` go through the tokenizer's chat template. The template writes every special token, so none is added:
+  no text begins twice.
+- `prompt` and `completion` as strings are plain text, joined as they stand, with the end-of-sequence token behind
+  them; no chat template is applied. They are tokenised together, as they will be read, and the loss begins at the
+  first token that the completion changes. As lists of messages they are one conversation whose prompt is given.
+  Both as in TRL.
+- `text` is tokenised wholly, with the end-of-sequence token behind it, and all of it counts.
+- `tokens` are taken as they are.
+
+Texts become tokens word by word where the tokenizer's words are known (`words`), otherwise through the tokenizer
+itself, several times slower. Where a token stands in the text follows from the bytes that it is made of, or is asked of
+the tokenizer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.packing.sequences import IGNORED
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.chat import ChatRenderer, Rendered, common_prefix_length, in_loss, offsets_of
+from tunekit.data.tokenization.fast_bpe import word_encoder
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_LOOKED_AT = 100
+"""So many conversations are searched for what the chat template left out."""
+
+
+@dataclass
+class Observed:
+    """What was seen while rows became tokens; adds up over batches."""
+
+    num_straddling: int = 0
+    """Rows in which the end of the prompt and the start of the completion fall into one token."""
+    num_looked_at: int = 0
+    """Conversations that were searched for what the chat template left out."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """In how many of them a kind of content was missing."""
+
+    def add(self, other: "Observed") -> None:
+        """Take what was seen in another batch."""
+        self.num_straddling += other.num_straddling
+        self.num_looked_at += other.num_looked_at
+        self.left_out.update(other.left_out)
+
+    def notes(self, source: str) -> list[str]:
+        """What the user should know of it, a sentence each."""
+        notes = []
+        if self.num_straddling:
+            notes.append(
+                f"{source}: in {counted(self.num_straddling, 'row')} the end of the prompt and the start "
+                "of the completion fall into one token, which counts in the loss; end prompts on a line break or a "
+                "full stop"
+            )
+        notes += (
+            f"{source}: in {number:,} of {counted(self.num_looked_at, 'row')} looked at, the chat "
+            f"template leaves out {kind}, which the model never reads"
+            for kind, number in sorted(self.left_out.items())
+        )
+        return notes
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Rows as tokens, before anything is cut.
+
+    Attributes:
+        ids: Token ids of all rows, int32, `(tokens,)`.
+        counted: For each token whether it counts in the loss, bool, `(tokens,)`.
+        lengths: Tokens of each row, int32, `(rows,)`.
+        observed: What was seen on the way.
+    """
+
+    ids: "np.ndarray"
+    counted: "np.ndarray"
+    lengths: "np.ndarray"
+    observed: Observed
+
+
+_Pair = tuple["np.ndarray", "np.ndarray | None"]
+"""The tokens of a row, int32, and which of them count; None if all do."""
+
+
+class Encoder:
+    """Encodes the rows of one source with one tokenizer.
+
+    Args:
+        rows: Rows of the source, the first of them at least, with what counts in them.
+        tokenizer: Tokenizer of the model, with its chat template for rows of messages.
+
+    Raises:
+        DataError: The first row cannot go through the chat template, or the tokenizer lacks what the format needs.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._format = rows.format
+        self._tokenizer = tokenizer
+        self._words = word_encoder(tokenizer)
+        self._all = rows.loss_on == "all"
+        self._chat: ChatRenderer | None = None
+        self._affixes: tuple[list[int], list[int]] = ([], [])
+        self.notes: list[str] = []
+        """What the user should know before the rows are encoded."""
+        first = rows.rows[0]
+        if rows.format == "tokens":
+            return
+        if rows.format == "messages" or isinstance(first.get("prompt"), list):
+            self._prepare_chat(first, rows.place(0), last_only=rows.loss_on == "last")
+        else:
+            self._prepare_plain(rows.source)
+
+    def encode(self, rows: Rows, indices: range) -> Encoded:
+        """Encode some rows of the source.
+
+        Raises:
+            DataError: A row cannot go through the chat template.
+        """
+        given = [rows.rows[i] for i in indices]
+        observed = Observed()
+        if self._chat is not None:
+            places = [rows.place(i) for i in indices]
+            num_looked_at = max(0, min(ROWS_LOOKED_AT, indices.stop) - indices.start)
+            pairs = self._encode_chats(self._chat, given, places, num_looked_at, observed)
+        elif self._format == "tokens":
+            pairs = [self._given_tokens(row, rows.place(i)) for row, i in zip(given, indices, strict=True)]
+        elif self._format == "prompt_completion":
+            pairs = self._encode_completions(given, observed)
+        else:
+            pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in given])]
+        return _flat(pairs, observed)
+
+    def _prepare_chat(self, first: Row, place: str, *, last_only: bool) -> None:
+        self._chat = ChatRenderer(self._tokenizer, last_only=last_only)
+        if self._all:
+            return
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                "the tokenizer does not tell which characters a token stands for, so the assistant's words cannot "
+                "be found among the tokens",
+                hint="use a model with a tokenizer.json, or set data.loss_on=all",
+            )
+        self.notes += self._chat.prepare(_conversation(first), place, tools=first.get("tools"))
+
+    def _prepare_plain(self, source: str) -> None:
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends",
+                hint="set eos_token in the model's tokenizer_config.json",
+            )
+        if self._format == "prompt_completion":
+            note = f"{source}: prompt and completion are joined as plain text"
+            if self._tokenizer.chat_template is not None:
+                note += ", without the model's chat template; for a chat model, write rows of messages"
+            self.notes.append(note)
+        self._affixes = _affixes(self._tokenizer)
+
+    def _encode_chats(
+        self, chat: ChatRenderer, rows: list[Row], places: list[str], num_looked_at: int, observed: Observed
+    ) -> "list[_Pair]":
+        if self._all:
+            rendered = [
+                Rendered(chat.text(_conversation(row), place, tools=row.get("tools")), ())
+                for row, place in zip(rows, places, strict=True)
+            ]
+        else:
+            rendered = [
+                chat.render(_conversation(row), place, num_prompt=len(row.get("prompt", ())), tools=row.get("tools"))
+                for row, place in zip(rows, places, strict=True)
+            ]
+        for row, place, r in zip(rows, places, rendered, strict=True):
+            num_prompt = len(row.get("prompt", ()))
+            chat.check_calls(_conversation(row), place, r, num_prompt=num_prompt, tools=row.get("tools"))
+        for row, place, r in zip(rows[:num_looked_at], places, rendered, strict=False):
+            observed.num_looked_at += 1
+            observed.left_out.update(chat.left_out(_conversation(row), place, row.get("tools"), r.text))
+        if self._all:
+            return [(_array(ids), None) for ids in self._ids([r.text for r in rendered])]
+        return self._marked(rendered)
+
+    def _marked(self, rendered: list[Rendered]) -> "list[_Pair]":
+        """Tokens of texts, and which of them lie in the texts' spans."""
+        import numpy as np
+
+        found = [self._marked_by_words(r) for r in rendered]
+        left = [i for i, pair in enumerate(found) if pair is None]
+        if left:
+            encoding = self._tokenizer(
+                [rendered[i].text for i in left],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for i, ids, offsets in zip(left, encoding["input_ids"], offsets_of(encoding), strict=True):
+                found[i] = _array(ids), np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
+        return [pair for pair in found if pair is not None]
+
+    def _marked_by_words(self, rendered: Rendered) -> "_Pair | None":
+        import numpy as np
+
+        if self._words is None or (found := self._words.encode(rendered.text)) is None:
+            return None
+        ids = _array(found)
+        ends = np.cumsum(self._words.byte_lengths[ids])
+        spans, num_bytes = _in_bytes(rendered)
+        # Word for word the tokens make up the text; anything else would put the marks on other words.
+        assert (ends[-1] if found else 0) == num_bytes
+        marks = np.zeros(len(ids), dtype=np.bool_)
+        first = np.searchsorted(ends, [start for start, _ in spans], side="right")
+        last = np.searchsorted(ends, [end for _, end in spans], side="left")
+        for start, end in zip(first.tolist(), last.tolist(), strict=True):
+            marks[start : end + 1] = True
+        return ids, marks
+
+    def _encode_completions(self, rows: list[Row], observed: Observed) -> "list[_Pair]":
+        import numpy as np
+
+        # A prompt does not end where some tokenizers end every text.
+        beginning = self._affixes[0]
+        prompts = [beginning + ids for ids in self._ids([row["prompt"] for row in rows])]
+        wholes = self._encode_plain([row["prompt"] + row["completion"] for row in rows])
+        pairs: list[_Pair] = []
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            prompt = self._single_bos(prompt)
+            num_given = common_prefix_length(prompt, whole)
+            observed.num_straddling += num_given < len(prompt)
+            pairs.append((_array(whole), None if self._all else np.arange(len(whole)) >= num_given))
+        return pairs
+
+    def _given_tokens(self, row: Row, place: str) -> "_Pair":
+        """The tokens that a row brings along."""
+        largest = max(row["input_ids"])
+        if largest >= len(self._tokenizer):
+            raise DataError(
+                f"{place}: input_ids hold {largest}, but the tokenizer knows {len(self._tokenizer):,} tokens",
+                hint="were the rows made with another tokenizer?",
+            )
+        return _array(row["input_ids"]), None if self._all else _array(row["labels"]) != IGNORED
+
+    def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        """Texts as a model reads them: with the tokenizer's own first token, if it has one, and one end token."""
+        beginning, end = self._affixes
+        eos = self._tokenizer.eos_token_id
+        found = []
+        for ids in self._ids(texts):
+            whole = self._single_bos(beginning + ids) + end
+            found.append(whole if whole[-1:] == [eos] else [*whole, eos])
+        return found
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts as they stand, no special token added."""
+        found = [None if self._words is None else self._words.encode(text) for text in texts]
+        left = [i for i, ids in enumerate(found) if ids is None]
+        if left:
+            encoding = self._tokenizer(
+                [texts[i] for i in left], add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+            for i, ids in zip(left, encoding["input_ids"], strict=True):
+                found[i] = ids
+        return [ids for ids in found if ids is not None]
+
+    def _single_bos(self, ids: list[int]) -> list[int]:
+        # A text that spells the first token itself would otherwise begin with two of them.
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+
+def _affixes(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and behind a text."""
+    bare: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
+    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
+
+
+def _in_bytes(rendered: Rendered) -> tuple[Sequence[tuple[int, int]], int]:
+    """The spans of a text as ranges of its bytes in UTF-8, and how many bytes it has."""
+    text = rendered.text
+    if text.isascii():
+        return rendered.spans, len(text)
+    spans, num_bytes, done = [], 0, 0
+    for start, end in rendered.spans:
+        begin = num_bytes + len(text[done:start].encode())
+        num_bytes, done = begin + len(text[start:end].encode()), end
+        spans.append((begin, num_bytes))
+    return spans, num_bytes + len(text[done:].encode())
+
+
+def _array(ids: list[int]) -> "np.ndarray":
+    import numpy as np
+
+    return np.fromiter(ids, dtype=np.int32, count=len(ids))
+
+
+def _flat(pairs: "Sequence[_Pair]", observed: Observed) -> Encoded:
+    """Rows as flat arrays."""
+    import numpy as np
+
+    lengths = np.array([len(ids) for ids, _ in pairs], dtype=np.int32)
+    marks = [np.ones(len(ids), dtype=np.bool_) if mark is None else mark for ids, mark in pairs]
+    return Encoded(np.concatenate([ids for ids, _ in pairs]), np.concatenate(marks), lengths, observed)
+
+
+def _conversation(row: Row) -> list[Row]:
+    """The whole conversation of a row of messages, or of a prompt and a completion made of messages."""
+    whole: list[Row] = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+    return whole

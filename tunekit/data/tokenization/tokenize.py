@@ -1,0 +1,237 @@
+"""From rows to sequences that can be trained on, on all cores, and an account of what became of the rows.
+
+Conversations and completions longer than `max_length` are cut at the end. A text goes on in the next sequence; a
+sequence begins with the last token of the one before, so that every token is predicted exactly once. Nothing stands
+before the first token of a sequence to predict it from, so it never counts, and packed behind another sequence it
+must not. A sequence in which no token counts teaches nothing; it is dropped, and counted.
+
+Many rows are shared out in batches to as many processes as there are cores. The batches come back in the order of the
+rows, and only a few are under way at a time, so the result is the same, and the memory does not grow with the rows.
+"""
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import current_process, get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunekit.data.formats.row_formats import counted
+from tunekit.data.packing.sequences import Batch, SequenceWriter
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.encode import Encoded, Encoder, Observed
+from tunekit.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_ROWS = 500
+BATCH_BYTES = 4 * 2**20
+"""A batch has so many rows at most, and so many bytes of JSON unless it is one row."""
+
+FEW_ROWS = 2000
+"""So many rows are done before other processes would have started."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many rows are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class TokenReport:
+    """What became of the rows of one source.
+
+    Attributes:
+        num_rows: Rows read.
+        num_sequences: Sequences made of them.
+        num_truncated: Rows cut at `max_length`.
+        num_split: Texts that were longer than `max_length` and became several sequences.
+        num_dropped: Rows left out because no token of theirs would count in the loss.
+        num_tokens: Tokens of all sequences.
+        num_trainable_tokens: Those that count in the loss.
+        longest_tokens: Tokens of the longest row before it was cut.
+        notes: What the user should know about how the rows were read, a sentence each.
+    """
+
+    num_rows: int
+    num_sequences: int
+    num_truncated: int
+    num_split: int
+    num_dropped: int
+    num_tokens: int
+    num_trainable_tokens: int
+    longest_tokens: int
+    notes: tuple[str, ...]
+
+
+def tokenize(
+    rows: Rows,
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+    *,
+    max_length: int,
+    on_progress: Progress | None = None,
+) -> TokenReport:
+    """Turn rows into token ids and loss marks.
+
+    Args:
+        rows: Valid rows of one source, with what counts in them.
+        tokenizer: Tokenizer of the model, with its chat template for rows of messages.
+        folder: Where the sequences are written; it exists.
+        max_length: Longest sequence, in tokens.
+        on_progress: Told after every batch.
+
+    Raises:
+        DataError: A row cannot go through the chat template, the tokenizer lacks what the format needs, or no token
+            at all would count in the loss.
+    """
+    encoder = Encoder(rows, tokenizer)
+    account = Account()
+    observed = Observed()
+    batches = list(rows.rows.batches(num_rows=BATCH_ROWS, num_bytes=BATCH_BYTES))
+    with SequenceWriter(folder) as writer:
+        for encoded in _encode_all(encoder, rows, batches):
+            num_before = account.num_rows
+            batch, made_of = account.cut(encoded, max_length, splits=rows.format == "text")
+            observed.add(encoded.observed)
+            writer.add(batch, encoded.lengths, made_of + num_before)
+            if on_progress is not None:
+                on_progress(account.num_rows, len(rows))
+    if account.num_trainable_tokens == 0:
+        raise _nothing_to_learn(rows, account, max_length)
+    return account.report((*encoder.notes, *observed.notes(rows.source)))
+
+
+def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Iterator[Encoded]:
+    """The batches in their order, encoded in this process or, where that is worth it, in one process a core."""
+    # Elsewhere a process that is forked is not safe, and a new one would need a guard in the user's script. One that
+    # is to end with its parent may have no children.
+    may_fork = sys.platform == "linux" and not current_process().daemon
+    num_processes = len(os.sched_getaffinity(0)) if may_fork else 1
+    if num_processes == 1 or len(rows) <= FEW_ROWS:
+        yield from (encoder.encode(rows, batch) for batch in batches)
+        return
+    # Forked processes have the rows and the tokenizer at once.
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), initializer=_begin, initargs=(encoder, rows))
+    under_way: deque[Future[Encoded]] = deque()
+    try:
+        for batch in batches:
+            under_way.append(pool.submit(_encode, batch))
+            if len(under_way) > 2 * num_processes:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that prepared the rows was killed from outside", hint="is the machine out of memory?"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Given:
+    """What a process that prepares rows was given."""
+
+    encoder: Encoder
+    rows: Rows
+
+
+def _begin(encoder: Encoder, rows: Rows) -> None:
+    # Every core has such a process: threads of the tokenizer's own would only stand in their way. An interrupt from
+    # the keyboard reaches them all, and it is for the process that waits for them to end them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _Given.encoder, _Given.rows = encoder, rows
+
+
+def _encode(batch: range) -> Encoded:
+    return _Given.encoder.encode(_Given.rows, batch)
+
+
+@dataclass
+class Account:
+    """Counts what happens to the rows."""
+
+    num_rows: int = 0
+    num_sequences: int = 0
+    num_truncated: int = 0
+    num_split: int = 0
+    num_dropped: int = 0
+    num_tokens: int = 0
+    num_trainable_tokens: int = 0
+    longest_tokens: int = 0
+
+    def cut(self, encoded: Encoded, max_length: int, *, splits: bool) -> "tuple[Batch, np.ndarray]":
+        """Cut or split rows, and keep the sequences that something can be learned from.
+
+        Returns:
+            The sequences, and which of the rows each was made of, int32, `(sequences,)`.
+        """
+        import numpy as np
+
+        ids, counts, lengths = encoded.ids, encoded.counted, encoded.lengths
+        too_long = int((lengths > max_length).sum())
+        rows = np.flatnonzero(lengths)
+        starts = (np.cumsum(lengths) - lengths)[rows]
+        sizes = lengths[rows]
+        if too_long and splits:
+            rows, starts, sizes = _split(rows, starts, sizes, max_length)
+        sizes = np.minimum(sizes, max_length)
+        firsts = np.cumsum(sizes) - sizes
+        if too_long:
+            places = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
+            ids, counts = ids[places], counts[places]
+        counts = counts.copy()
+        counts[firsts] = False
+        num_counted = np.add.reduceat(counts, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
+        kept = num_counted > 0
+        if not kept.all():
+            of_kept = np.repeat(kept, sizes)
+            ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[kept]
+        self.num_rows += len(lengths)
+        self.num_sequences += len(sizes)
+        self.num_split += too_long if splits else 0
+        self.num_truncated += 0 if splits else too_long
+        self.num_dropped += len(lengths) - len(np.unique(rows[kept]))
+        self.num_tokens += len(ids)
+        self.num_trainable_tokens += int(num_counted.sum())
+        self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
+        return Batch(ids, counts, sizes.astype(np.int32)), rows[kept].astype(np.int32)
+
+    def report(self, notes: tuple[str, ...]) -> TokenReport:
+        """The account of all rows."""
+        return TokenReport(**vars(self), notes=notes)
+
+
+def _split(
+    rows: "np.ndarray", starts: "np.ndarray", sizes: "np.ndarray", max_length: int
+) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
+    """Sequences of texts, the longer ones in several that share a token with the one before."""
+    import numpy as np
+
+    found = [
+        (row, start + offset, size - offset)
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True)
+        for offset in (range(0, size - 1, max_length - 1) if size > max_length else (0,))
+    ]
+    split = np.array(found, dtype=np.int64)
+    return split[:, 0], split[:, 1], split[:, 2]
+
+
+def _nothing_to_learn(rows: Rows, account: Account, max_length: int) -> DataError:
+    problem = f"{rows.source}: zero trainable tokens in {counted(len(rows), 'row')}"
+    if account.num_truncated:
+        return DataError(
+            f"{problem}: the part that counts lies beyond data.max_length={max_length} "
+            f"(the longest row has {account.longest_tokens:,} tokens)",
+            hint="raise data.max_length",
+        )
+    return DataError(
+        f"{problem}: the chat template marks nothing as the assistant's",
+        hint="put {% generation %} around the assistant's words (model.chat_template), or set data.loss_on=all",
+    )

@@ -1,0 +1,85 @@
+"""What people see of runs side by side in a terminal. The runs are letters there: names would leave no room."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from string import ascii_uppercase
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.reporting.comparison import NONE, Comparison, Overlay
+from tunekit.reporting.curves import thinned
+
+MAX_LETTERS = 60
+"""Of a value in a table."""
+
+DRAWN = ("loss", "eval_loss")
+"""Curves that are drawn where there is no other; the others are on the page and in the picture."""
+
+
+def comparison_parts(comparison: Comparison, width: int) -> Iterator[RenderableType]:
+    """Runs side by side: which, what came of them, their curves, and in what they differ."""
+    letters = ascii_uppercase[: len(comparison.names)]
+    named = Table("", "run", "state", "step", box=None, padding=(0, 3, 0, 0))
+    for letter, name, story in zip(letters, comparison.names, comparison.stories, strict=True):
+        named.add_row(letter, Text(name), story.state, story.step_words)
+    yield named
+    yield ""
+    figures = _table("", letters)
+    for figure in comparison.figures:
+        words = [
+            Text(f"{word} *" if place in figure.best else word, style="bold green" if place in figure.best else "")
+            for place, word in enumerate(figure.words)
+        ]
+        figures.add_row(figure.what, *words)
+    yield figures
+    if any(figure.best for figure in comparison.figures):
+        yield Text("* the best", style="dim")
+    for note in comparison.notes:
+        yield Text(f"note: {note}", style="yellow")
+    for overlay in comparison.overlays:
+        if overlay.key in DRAWN or overlay is comparison.overlays[0]:
+            yield Text(f"\n{_drawn(overlay, letters, width)}")
+    yield ""
+    yield _differences("recipe", comparison.recipe, letters) or Text("the recipes are the same")
+    yield ""
+    yield _differences("besides", comparison.surroundings, letters) or Text("nothing else is known to differ")
+
+
+def _table(first: str, letters: str) -> Table:
+    table = Table(first, box=None, padding=(0, 3, 0, 0))
+    for letter in letters:
+        table.add_column(letter, overflow="fold")
+    return table
+
+
+def _differences(title: str, rows: Mapping[str, Sequence[str | None]], letters: str) -> Table | None:
+    if not rows:
+        return None
+    table = _table(title, letters)
+    for key, values in rows.items():
+        table.add_row(Text(key), *(Text(NONE if value is None else _short(value)) for value in values))
+    return table
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_LETTERS else f"{line[: MAX_LETTERS - 4]} ..."
+
+
+def _drawn(overlay: Overlay, letters: str, width: int) -> str:
+    """A curve of each run, whose points are the run's letter."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    size = min(width, 100)
+    figure.plot_size(size, 16)
+    figure.title(overlay.title)
+    for letter, line in zip(letters, overlay.lines, strict=True):
+        if line.points:
+            steps, values = zip(*thinned(line.points, size // 4), strict=True)
+            figure.draw(figure.signal(list(steps), list(values), marker=letter))
+    figure.label("step", "x")
+    return str(plotext.uncolorize(str(figure.build())))

@@ -1,0 +1,372 @@
+"""What people see of plans in a terminal, drawn by rich: one plan, or many of them as rows of a table.
+
+A plan begins with the choice, then shows memory as a bar of its parts against the card. Where there is no colour, the
+bar is drawn in letters, one for each part.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.errors import PlanError
+from tunekit.planner.memory.memory import Part
+from tunekit.planner.plan import COLOURS, NO_TENSORS, Plan, gib
+from tunekit.planner.throughput.communication import Range
+from tunekit.planner.variants import NEXT, Variants
+from tunekit.recipe.reading.write import to_inline_yaml
+
+MAX_WIDTH = 120
+"""Columns that a plan takes at most: longer lines are hard to read."""
+
+GAP = 2
+"""Columns between those of a table."""
+
+TOPIC_WIDTH = len("checkpointing")
+"""Columns of the names of rows, so that tables below each other stand in line."""
+
+CHOICE_WIDTH = 40
+"""Columns that what was chosen takes at most; the reason has the rest."""
+
+FIGURES = ("GiB", "host GiB", "batch", "tokens/s", "time", "USD", "USD/h")
+"""Columns of the figures of plans that are rows: what a device and what its node need, the batch, speed, time, cost and
+price. Those that no plan has are left out."""
+
+LAYOUT_WIDTH = len("checkpointing")
+"""Columns that layouts keep: their longest word."""
+
+NAME_WIDTHS = (60, 24, 16, 12)
+"""Columns that a long name of a row takes, the fewer the narrower the terminal."""
+
+BELOW_WIDTH = 32
+"""Columns of the name of what more is said of below a table."""
+
+HEADING_WIDTH = 12
+"""Columns that the name of a field takes in a heading."""
+
+LITTLE = "<0.01"
+"""What stands for figures that are less than that."""
+
+LETTERS: Mapping[Part, str] = {
+    "weights": "w",
+    "masters": "m",
+    "adapters": "d",
+    "optimizer": "o",
+    "gradients": "g",
+    "gathered": "b",
+    "activations": "a",
+    "logits": "l",
+    "reference": "r",
+    "kv cache": "k",
+    "vllm": "v",
+    "context": "c",
+    "reserve": "x",
+}
+"""What each part of memory is drawn with where there is no colour."""
+
+FREE, OTHERS, LIMIT = "·", "░", "│"
+"""What is drawn for free memory, for what other programs hold, and where the limit is."""
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """A plan: the choice, memory by part, each decision with its reason, what was ruled out, what to change first."""
+    parts: list[RenderableType] = [Text(plan.headline, style="bold"), Text(plan.figures, style="bold cyan")]
+    parts += [Text(plan.speed_basis, style="dim"), "", MemoryBar(plan), "", _decisions(plan)]
+    if plan.rejected:
+        parts += ["", Text("ruled out, in the order looked at", style="bold"), _rejected(plan)]
+    if plan.change_first:
+        parts += ["", Text.assemble(("if memory runs out  ", "bold"), (plan.change_first, "cyan"))]
+    return _Narrow(Group(*parts, "", _given(plan), ""))
+
+
+class _Narrow:
+    """Something that is drawn in at most MAX_WIDTH columns."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Padding(self.inner, (0, max(0, options.max_width - MAX_WIDTH), 0, 0), expand=False)
+
+
+class MemoryBar:
+    """The memory of one device as a bar of parts, with what may be used of it, and a legend."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.scale_bytes = max(plan.device.memory_total_bytes, plan.memory.total_bytes)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        in_colour = console.color_system is not None and not console.no_color
+        width = options.max_width
+        yield self._bar(width, in_colour=in_colour)
+        yield self._limit(width)
+        yield self._legend(in_colour=in_colour)
+
+    def _bar(self, width: int, *, in_colour: bool) -> Text:
+        """Parts one behind the other, free memory, and what other programs hold."""
+        cells = [(FREE, "dim")] * width
+        free = self._cell(self.plan.device.memory_free_bytes, width)
+        cells[free:] = [(OTHERS, "dim")] * (width - free)
+        begin = end = 0
+        for part, size in self._parts():
+            end += size
+            first, last = self._cell(begin, width), self._cell(end, width)
+            drawn = ("█", COLOURS[part]) if in_colour else (LETTERS[part], "")
+            cells[first:last] = [drawn] * (last - first)
+            begin = end
+        cells[self._limit_cell(width)] = (LIMIT, "bold")
+        return Text.assemble(*cells)
+
+    def _limit(self, width: int) -> Text:
+        """What may be used, below its place in the bar, on the side where there is room."""
+        limit, total = self.plan.memory_limit_bytes, self.plan.device.memory_total_bytes
+        left = gib(max(0, limit - self.plan.memory.total_bytes))
+        words = f"{left} left of {gib(limit)} that may be used; the device has {gib(total)}"
+        place = self._limit_cell(width)
+        line = f"{words} ▲" if len(words) + 1 <= place else f"{' ' * place}▲ {words}"
+        return Text(line.rjust(place + 1), style="dim")
+
+    def _legend(self, *, in_colour: bool) -> Table:
+        memory = self.plan.memory
+        tensors = [entry for entry in self._parts() if entry[0] not in NO_TENSORS]
+        besides = [entry for entry in self._parts() if entry[0] in NO_TENSORS]
+        table = _grid(2)
+        where = f"{gib(memory.tensor_bytes)} of tensors, {memory.peak_words}"
+        table.add_row("memory", Text.assemble(where, (f" ({memory.confidence})", "dim")))
+        table.add_row("", Text(self.plan.memory_basis, style="dim"))
+        table.add_row("", _key(tensors, in_colour=in_colour))
+        table.add_row("besides", _key(besides, in_colour=in_colour))
+        for line in self.plan.elsewhere_lines():
+            name, _, size = line.partition(": ")
+            table.add_row(name, size)
+        return table
+
+    def _parts(self) -> Iterator[tuple[Part, int]]:
+        """Parts in the order in which they are drawn."""
+        return ((part, size) for part, size, _ in self.plan.drawn_parts())
+
+    def _cell(self, size_bytes: int, width: int) -> int:
+        return round(size_bytes / self.scale_bytes * width)
+
+    def _limit_cell(self, width: int) -> int:
+        return min(self._cell(self.plan.memory_limit_bytes, width), width - 1)
+
+
+def _key(parts: Iterable[tuple[Part, int]], *, in_colour: bool) -> Columns:
+    """What each part is drawn with, and its size."""
+    entries = (
+        Text.assemble(("■", COLOURS[part]) if in_colour else (LETTERS[part], "bold"), f" {part} {gib(size)}")
+        for part, size in parts
+    )
+    return Columns(entries, padding=(0, 3, 0, 0))
+
+
+def _grid(num_columns: int) -> Table:
+    """A table without lines, its first column the name of the row."""
+    table = Table(box=None, show_header=False, padding=(0, GAP, 0, 0), pad_edge=False)
+    table.add_column(style="bold", no_wrap=True, min_width=TOPIC_WIDTH)
+    for _ in range(num_columns - 1):
+        table.add_column(overflow="fold")
+    return table
+
+
+def _given(plan: Plan) -> Table:
+    """What was found: no choice, so what it is and what is said of it stand in one line."""
+    table = _grid(2)
+    for reason in plan.given:
+        table.add_row(Text(reason.topic), Text.assemble(reason.choice, (f"; {reason.why}", "dim")))
+    return table
+
+
+def _decisions(plan: Plan) -> Table:
+    table = _grid(3)
+    table.columns[1].max_width = CHOICE_WIDTH
+    for reason in plan.decisions:
+        table.add_row(Text(reason.topic), Text(reason.choice, style="cyan"), Text(reason.why, style="dim"))
+    return table
+
+
+def _rejected(plan: Plan) -> Table:
+    table = _grid(2)
+    for one in plan.rejected:
+        table.add_row(Text(one.layout.name), Text(one.why, style="dim" if one.needed_bytes is None else "red"))
+    return table
+
+
+def comparison_table(plans: Mapping[str, Plan | PlanError]) -> RenderableType:
+    """Plans for several machines as rows; below them what was ruled out on each, or why nothing fits."""
+    rows = [((name,), plan) for name, plan in plans.items()]
+    return Group(PlanRows(("machine",), rows, FIGURES), *_below(plans.items()), "")
+
+
+def variants_table(variants: Variants) -> RenderableType:
+    """Plans of one recipe with changes as rows; below them what is to be said of those that have none."""
+    keys = list(dict.fromkeys(key for variant in variants for key in variant.changes))
+    columns = {
+        "": [variant.note for variant in variants],
+        "machine": [variant.machine or "here" for variant in variants],
+        **{_heading(key): [_word(variant.changes.get(key)) for variant in variants] for key in keys},
+    }
+    if not any(columns[""]):
+        del columns[""]
+    if len(set(columns["machine"])) == 1:
+        del columns["machine"]
+    rows = list(zip(zip(*columns.values(), strict=True), (variant.plan for variant in variants), strict=True))
+    refused = [
+        (", ".join(filter(None, names)), variant.plan)
+        for (names, _), variant in zip(rows, variants, strict=True)
+        # That the next larger value does not fit is what it was looked for.
+        if isinstance(variant.plan, PlanError) and not (variant.note == NEXT and variant.plan.needed_bytes)
+    ]
+    return Group(PlanRows(tuple(columns), rows, FIGURES[:-1]), *_below(refused), "")
+
+
+def _heading(key: str) -> str:
+    """A dotted key on several short lines."""
+    section, _, name = key.rpartition(".")
+    lines = wrap(name.replace("_", "_ "), HEADING_WIDTH)
+    return "\n".join([f"{section}.", *(line.replace(" ", "") for line in lines)])
+
+
+def _word(value: object) -> str:
+    return "" if value is None else to_inline_yaml(value)
+
+
+class PlanRows:
+    """Plans as the rows of a table, so that their figures stand one below the other."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rows: Sequence[tuple[Sequence[str], Plan | PlanError]],
+        figures: Sequence[str],
+    ) -> None:
+        """Give the names of the first columns, what each row has in them, and the figures to show if there are any."""
+        self.names = names
+        self.rows = [(words, _layout(plan), plan_figures(plan)) for words, plan in rows]
+        self.figures = [name for name in figures if any(name in row for *_, row in self.rows)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        wide, *others = NAME_WIDTHS
+        for name_width, layout_width, shown, in_one_line in (
+            (wide, 2 * LAYOUT_WIDTH, self.figures, True),
+            (others[0], LAYOUT_WIDTH, self.figures, True),
+            *((name_width, LAYOUT_WIDTH, self.figures, False) for name_width in others),
+            *((others[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 0, -1)),
+        ):
+            table = self._table(name_width, shown, in_one_line=in_one_line)
+            if sum((column.width or layout_width) + GAP for column in table.columns) - GAP <= options.max_width:
+                break
+        yield table
+        if len(shown) < len(self.figures):
+            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(shown) :])}", style="dim")
+
+    def _table(self, name_width: int, shown: Sequence[str], *, in_one_line: bool) -> Table:
+        """The table with names of some columns at most, some of the figures, and ranges on one line or on two."""
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        for position, name in enumerate(self.names):
+            lines = [*name.split("\n"), *(words[position] for words, *_ in self.rows)]
+            table.add_column(name, overflow="fold", width=min(max(map(len, lines)), name_width))
+        table.add_column("layout", overflow="fold")
+        for name in shown:
+            cells = [row.get(name, "") if in_one_line else _broken(row.get(name, "")) for *_, row in self.rows]
+            lines = [line for cell in (name, *cells) for line in cell.split("\n")]
+            table.add_column(name, justify="right", width=max(map(len, lines)))
+        for words, layout, row in self.rows:
+            figures = (row.get(name, "") if in_one_line else _broken(row.get(name, "")) for name in shown)
+            table.add_row(*(Text(name, style="bold") for name in words), layout, *map(Text, figures))
+        return table
+
+
+def _broken(figures: str) -> str:
+    """Figures on two lines."""
+    return figures.replace("–", "–\n").replace(" of ", " of\n")
+
+
+def _layout(plan: Plan | PlanError) -> Text:
+    """How the work is spread, or that it is not."""
+    if isinstance(plan, PlanError):
+        return Text("none, see below" if plan.needed_bytes is None else "does not fit", style="red")
+    return Text(plan.layout_words, style="green")
+
+
+def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
+    """What is known of FIGURES, each in few letters: what a plan needs and how fast it is, or what did not fit."""
+    if isinstance(plan, PlanError):
+        needed, limit = plan.needed_bytes, plan.limit_bytes
+        return {} if needed is None or limit is None else {"GiB": _memory(needed, limit)}
+    figures = {"GiB": _memory(plan.memory.total_bytes, plan.memory_limit_bytes), "batch": plan.batch_words}
+    if plan.memory.host_bytes:
+        figures["host GiB"] = _figure(plan.memory.host_bytes / 2**30)
+    speed, at_most = plan.speed, not plan.data.has_lengths and not plan.recipe.data.packing
+    if speed is None or speed.tokens_per_second is None:
+        return figures | {"tokens/s": "unknown"}
+    figures["tokens/s"] = _span(speed.tokens_per_second)
+    if speed.seconds is not None:
+        unit, unit_seconds = _unit_of(speed.seconds.high)
+        figures["time"] = f"{_span(speed.seconds, 1 / unit_seconds, at_most=at_most)} {unit}"
+    if speed.seconds is not None and speed.cost_usd is not None:
+        figures["USD"] = _span(speed.cost_usd, at_most=at_most)
+        figures["USD/h"] = f"{speed.cost_usd.high / speed.seconds.high * 3600:,.2f}"
+    return figures
+
+
+def _memory(needed_bytes: int, limit_bytes: int) -> str:
+    return f"{_figure(needed_bytes / 2**30)} of {_figure(limit_bytes / 2**30)}"
+
+
+def _span(span: Range, factor: float = 1, *, at_most: bool = False) -> str:
+    """A range in few columns."""
+    low, high = _figure(span.low * factor), _figure(span.high * factor)
+    if low == high or high == LITTLE:
+        return high
+    return f"≤{high}" if at_most else f"{low}–{high}"
+
+
+def _figure(number: float) -> str:
+    """A number in few columns: `0.042`, `7.3`, `73.3`, `4,210`, `42.1k`."""
+    if number >= 1e6:
+        return f"{_figure(number / 1e6)}M"
+    if number >= 1e4:
+        return f"{_figure(number / 1e3)}k"
+    if number < 0.01:
+        return LITTLE
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2g}"
+
+
+def _unit_of(seconds: float) -> tuple[str, float]:
+    """The unit in which a time is told, and its seconds."""
+    units = (("s", 1.0), ("min", 60.0), ("h", 3600.0))
+    return next((unit for unit in units if seconds < 100 * unit[1]), ("days", 86400.0))
+
+
+def _below(plans: Iterable[tuple[str, Plan | PlanError]]) -> Iterator[RenderableType]:
+    """What is to be said of plans in more words than a cell has; what holds for several is said once."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, plan in plans:
+        words = _words_below(plan)
+        if words:
+            names.setdefault((words, "red" if isinstance(plan, PlanError) else "dim"), []).append(name)
+    table = _grid(2)
+    table.columns[0].no_wrap, table.columns[0].max_width = False, BELOW_WIDTH
+    for (words, style), alike in names.items():
+        table.add_row(Text("\n".join(alike)), Text(words, style=style))
+    if table.row_count:
+        yield ""
+        yield table
+
+
+def _words_below(plan: Plan | PlanError) -> str:
+    if isinstance(plan, Plan):
+        ruled_out = (
+            f"{one.layout.name} ({one.why if one.needed_bytes is None else gib(one.needed_bytes)})"
+            for one in plan.rejected
+        )
+        return f"ruled out: {', '.join(ruled_out)}" if plan.rejected else ""
+    # Where the row has the figures, what would fit is what is left to say.
+    return str(plan) if plan.needed_bytes is None or plan.hint is None else plan.hint.partition("\n")[0]

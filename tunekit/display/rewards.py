@@ -1,0 +1,91 @@
+"""What people see of rewards before they are trained on, drawn by rich."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.data.formats.row_formats import counted
+from tunekit.data.reports.report import visible
+from tunekit.inference.reward_trial import Answer, Group, Judged, RewardTrial
+
+_SHOWN_GROUPS = 3
+_SHOWN_LETTERS = 400
+"""Letters of an answer that are shown, from both of its ends."""
+
+
+def trial_parts(trial: RewardTrial) -> list[RenderableType]:
+    """A trial in sections: warnings, the rewards, the groups and lengths, then the best and worst of some groups."""
+    parts: list[RenderableType] = [Text(f"warning: {warning}", style="yellow") for warning in trial.warnings()]
+    parts += [""] if parts else []
+    parts += [_rewards_table(trial), "", _facts_table(trial)]
+    names = [reward.name for reward in trial.rewards]
+    for group in trial.telling_groups(_SHOWN_GROUPS):
+        parts += ["", *_group(group, names)]
+    return parts
+
+
+def _rewards_table(trial: RewardTrial) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("reward", overflow="fold")
+    for title in ("weight", "mean", "spread", "in groups", "no value", "s per step"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for reward in trial.rewards:
+        table.add_row(reward.name, f"{reward.weight:g}", *_numbers(reward))
+    if len(trial.rewards) > 1:
+        table.add_row("sum by weight", "", *_numbers(trial.total), style="bold")
+    return table
+
+
+def _numbers(judged: Judged) -> Iterator[str]:
+    for value in (judged.mean, judged.spread, judged.group_spread):
+        yield "-" if value is None else f"{value:.3f}"
+    yield f"{judged.none_share:.0%}" if judged.none_share else "-"
+    seconds = judged.seconds_per_step
+    yield "<0.001" if seconds < 0.001 else f"{seconds:.3f}" if seconds < 1 else f"{seconds:.1f}"
+
+
+def _facts_table(trial: RewardTrial) -> Table:
+    lengths = [answer.num_tokens for answer in trial.answers]
+    silent = sum(not group.has_signal for group in trial.groups)
+    of_each = len(trial.groups[0].answers)
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_row("prompts", f"{len(trial.groups):,}, with {of_each} answers each")
+    table.add_row(
+        "without signal", f"{silent:,} of {counted(len(trial.groups), 'group')}, in which all answers got the same"
+    )
+    table.add_row(
+        "answers", f"{min(lengths):,} to {max(lengths):,} tokens, {sum(lengths) / len(lengths):,.0f} on average"
+    )
+    table.add_row(
+        "truncated", f"{trial.truncated_share:.0%} reach {trial.max_completion_length:,} tokens without an end"
+    )
+    table.add_row("generation", f"{trial.generation_seconds_per_step:.1f} s for the answers of a step, by transformers")
+    return table
+
+
+def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:
+    yield Text.assemble((group.place, "bold"), "  ", (_cut(group.prompt), "dim"))
+    shown = [("best", group.best)] if not group.has_signal else [("best", group.best), ("worst", group.worst)]
+    for word, answer in shown:
+        yield Padding(_answer(word if group.has_signal else "all the same", answer, names), (0, 0, 0, 2), expand=False)
+
+
+def _answer(word: str, answer: Answer, names: list[str]) -> Text:
+    got = ", ".join(
+        f"{name} {'-' if value is None else f'{value:g}'}" for name, value in zip(names, answer.values, strict=True)
+    )
+    end = ", truncated" if answer.is_truncated else ""
+    total = f"{answer.total:g}" + (f" ({got})" if len(names) > 1 else "")
+    return Text.assemble(
+        (f"{word} {total}, {counted(answer.num_tokens, 'token')}{end}", "italic"), "\n", _cut(answer.text)
+    )
+
+
+def _cut(text: str) -> str:
+    """A text on few lines: both of its ends where it is long, and what cannot be seen made visible."""
+    text = visible(text.strip())
+    half = _SHOWN_LETTERS // 2
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:half]} [...] {text[-half:]}"

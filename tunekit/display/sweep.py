@@ -1,0 +1,145 @@
+"""What people see of a sweep in a terminal: its plans before it begins, a line for each run, and one table."""
+
+from collections.abc import Sequence
+from textwrap import shorten
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tunekit.display.plan import variants_table
+from tunekit.planner.throughput.communication import Range
+from tunekit.planner.throughput.speed import duration
+from tunekit.recipe.reading.write import to_inline_yaml
+from tunekit.runs.events import Event
+from tunekit.sweeps.folder import FAILED, FINISHED, Outcome, Sweep, heading, short_words
+from tunekit.sweeps.measure import Measure
+
+WHY_LETTERS = 90
+"""Of why a run failed that are told at once; the table has it all."""
+
+STYLES = {"finished": "green", "failed": "red", "died": "red", "stuck": "red", "interrupted": "yellow", "pruned": "dim"}
+
+
+class SweepProgress:
+    """Shows a sweep as it goes: the plans, and a line for each run that begins or ends.
+
+    Args:
+        console: Where to draw.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._seconds: list[float] = []
+        """What each run took that has finished here."""
+        self._parallel = 1
+
+    def __call__(self, event: Event) -> None:
+        """Show what happened."""
+        if event["event"] == "sweep":
+            self._on_sweep(event["sweep"], event)
+        elif event["event"] == "stop":
+            again = "; press again to end them at once" if event["again"] else ""
+            self._console.print(Text(f"stopping the runs, with checkpoints{again}", style="yellow"))
+        else:
+            one: Outcome = event["outcome"]
+            where = f"{one.trial.number} of {event['num_runs']}  {short_words(one.trial.changes)}"
+            if event["event"] == "begins":
+                verb = "begins" if one.run is None else "goes on"
+                self._console.print(Text(f"{where}  {verb}"))
+            else:
+                left = self._left(one, event["num_runs"])
+                self._console.print(
+                    Text.assemble(f"{where}  ", (_ended(one), STYLES.get(one.state, "")), (left, "dim"))
+                )
+
+    def _left(self, one: Outcome, num_runs: int) -> str:
+        """How long those take that are left, where those that are done tell."""
+        self._seconds += [] if one.seconds is None else [one.seconds]
+        num_left = num_runs - one.trial.number
+        if not self._seconds or num_left <= 0:
+            return ""
+        mean = sum(self._seconds) / len(self._seconds)
+        return f"  some {duration(mean * num_left / self._parallel)} left"
+
+    def _on_sweep(self, sweep: Sweep, event: Event) -> None:
+        spec, num_plans = sweep.spec, len(event["plans"])
+        self._parallel = spec.parallel
+        self._console.print("", variants_table(event["plans"]))
+        at_once = f"{spec.parallel} at once" if spec.parallel > 1 else "one after another"
+        if spec.one_device_each:
+            at_once += ", one accelerator each"
+        of_them = f" (planned: {num_plans} of what may be drawn)" if spec.search == "optuna" else ""
+        words = f"{spec.num_runs} runs, {at_once}{of_them}: {_total(*event['estimate'])}"
+        self._console.print(Text(words, style="bold"))
+        self._console.print(Text(spec.measure.how, style="dim"))
+        self._console.print(Text(f"sweep  {sweep.path}\n", style="bold"))
+
+
+def _total(seconds: Range | None, cost: Range | None) -> str:
+    """What all runs take."""
+    if seconds is None:
+        return "the time is not known"
+    low, high = duration(seconds.low), duration(seconds.high)
+    words = f"{low if low == high else f'{low} to {high}'} of training in all"
+    return words if cost is None else f"{words}, {cost.low:,.2f} to {cost.high:,.2f} USD"
+
+
+def _ended(one: Outcome) -> str:
+    """How a run ended."""
+    if one.state in (FAILED, "died", "stuck"):
+        return f"{one.state}: {shorten(one.why or '', WHY_LETTERS, placeholder=' ...')}"
+    parts = [one.state]
+    if one.value is not None:
+        parts.append(f"{one.value:.4f}")
+    if one.seconds is not None:
+        parts.append(duration(one.seconds))
+    return "  ".join(parts)
+
+
+def sweep_table(sweep: Sweep, outcomes: Sequence[Outcome]) -> RenderableType:
+    """All runs of a sweep in one table, the best marked; below it what became of those that did not finish."""
+    spec, best = sweep.spec, sweep.best(outcomes)
+    keys = list(spec.axes)
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    table.add_column("run", justify="right")
+    for key in keys:
+        table.add_column(heading(key), overflow="fold")
+    for name in ("steps", _column(spec.measure), "tokens/s", "time"):
+        table.add_column(name, justify="right")
+    table.add_column("state")
+    table.add_column("")
+    for one in outcomes:
+        table.add_row(
+            str(one.trial.number),
+            *(Text(to_inline_yaml(one.trial.changes[key])) for key in keys),
+            f"{one.step}/{one.num_steps}" if one.num_steps else "",
+            "" if one.value is None else f"{one.value:.4f}",
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "" if one.seconds is None else duration(one.seconds),
+            Text(one.state, style=STYLES.get(one.state, "cyan")),
+            Text("← best", style="bold green") if one is best else "",
+            style="bold" if one is best else "",
+        )
+    return Group(
+        Text(sweep.name, style="bold"), table, Text(spec.measure.how, style="dim"), *_below(sweep, outcomes, best)
+    )
+
+
+def _column(measure: Measure) -> str:
+    return measure.words.replace("evaluation ", "eval ")
+
+
+def _below(sweep: Sweep, outcomes: Sequence[Outcome], best: Outcome | None) -> list[RenderableType]:
+    """Why runs failed, and what can be done next."""
+    lines: list[RenderableType] = [
+        Text.assemble((f"run {one.trial.number} {one.state}: ", "red"), one.why)
+        for one in outcomes
+        if one.why is not None
+    ]
+    if best is not None and best.run is not None:
+        lines.append(Text(f"the best run is {best.run.path}: {short_words(best.trial.changes)}"))
+    if any(one.state not in (FINISHED, FAILED, "pruned") for one in outcomes) or len(outcomes) < sweep.spec.num_runs:
+        goes_on = "it goes on now" if sweep.is_conducted() else f"go on with: tunekit resume {sweep.path}"
+        lines.append(Text(goes_on, style="bold"))
+    return lines

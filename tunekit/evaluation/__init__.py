@@ -1,0 +1,1 @@
+"""Scores of a model on held-out rows, generated answers and tasks."""

@@ -1,0 +1,231 @@
+"""Evaluation: what a model scores on rows, metrics and tasks, beside what it scored before it was trained.
+
+Everything that is asked is checked first. Then the model is loaded, measured, and measured again as it was before: with
+its adapter switched off, or, where all weights were trained or an adapter goes on from another one, as the model that
+the run started from. Both see the same rows, so that their difference is paired.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tunekit.errors import ModelError
+from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.inference.inference_model import BATCH_SIZE, Device, Loaded, device_for, dtype_on, refuse_judges
+from tunekit.planner.memory.states import Dtype
+from tunekit.planner.origin import continued_adapter
+from tunekit.probe.model import model_folder
+from tunekit.process.log_capture import library_words_to
+from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.runs.evaluation_result import Evaluation, save_evaluation
+from tunekit.runs.events import Event
+from tunekit.runs.run import Run
+from tunekit.training.measured_memory import is_out_of_memory
+from tunekit.training.model_card import write_card
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tunekit.evaluation.losses import Part
+
+
+def evaluate(
+    model: Run | str | Path,
+    *,
+    checkpoint: str | None = None,
+    data: str | Path | Mapping[str, Any] | None = None,
+    metrics: Sequence[str | Mapping[str, Any]] = (),
+    tasks: Sequence[str] = (),
+    include_path: str | Path | None = None,
+    before: bool = True,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool = False,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    batch_size: int = BATCH_SIZE,
+    seed: int = 0,
+    device: Device = "auto",
+    dtype: Dtype | Literal["auto"] = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> Evaluation:
+    """What a model scores, and what it scored before training; written to `evaluations/` in the run's folder.
+
+    Without data, metrics and tasks it is measured on the rows that its run has set aside.
+
+    Args:
+        model: The run, its folder or name; or a model's folder or name.
+        checkpoint: Of a run: the step of the checkpoint that is meant, rather than the result.
+        data: Rows: a file, or a source as `data.eval` of a recipe has it. Their format says what is measured: a loss
+            over texts, how far pairs are told apart, or, of prompts, what metrics say of the answers.
+        metrics: What judges answers: names of rewards, `module:function`, or mappings as in `method.rewards`.
+        tasks: Tasks of lm-evaluation-harness.
+        include_path: Folder with YAML files of more tasks.
+        before: Whether the model before training is measured too.
+        limit: Rows, or documents of each task, at most; the first ones.
+        num_fewshot: Examples before each question of a task; left out: as the task has it.
+        apply_chat_template: Whether questions of tasks go through the chat template.
+        max_new_tokens: Longest answer; left out: as in training, or 256.
+        temperature: How freely answers are given; 0: always the likeliest token.
+        batch_size: Prompts that are answered at once.
+        seed: For the draws.
+        device: Where the model is; `auto`: an accelerator if there is one.
+        dtype: Type of its weights; `auto`: as in training, or as they are stored.
+        on_event: Told how far it is: events `evaluate` with `of`, `side`, `done` and `total`.
+
+    Raises:
+        TunekitError: There is no such model, metric, task or row; or memory runs out.
+    """
+    began = time.time()
+    found = find_trained(model, checkpoint)
+    send_nothing_at_all()
+    with library_words_to(StringIO()):
+        from tunekit.evaluation.tasks import Wish, read_metrics
+
+        where = device_for(device)
+        computed_in = dtype_on(found, where) if dtype == "auto" else dtype
+        wish = Wish(limit, max_new_tokens, temperature, seed, batch_size, where)
+        tokenizer = tokenizer_of(found)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        rewards = read_metrics(metrics)
+        parts, notes = _parts(found, tokenizer, data if not isinstance(data, Path) else str(data), rewards, tasks, wish)
+        if tasks:
+            from tunekit.evaluation.lm_eval import find_tasks
+
+            parts.append(
+                find_tasks(
+                    tasks,
+                    include_path=include_path,
+                    num_fewshot=num_fewshot,
+                    limit=limit,
+                    chat=apply_chat_template,
+                    batch_size=batch_size,
+                )
+            )
+        earlier = _before(found)
+        after_values, before_values = _measured(
+            found, earlier, tokenizer, parts, before=before, dtype=computed_in, device=where, tell=on_event
+        )
+    scores = [
+        score if before else replace(score, before=None, difference=None)
+        for part, ours, theirs in zip(parts, after_values, before_values, strict=True)
+        for score in part.scores(ours, theirs)
+    ]
+    made = Evaluation(
+        model=found.name,
+        step=found.step,
+        before=None if earlier is None or not any(score.before for score in scores) else earlier.name,
+        what=", ".join(Path(part.of).name for part in parts),
+        scores=tuple(scores),
+        settings={
+            "device": where,
+            "dtype": computed_in,
+            "limit": limit,
+            "metrics": [metric.type for metric in rewards],
+            "num_fewshot": num_fewshot,
+            "apply_chat_template": apply_chat_template,
+            "temperature": temperature,
+            "seed": seed,
+        },
+        notes=tuple(notes),
+        began=began,
+        seconds=time.time() - began,
+    )
+    return made if found.run is None else _kept(found, found.run, made)
+
+
+def _kept(found: Trained, run: Run, made: Evaluation) -> Evaluation:
+    """An evaluation that stands in the folder of its run, and on the card of its model."""
+    kept = save_evaluation(run, made)
+    result = run.result()
+    if found.step is None and result:
+        write_card(run, result, run.model_path)
+    return kept
+
+
+def _parts(
+    found: Trained,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: str | Mapping[str, Any] | None,
+    rewards: Sequence[Any],
+    tasks: Sequence[str],
+    wish: Any,
+) -> "tuple[list[Part], tuple[str, ...]]":
+    """What rows there are to be measured on, and what was found in them."""
+    from tunekit.evaluation.tasks import parts_of_file, parts_of_run
+
+    if data is not None:
+        part, notes = parts_of_file(found, data, tokenizer, rewards, wish)
+        return [part], notes
+    if tasks and not rewards:
+        refuse_judges(found)
+        return [], ()
+    return [parts_of_run(found, tokenizer, rewards, wish)], ()
+
+
+def _before(found: Trained) -> Trained | None:
+    """What a model was before its training; None where nothing was before it."""
+    if found.judges or not found.can_compare:
+        return None
+    if found.before is not None:
+        return found.before
+    if found.run is not None:
+        plan = found.run.plan
+        origin = continued_adapter(plan.origin, plan.recipe.adapter)
+        if origin is not None:
+            return Trained(origin.name, origin.base, origin.adapter, origin.folder)
+    return Trained(found.base.path, found.base, None, model_folder(found.base))
+
+
+def _measured(
+    found: Trained,
+    earlier: Trained | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    parts: "Sequence[Part]",
+    *,
+    before: bool,
+    dtype: Dtype,
+    device: str,
+    tell: Callable[[Event], None] | None,
+) -> tuple[list[Any], list[Any]]:
+    """What each part measures of a model, and of the one before it, or None."""
+
+    def all_of(of: Trained, model: Any, side: str) -> list[Any]:
+        model.config.pad_token_id = tokenizer.pad_token_id
+        loaded = Loaded(of, model, tokenizer, device, dtype)
+        return [
+            _measure(part, loaded, side, tell) if side == "after" or before or part.needs_before else None
+            for part in parts
+        ]
+
+    wants_before = earlier is not None and (before or any(part.needs_before for part in parts))
+    try:
+        model: Any = load_trained(found, dtype=dtype, device=device)
+        ours = all_of(found, model, "after")
+        if earlier is None or not wants_before:
+            return ours, [None] * len(parts)
+        if found.adapter is not None and earlier.base == found.base and earlier.adapter is None:
+            with model.disable_adapter():
+                return ours, all_of(found, model, "before")
+        del model
+        gc.collect()
+        return ours, all_of(earlier, load_trained(earlier, dtype=dtype, device=device), "before")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{found.name} does not fit the memory that is free",
+            hint="take a smaller --batch-size, --dtype bfloat16, or --device cpu",
+        ) from error
+
+
+def _measure(part: "Part", loaded: Loaded, side: str, tell: Callable[[Event], None] | None) -> Any:
+    def told(done: int, total: int) -> None:
+        if tell is not None:
+            tell({"event": "evaluate", "of": part.of, "side": side, "done": done, "total": total})
+
+    return part.measure(loaded, told)

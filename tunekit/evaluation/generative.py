@@ -1,0 +1,149 @@
+"""What a model is evaluated on where it has to answer: prompts whose answers are judged by rewards, as in training.
+
+Both sides answer the same prompts, each reward judges all answers, and a row of which a reward has nothing to say does
+not count for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tunekit.data.formats.row_formats import Row
+from tunekit.data.sources.rows import Rows
+from tunekit.errors import DataError
+from tunekit.evaluation.bootstrap import Figure, Sample, scored
+from tunekit.evaluation.likelihood import Told
+from tunekit.evaluation.losses import Values
+from tunekit.inference.inference_model import Answer, Loaded, Sampling, answer
+from tunekit.methods.rewards.load import RewardFunction
+from tunekit.recipe.sections.rewards import ExactMatchReward, MathReward, NumericMatchReward, RegexReward, Reward
+from tunekit.runs.evaluation_result import Score
+
+_SHARES = (ExactMatchReward, NumericMatchReward, RegexReward, MathReward)
+"""Rewards that are right or wrong."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Prompts, and what judges the answers.
+
+    Attributes:
+        of: The rows.
+        rows: A prompt each, and the columns that rewards read.
+        rewards: What judges, as a recipe has it.
+        functions: The same, loaded.
+        ids: Token ids of each prompt.
+        sampling: How answers are drawn.
+        batch_size: Answers that are given at once.
+    """
+
+    of: str
+    rows: Sequence[Row]
+    rewards: Sequence[Reward]
+    functions: Sequence[RewardFunction]
+    ids: Sequence[Sequence[int]]
+    sampling: Sampling
+    batch_size: int
+    needs_before: bool = False
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """What each reward gives to each answer, and how long the answers are."""
+        found: dict[int, Answer] = {}
+        for number, (one,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
+            found[number] = one
+            tell(len(found), len(self.ids))
+        answered = [found[number] for number in range(len(self.ids))]
+        prompts = [row["prompt"] for row in self.rows]
+        columns = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
+        # What TRL gives to a reward.
+        batch = {
+            "prompts": prompts,
+            "completions": [
+                [{"role": "assistant", "content": one.text}] if isinstance(prompt, list) else one.text
+                for prompt, one in zip(prompts, answered, strict=True)
+            ],
+            "completion_ids": [list(one.ids) for one in answered],
+            **{name: [row.get(name) for row in self.rows] for name in columns},
+            "trainer_state": _state(),
+            "log_extra": lambda column, values: None,
+            "log_metric": lambda name, value: None,
+        }
+        given = {one.__name__: np.array(one(**batch), dtype=np.float64) for one in self.functions}
+        return {
+            **{f"rewards/{name}/mean": values for name, values in given.items()},
+            "completions/mean_length": np.array([one.num_tokens for one in answered], dtype=np.float64),
+            "completions/clipped_ratio": np.array([one.reason == "length" for one in answered], dtype=np.float64),
+        }
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """The mean of each reward, of their weighted sum where there are several, and of the answers' lengths."""
+        names = [f"rewards/{function.__name__}/mean" for function in self.functions]
+        figures = [
+            Figure(name, function.__name__, ".1%" if isinstance(reward, _SHARES) else ".3f", higher_is_better=True)
+            for name, function, reward in zip(names, self.functions, self.rewards, strict=True)
+        ]
+        ours, theirs = dict(after), None if before is None else dict(before)
+        if len(names) > 1:
+            for values in (ours, theirs):
+                if values is not None:
+                    values["reward"] = self._total(values, names)
+            figures.insert(0, Figure("reward", "reward, summed by weight", ".3f", higher_is_better=True))
+        figures += (
+            Figure("completions/mean_length", "tokens of an answer", ".1f", higher_is_better=None),
+            Figure("completions/clipped_ratio", "answers cut off", ".1%", higher_is_better=False),
+        )
+        made = []
+        for figure in figures:
+            samples = [None if one is None else _sample(one[figure.name]) for one in (ours, theirs)]
+            if samples[0] is not None and samples[0].num_rows:
+                unheard = samples[1] is not None and not samples[1].num_rows
+                made.append(scored(figure, self.of, samples[0], None if unheard else samples[1]))
+        return made
+
+    def _total(self, values: Values, names: Sequence[str]) -> np.ndarray:
+        weighted = [reward.weight * values[name] for reward, name in zip(self.rewards, names, strict=True)]
+        return np.asarray(np.nansum(weighted, axis=0))
+
+
+def _sample(values: np.ndarray) -> Sample:
+    """A figure of the rows that have one."""
+    known = ~np.isnan(values)
+    return Sample(np.where(known, values, 0.0), known.astype(np.float64))
+
+
+def _state() -> Any:
+    from transformers import TrainerState
+
+    return TrainerState()
+
+
+def questions_in(rows: Rows) -> list[Row]:
+    """Rows as prompts with what is expected: of a conversation the last answer, of a completion all of it.
+
+    Raises:
+        DataError: They hold nothing that can be asked.
+    """
+    if rows.format == "prompts":
+        return list(rows.rows)
+    if rows.format == "prompt_completion":
+        return [{"prompt": row["prompt"], "answer": _text(row["completion"])} for row in rows.rows]
+    if rows.format == "messages":
+        return [_last_turn(row, rows.place(index)) for index, row in enumerate(rows.rows)]
+    raise DataError(
+        f"{rows.source}: rows of {rows.read_as or rows.format} hold nothing that can be asked",
+        hint="name rows with a prompt and what the metric reads, such as answer",
+    )
+
+
+def _last_turn(row: Row, place: str) -> Row:
+    messages = row["messages"]
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise DataError(f"{place}: the conversation does not end with an answer", hint="leave it out, or complete it")
+    rest = {name: value for name, value in row.items() if name != "messages"}
+    return {"prompt": messages[:-1], "answer": messages[-1]["content"], **rest}
+
+
+def _text(value: Any) -> str:
+    return str(value[-1]["content"]) if isinstance(value, list) else str(value)

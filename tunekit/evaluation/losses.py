@@ -1,0 +1,255 @@
+"""What a model is evaluated on where nobody has to answer: sequences, pairs of answers, and rated answers.
+
+Each is made from rows and a tokenizer alone, measures a model, and then says what the measurements of a model and of
+the one before it come to. What the rows of a run are and how they were tokenised is as it was in training.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from tunekit.data.formats.row_formats import Row
+from tunekit.data.tokenization.alignment import tokens_of
+from tunekit.evaluation.bootstrap import Figure, Sample, scored
+from tunekit.evaluation.likelihood import Told, judgements, log_likelihoods
+from tunekit.inference.inference_model import Loaded
+from tunekit.recipe.methods import CPOMethod, DPOMethod, KTOMethod, Method, ORPOMethod
+from tunekit.runs.evaluation_result import Score
+from tunekit.runs.metrics import MEASURES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Values = dict[str, np.ndarray]
+"""What was measured of each row, by name."""
+
+LOSS = Figure("loss", "loss (nats per token)", ".4f", higher_is_better=False)
+PERPLEXITY = Figure("perplexity", "perplexity", ".4g", higher_is_better=False, is_perplexity=True)
+
+
+class Part(Protocol):
+    """Something that a model is evaluated on."""
+
+    @property
+    def of(self) -> str:
+        """The rows, or the task."""
+
+    @property
+    def needs_before(self) -> bool:
+        """Whether its figures say how far a model has gone from what it was before."""
+
+    def measure(self, loaded: Loaded, tell: Told) -> Any:
+        """What it measures of a model."""
+
+    def scores(self, after: Any, before: Any | None) -> list[Score]:
+        """What the measurements of a model and of the one before it come to."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Sequences, of which some tokens count: a loss weighs each of these alike, whichever row it is in.
+
+    Attributes:
+        of: The rows.
+        ids: Token ids of each.
+        counted: For each token whether it counts.
+    """
+
+    of: str
+    ids: Sequence[np.ndarray]
+    counted: Sequence[np.ndarray]
+    needs_before: bool = False
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The log-probability of each."""
+        return {"logps": log_likelihoods(loaded.model, self.ids, self.counted, tell)}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """The mean over all tokens that count, and its exponential."""
+        num_tokens = np.array([one[1:].sum() for one in self.counted], dtype=np.float64)
+
+        def sample(values: Values) -> Sample:
+            return Sample(-values["logps"] / np.maximum(num_tokens, 1), num_tokens)
+
+        theirs = None if before is None else sample(before)
+        return [scored(figure, self.of, sample(after), theirs) for figure in (LOSS, PERPLEXITY)]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with one answer, as tokens."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+    @classmethod
+    def of_row(
+        cls, row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase", max_length: int
+    ) -> "list[Answered] | None":
+        """The answers in some columns of a row, cut as in training; None where the prompt leaves no room for them."""
+        num_prompt, sequences = tokens_of(row, columns, tokenizer)
+        if num_prompt >= max_length:
+            return None
+        cut = [np.array(sequence[:max_length], dtype=np.int64) for sequence in sequences]
+        return [cls(ids, np.arange(len(ids)) >= num_prompt) for ids in cut]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of answers, a better one and a worse one, by a model that writes.
+
+    Attributes:
+        of: The rows.
+        chosen: The better ones.
+        rejected: The worse ones.
+        method: How the model was trained; None where no run tells.
+    """
+
+    of: str
+    chosen: Sequence[Answered]
+    rejected: Sequence[Answered]
+    method: Method | None
+
+    @property
+    def needs_before(self) -> bool:
+        """DPO's rewards are how much likelier an answer has become."""
+        return isinstance(self.method, DPOMethod)
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The log-probability of each answer, and how many tokens it has."""
+        both = [*self.chosen, *self.rejected]
+        found = log_likelihoods(loaded.model, [one.ids for one in both], [one.counted for one in both], tell)
+        middle = len(self.chosen)
+        return {"chosen": found[:middle], "rejected": found[middle:]}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """What the method is judged by, and then how likely the answers are."""
+        return [*self._of_method(after, before), *self._of_likelihood(after, before)]
+
+    def _of_method(self, after: Values, before: Values | None) -> Iterator[Score]:
+        method = self.method
+        if isinstance(method, DPOMethod) and before is not None:
+            beta = method.beta
+            chosen, rejected = (beta * (after[name] - before[name]) for name in ("chosen", "rejected"))
+            margins, zero = chosen - rejected, np.zeros_like(chosen)
+            if method.loss_type == ["sigmoid"] and not method.label_smoothing:
+                loss = Figure("loss", "loss of DPO", ".4f", higher_is_better=False)
+                yield _mean(loss, self.of, np.logaddexp(0, -margins), zero + math.log(2))
+            yield _mean(_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
+            yield _mean(_figure("rewards/margins"), self.of, margins, zero)
+            yield _mean(_figure("rewards/chosen"), self.of, chosen, zero)
+            yield _mean(_figure("rewards/rejected"), self.of, rejected, zero)
+        if isinstance(method, ORPOMethod | CPOMethod):
+            margins, earlier = self._margins(after), None if before is None else self._margins(before)
+            figure = _figure("rewards/accuracies", higher=True)
+            yield _mean(figure, self.of, margins > 0, None if earlier is None else earlier > 0)
+            yield _mean(_figure("rewards/margins"), self.of, method.beta * margins,
+                        None if earlier is None else method.beta * earlier)  # fmt: skip
+
+    def _margins(self, values: Values) -> np.ndarray:
+        """How much likelier better answers are, by their tokens or on the whole, as the loss has it."""
+        method = self.method
+        whole = isinstance(method, CPOMethod) and method.loss_type not in ("simpo", "alphapo", "ipo")
+        sizes = [1.0 if whole else _sizes(answers) for answers in (self.chosen, self.rejected)]
+        return np.asarray(values["chosen"] / sizes[0] - values["rejected"] / sizes[1])
+
+    def _of_likelihood(self, after: Values, before: Values | None) -> Iterator[Score]:
+        likelier = Figure("logps/accuracies", "better answer is the likelier", ".1%", higher_is_better=True)
+        earlier = None if before is None else before["chosen"] > before["rejected"]
+        yield _mean(likelier, self.of, after["chosen"] > after["rejected"], earlier)
+        for name in ("chosen", "rejected"):
+            yield _mean(_figure(f"logps/{name}"), self.of, after[name], None if before is None else before[name])
+
+
+@dataclass(frozen=True)
+class JudgedPairs:
+    """Pairs of answers by a model that scores them. Before its training its score is random, and not looked at.
+
+    Attributes:
+        of: The rows.
+        chosen: The better ones.
+        rejected: The worse ones.
+    """
+
+    of: str
+    chosen: Sequence[Answered]
+    rejected: Sequence[Answered]
+    needs_before: bool = False
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The score of each answer."""
+        found = judgements(loaded.model, [one.ids for one in (*self.chosen, *self.rejected)], tell)
+        return {"margins": found[: len(self.chosen)] - found[len(self.chosen) :]}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """How many pairs are told apart, and by how much."""
+        margins = after["margins"]
+        loss = Figure("loss", "loss (Bradley and Terry)", ".4f", higher_is_better=False)
+        return [
+            _mean(loss, self.of, np.logaddexp(0, -margins), None),
+            _mean(_figure("accuracy", higher=True), self.of, margins > 0, None),
+            _mean(_figure("margin"), self.of, margins, None),
+        ]
+
+
+@dataclass(frozen=True)
+class Rated:
+    """Answers that are good or bad by themselves.
+
+    Attributes:
+        of: The rows.
+        answers: The answers.
+        good: Whether each is good, bool, `(rows,)`.
+        method: How the model was trained; None where no run tells.
+    """
+
+    of: str
+    answers: Sequence[Answered]
+    good: np.ndarray
+    method: Method | None
+
+    @property
+    def needs_before(self) -> bool:
+        """KTO's rewards are how much likelier an answer has become."""
+        return isinstance(self.method, KTOMethod)
+
+    def measure(self, loaded: Loaded, tell: Told) -> Values:
+        """The log-probability of each answer."""
+        ids, counted = [one.ids for one in self.answers], [one.counted for one in self.answers]
+        return {"logps": log_likelihoods(loaded.model, ids, counted, tell)}
+
+    def scores(self, after: Values, before: Values | None) -> list[Score]:
+        """The rewards of good and of bad answers, and how likely they are."""
+        made = []
+        for name, which in (("chosen", self.good), ("rejected", ~self.good)):
+            if not which.any():
+                continue
+            weights = which.astype(np.float64)
+            if isinstance(self.method, KTOMethod) and before is not None:
+                gained = self.method.beta * (after["logps"] - before["logps"])
+                figure = _figure(f"rewards/{name}", higher=name == "chosen")
+                made.append(scored(figure, self.of, Sample(gained, weights), Sample(np.zeros_like(gained), weights)))
+            theirs = None if before is None else Sample(before["logps"], weights)
+            made.append(scored(_figure(f"logps/{name}"), self.of, Sample(after["logps"], weights), theirs))
+        return sorted(made, key=lambda score: score.name.startswith("logps"))
+
+
+def _mean(figure: Figure, of: str, after: np.ndarray, before: np.ndarray | None) -> Score:
+    """A figure to which each row counts alike."""
+    ones = np.ones(len(after))
+    theirs = None if before is None else Sample(before.astype(np.float64), ones)
+    return scored(figure, of, Sample(after.astype(np.float64), ones), theirs)
+
+
+def _figure(name: str, *, higher: bool | None = None) -> Figure:
+    """Something that trainers log too, by its words there."""
+    measure = next(measure for measure in MEASURES if measure.name == name)
+    digits = ".1%" if measure.digits.endswith("%") else measure.digits
+    return Figure(name, measure.words, digits, higher)
+
+
+def _sizes(answers: Sequence[Answered]) -> np.ndarray:
+    return np.array([one.counted.sum() for one in answers], dtype=np.float64)

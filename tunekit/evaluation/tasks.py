@@ -1,0 +1,299 @@
+"""From what is asked to what a model is evaluated on: rows of a run or of a file, metrics, and who judges.
+
+Everything that can be wrong with what is asked is found here, before a model is loaded.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.prepare import read_dataset, tokens_of
+from tunekit.data.sources.load import load_rows
+from tunekit.data.sources.rows import Rows, RowStore
+from tunekit.data.tokenization.alignment import ANSWERS, read_rows
+from tunekit.errors import DataError, RunError, TunekitError
+from tunekit.evaluation.generative import Questions, questions_in
+from tunekit.evaluation.losses import Answered, JudgedPairs, Pairs, Part, Rated, Texts
+from tunekit.inference.find_model import Trained
+from tunekit.inference.inference_model import Sampling, longest_of, refuse_judges
+from tunekit.inference.prompts import prompt_ids
+from tunekit.methods.rewards.load import load_rewards
+from tunekit.methods.rewards.rows import check_rows
+from tunekit.recipe.functions import find_function
+from tunekit.recipe.methods import Method, OnPolicyMethod, RewardedMethod, RewardMethod, SFTMethod
+from tunekit.recipe.reading.phrases import near
+from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.rewards import FunctionReward, Reward
+from tunekit.runs.evaluation_result import sliced
+from tunekit.runs.prepared_data import FILES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+METRICS = (
+    "exact_match",
+    "numeric_match",
+    "math",
+    "code",
+    "regex",
+    "json_schema",
+    "length",
+    "repetition",
+    "reward_model",
+    "judge",
+)
+"""Rewards that come with tunekit, by their names as metrics."""
+
+MAX_LENGTH = 1024
+"""Longest sequence of a model that no run made, in tokens, where it takes as many."""
+
+HELD_OUT = "held-out"
+"""What the rows are called that a run has set aside."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How rows are read and answered.
+
+    Attributes:
+        limit: Rows, at most, the first ones.
+        max_new_tokens: Longest answer; None as the run had it, or 256.
+        temperature: How freely answers are given.
+        seed: For the draws.
+        batch_size: Prompts that are answered at once.
+        device: Where reward models are.
+    """
+
+    limit: int | None
+    max_new_tokens: int | None
+    temperature: float
+    seed: int
+    batch_size: int
+    device: str
+
+
+def read_metrics(given: Iterable[str | Mapping[str, Any]]) -> list[Reward]:
+    """Metrics by their names, `module:function`, or as a recipe's `method.rewards` has them.
+
+    Raises:
+        TunekitError: There is no such metric, or its settings are wrong.
+    """
+    adapter: TypeAdapter[Reward] = TypeAdapter(Reward)
+    found = []
+    for one in given:
+        value = _read_yaml(one, "metric") if isinstance(one, str) and one.strip().startswith("{") else one
+        name = value if isinstance(value, str) else value.get("type")
+        if ":" not in str(name) and name not in (*METRICS, "function"):
+            meant = near(str(name), METRICS)
+            hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(METRICS)}, and module:function"
+            raise TunekitError(f"there is no metric {name!r}", hint=hint)
+        try:
+            metric = adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"] if part != name)
+            raise TunekitError(
+                f"metric {name}: {place or 'it'}: {first['msg'].lower()}",
+                hint=f"give its settings as in a recipe: {{type: {name}, ...}}; `tunekit explain method.rewards`",
+            ) from error
+        if isinstance(metric, FunctionReward):
+            find_function(metric.path)
+        found.append(metric)
+    return found
+
+
+def _read_yaml(text: str, what: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TunekitError(f"{what} {text!r} is no YAML", hint="write it as {key: value, ...}") from error
+    if not isinstance(value, dict):
+        raise TunekitError(f"{what} {text!r} is no mapping", hint="write it as {key: value, ...}")
+    return value
+
+
+def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Reward], wish: Wish) -> Part:
+    """The rows that a run has set aside, as its method is judged on them.
+
+    Raises:
+        TunekitError: It has none, or its method says nothing of them.
+    """
+    run = found.run
+    if run is None:
+        raise DataError(
+            f"{found.name} was made by no run, and brings no rows to evaluate it on",
+            hint="name some with --data, or tasks with --tasks",
+        )
+    method, file = run.recipe.method, run.path / "data" / FILES["eval"]
+    of = sliced(HELD_OUT, wish.limit)
+    if not file.is_file():
+        raise DataError(f"{run.name} has set no rows aside", hint="name some with --data, or train with data.eval_size")
+    if isinstance(method, SFTMethod):
+        if rewards:
+            raise DataError(
+                f"{run.name} keeps the tokens of its rows, and a metric needs prompts with what is expected",
+                hint="name rows with --data",
+            )
+        return _texts(of, _sequences(read_dataset(file)), wish.limit)
+    rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
+        : wish.limit
+    ]
+    if isinstance(method, OnPolicyMethod):
+        given = list(rewards)
+        if not given and isinstance(method, RewardedMethod):
+            given = list(method.rewards)
+        if not given:
+            raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
+        numbers = range(1, len(rows) + 1)
+        asked = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
+        return _questions(asked, given, found, tokenizer, wish)
+    if rewards:
+        raise DataError(f"{run.name} was trained on answers, which no metric judges", hint="name prompts with --data")
+    columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
+    return _answered(of, rows, columns, tokenizer, method, run.recipe.data.max_length)
+
+
+def parts_of_file(
+    found: Trained,
+    data: str | Mapping[str, Any],
+    tokenizer: "Tokenizer",
+    rewards: Sequence[Reward],
+    wish: Wish,
+) -> tuple[Part, tuple[str, ...]]:
+    """The rows of a source, and what was found while they were read.
+
+    Args:
+        found: The model.
+        data: The source, as a recipe's `data.eval` has it.
+        tokenizer: The model's.
+        rewards: What judges answers to them; none where nobody has to answer.
+        wish: How they are read and answered.
+
+    Raises:
+        TunekitError: They cannot be read, or are of no use.
+    """
+    rows = _load(data, wish.limit)
+    of = sliced(rows.source, wish.limit)
+    method = None if found.run is None else found.run.recipe.method
+    if not rewards and rows.format == "prompts" and isinstance(method, RewardedMethod):
+        rewards = method.rewards
+    if rewards:
+        asked = replace(rows, rows=RowStore(questions_in(rows)))
+        return _questions(asked, rewards, found, tokenizer, wish), rows.notes
+    if rows.format == "prompts":
+        raise DataError(
+            f"{rows.source} holds prompts, and nothing says what judges the answers",
+            hint="name a --metric, such as exact_match",
+        )
+    max_length = _max_length(found, tokenizer)
+    if rows.format in ANSWERS:
+        part = _answered(of, list(rows.rows), ANSWERS[rows.format], tokenizer, method, max_length)
+        return part, rows.notes
+    if found.judges:
+        raise DataError(f"{found.name} judges, and writes no texts", hint="name pairs of answers")
+    sequences = tokens_of(rows, tokenizer, max_length=max_length).sequences
+    made = sequences.take(np.arange(len(sequences)))
+    ends = np.cumsum(made.lengths)[:-1]
+    pairs = zip(np.split(made.ids, ends), np.split(made.counted, ends), strict=True)
+    return _texts(of, pairs, None), rows.notes
+
+
+def _load(data: str | Mapping[str, Any], limit: int | None) -> Rows:
+    value = _read_yaml(data, "data") if isinstance(data, str) and data.strip().startswith("{") else data
+    try:
+        source = DataSource.model_validate({"path": value} if isinstance(value, str) else dict(value))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DataError(f"data: {place}: {first['msg'].lower()}", hint="write it as a recipe's data.eval") from error
+    rows = load_rows(
+        source,
+        key="data",
+        format=source.format or "auto",
+        columns=source.columns or {},
+        default_split="eval",
+    )
+    if source.loss_on is not None:
+        rows = replace(rows, loss_on=source.loss_on)
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def _max_length(found: Trained, tokenizer: "Tokenizer") -> int:
+    if found.run is not None:
+        return found.run.recipe.data.max_length
+    return min(MAX_LENGTH, int(tokenizer.model_max_length))
+
+
+def _sequences(rows: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The sequences of a run, those in packs one by one: in training they did not see each other either."""
+    for row in rows.with_format("numpy"):
+        ends = np.cumsum(row["seq_lengths"])[:-1] if "seq_lengths" in row else np.array([], dtype=np.int64)
+        yield from zip(np.split(row["input_ids"], ends), np.split(row["labels"] >= 0, ends), strict=True)
+
+
+def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: int | None) -> Texts:
+    kept = list(sequences)[:limit]
+    if not any(counts[1:].any() for _, counts in kept):
+        raise DataError(f"{of}: no token of its rows counts", hint="rows need an answer, or data.loss_on=all")
+    return Texts(of, [ids for ids, _ in kept], [counts for _, counts in kept])
+
+
+def _answered(
+    of: str,
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    tokenizer: "Tokenizer",
+    method: Method | None,
+    max_length: int,
+) -> Part:
+    made = [(row, Answered.of_row(row, columns, tokenizer, max_length)) for row in rows]
+    kept = [(row, answers) for row, answers in made if answers is not None]
+    if not kept:
+        raise DataError(
+            f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: {max_length:,} tokens are there",
+            hint="name shorter ones",
+        )
+    if len(columns) == 1:
+        good = np.array([bool(row["label"]) for row, _ in kept])
+        return Rated(of, [answers[0] for _, answers in kept], good, method)
+    chosen, rejected = ([answers[place] for _, answers in kept] for place in (0, 1))
+    if isinstance(method, RewardMethod):
+        return JudgedPairs(of, chosen, rejected)
+    return Pairs(of, chosen, rejected, method)
+
+
+def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer: "Tokenizer", wish: Wish) -> Part:
+    refuse_judges(found)
+    try:
+        check_rows(rewards, [rows])
+    except DataError as error:
+        raise DataError(error.problem.replace("method.rewards: ", ""), hint=error.hint) from error
+    method = None if found.run is None else found.run.recipe.method
+    longest, encoded = longest_of(found), []
+    for index, row in enumerate(rows.rows):
+        prompt = row["prompt"]
+        if isinstance(prompt, str) and isinstance(method, OnPolicyMethod):
+            # In training a prompt that is a text is given to the model as it stands.
+            ids = list(tokenizer(prompt)["input_ids"])
+        else:
+            try:
+                ids = prompt_ids(found, tokenizer, prompt, row.get("tools"))
+            except RunError as error:
+                raise DataError(f"{rows.place(index)}: {error.problem}", hint=error.hint) from error
+        if not ids or (longest is not None and len(ids) >= longest):
+            room = "" if longest is None else f", and {found.name} takes {longest:,} with the answer"
+            raise DataError(
+                f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="leave the row out"
+            )
+        encoded.append(ids)
+    of_run = method.max_completion_length if isinstance(method, OnPolicyMethod) else 256
+    sampling = Sampling(temperature=wish.temperature, max_new_tokens=wish.max_new_tokens or of_run, seed=wish.seed)
+    functions = load_rewards(rewards, device=wish.device)
+    return Questions(
+        sliced(rows.source, wish.limit), list(rows.rows), rewards, functions, encoded, sampling, wish.batch_size
+    )

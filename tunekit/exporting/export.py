@@ -1,0 +1,353 @@
+"""What a run made as a folder that others load: its adapter, or whole weights with the adapter merged into them.
+
+It is written beside its destination, checked there by a process of its own that loads it anew, and gets its name only
+then. So what is there under that name was seen to answer as the run's model does; the figures stand in `export.json`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tunekit.errors import ModelError, RunError, TunekitError
+from tunekit.exporting.gguf import BYTES_PER_PARAM, GgufType, check_convertible, find_converter, write_gguf
+from tunekit.exporting.hub import check_target
+from tunekit.exporting.hub import push as send
+from tunekit.exporting.ollama import MODELFILE, modelfile
+from tunekit.exporting.verify import Check, Subject
+from tunekit.files import has_controls
+from tunekit.inference.find_model import Trained, find_trained, load_trained, stored_dtype, tokenizer_of
+from tunekit.planner.memory.states import Dtype
+from tunekit.planner.plan import gib
+from tunekit.process.log_capture import library_words_to
+from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.runs.checkpoints.complete import to_disk
+from tunekit.runs.disk import free_bytes, tokenizers_errors, words_of
+from tunekit.runs.events import Event
+from tunekit.runs.run import Run
+from tunekit.training.model_card import write_card
+
+Kind = Literal["adapter", "merged"]
+
+EXPORT = "export.json"
+"""File of an export that says what it is and how it was checked."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+SHARD = "5GB"
+"""Size of the largest file of weights, as transformers has it."""
+
+_SIZE = re.compile(r"[1-9]\d*(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
+
+OWN_BYTES = 64 * 2**20
+"""Room for tokenizer, card and configuration, generously."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was exported, and what the check of it told.
+
+    Attributes:
+        run: Name of the run.
+        step: Step of the checkpoint; None for the result.
+        kind: Whether it is an adapter or whole weights.
+        dtype: Type of its weights.
+        folder: Where it is.
+        total_bytes: Of all files.
+        files: Their names.
+        notes: What the user should know, a sentence each.
+        check: What the process that loaded it anew has seen.
+        pushed: Where it is on the hub; None where it was not sent there.
+    """
+
+    run: str
+    step: int | None
+    kind: Kind
+    dtype: str
+    folder: str
+    total_bytes: int
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    check: Check
+    pushed: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+
+def export(
+    run: Run | str | Path,
+    dest: str | Path | None = None,
+    *,
+    kind: Literal["auto", "adapter", "merged"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    checkpoint: str | None = None,
+    max_shard_size: str = SHARD,
+    gguf: GgufType | None = None,
+    push: str | None = None,
+    private: bool = False,
+    replace: bool = False,
+    on_event: Callable[[Event], None] | None = None,
+) -> Export:
+    """Write what a run made as a folder that others load, and see by loading it that it answers alike.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+        dest: Where to, a folder that is not there or empty; `export/` in the run's own folder where left out.
+        kind: `adapter`, or `merged`: whole weights. `auto` is `merged`.
+        dtype: Type of merged weights; `auto`: as the base model, or a run that trained all weights, has them.
+        checkpoint: The step of the checkpoint to export, rather than the result.
+        max_shard_size: Largest file of whole weights, such as `5GB`.
+        gguf: Whole weights as a GGUF file of this type too, by the converter of llama.cpp.
+        push: A repository of the hub, `owner/name`, to which the export is sent once it was checked.
+        private: Only its owners see the repository.
+        replace: What the repository holds may be replaced; its history keeps it.
+        on_event: Told what is done: events `export` with `phase`: `loading`, `writing`, `checking`, `converting`,
+            `pushing`, `done`.
+
+    Raises:
+        TunekitError: There is nothing to export, no room for it, or what was written does not answer alike. Nothing is
+            left then, unless only the hub did not take it.
+    """
+    tell = on_event or (lambda event: None)
+    found = find_trained(run, checkpoint)
+    kind = _kind(found, kind, dtype)
+    if found.run is not None and found.step is None and not found.run.result():
+        raise RunError(f"{found.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
+    _check_options(found, kind, max_shard_size, gguf, push, hub_only=private or replace)
+    to = _destination(found, kind, dest)
+    send_nothing_at_all()
+    converter = None if gguf is None else find_converter()
+    log = StringIO()
+    with library_words_to(log):
+        # Without one nothing can be exported, and nothing need be loaded to see that.
+        tokenizer_of(found)
+        target = None if push is None else check_target(push, private=private, replace=replace)
+        if converter is not None:
+            check_convertible(converter, found)
+    with _draft_of(to) as draft:
+        with library_words_to(log):
+            tell({"event": "export", "phase": "loading", "run": found.name})
+            written = _dtype_of(found, kind, dtype)
+            _check_room(found, kind, BYTES[written] + (BYTES_PER_PARAM[gguf] if gguf is not None else 0), draft)
+            _write(found, kind, written, draft, max_shard_size, tell)
+        tell({"event": "export", "phase": "checking"})
+        check = _checked(Subject.of(found, kind, written, draft))
+        assert found.run is not None
+        weights, notes = ".", list(_notes(found, kind))
+        if gguf is not None and converter is not None:
+            tell({"event": "export", "phase": "converting"})
+            weights = f"./{write_gguf(converter, draft, gguf, found.name)}"
+        with library_words_to(log):
+            if kind == "merged" and not found.judges:
+                text, more = modelfile(draft, tokenizer_of(found), weights)
+                (draft / MODELFILE).write_text(text, encoding="utf-8")
+                notes += more
+            write_card(found.run, found.run.result(), draft, kind=kind, step=found.step)
+        done = _described(found, kind, written, draft, to, notes, check)
+        (draft / EXPORT).write_text(json.dumps({**done.to_dict(), "folder": to.name}, indent=2), encoding="utf-8")
+        _publish(draft, to)
+    if target is not None:
+        tell({"event": "export", "phase": "pushing", "repo": target.repo})
+        with library_words_to(log):
+            done = dataclasses.replace(done, pushed=send(target, to, message=f"{kind} weights of {found.name}"))
+    tell({"event": "export", "phase": "done", "folder": str(to)})
+    return done
+
+
+def _described(found: Trained, kind: Kind, dtype: str, draft: Path, to: Path, notes: list[str], check: Check) -> Export:
+    """What is in a draft that will be at its destination."""
+    assert found.run is not None
+    files = [file for file in draft.rglob("*") if file.is_file()]
+    return Export(
+        run=found.run.name,
+        step=found.step,
+        kind=kind,
+        dtype=dtype,
+        folder=str(to),
+        total_bytes=sum(file.stat().st_size for file in files),
+        files=tuple(sorted(file.relative_to(draft).as_posix() for file in files)),
+        notes=tuple(notes),
+        check=check,
+    )
+
+
+def _check_options(
+    found: Trained, kind: Kind, max_shard_size: str, gguf: str | None, push: str | None, *, hub_only: bool
+) -> None:
+    """See that the options go with each other and with the model.
+
+    Raises:
+        RunError: They do not.
+    """
+    if not _SIZE.fullmatch(max_shard_size):
+        raise RunError(f"--max-shard-size {max_shard_size}: no size of a file", hint="write it as 5GB or 500MB")
+    if kind == "adapter" and gguf is not None:
+        raise RunError("--gguf: an adapter alone is not converted", hint="leave --adapter out")
+    if kind == "adapter" and max_shard_size != SHARD:
+        raise RunError("--max-shard-size: an adapter is one file", hint="leave it out")
+    if found.judges and gguf is not None:
+        raise RunError(f"--gguf: {found.name} scores texts, and llama.cpp has no such models", hint="leave it out")
+    if push is None and hub_only:
+        raise RunError("--private and --replace go with --push", hint="add --push OWNER/NAME")
+
+
+def _kind(found: Trained, kind: str, dtype: str) -> Kind:
+    if found.run is None:
+        raise RunError(f"{found.name} is no run: there is nothing to export", hint="`tunekit runs` lists the runs")
+    if kind == "adapter" and found.adapter is None:
+        raise RunError(f"{found.name} trained all weights, and has no adapter", hint="leave --adapter out")
+    if kind == "adapter" and dtype != "auto":
+        raise RunError(f"--dtype {dtype}: an adapter stays in float32, in which it was trained", hint="leave it out")
+    return "adapter" if kind == "adapter" else "merged"
+
+
+def _dtype_of(found: Trained, kind: Kind, dtype: str) -> Dtype:
+    if kind == "adapter":
+        return "float32"
+    return stored_dtype(found) if dtype == "auto" else cast(Dtype, dtype)
+
+
+def _destination(found: Trained, kind: Kind, dest: str | Path | None) -> Path:
+    """Where it is to be; nothing is there.
+
+    Raises:
+        RunError: It holds something, or cannot be used.
+    """
+    assert found.run is not None
+    of_step = "" if found.step is None else f"-{found.step}"
+    to = found.run.path / "export" / f"{kind}{of_step}" if dest is None else Path(dest)
+    again = "name another folder" if dest is not None else "delete it, or name another folder"
+    if has_controls(str(to)) or not str(dest if dest is not None else "x").strip():
+        raise RunError(f"{str(to)!r} is no folder to export to", hint="name another folder")
+    if to.is_symlink():
+        raise RunError(f"{to} is a link to {to.readlink()}", hint="name the folder that is meant")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise RunError(f"{to} exists and is not empty", hint=again)
+    return to
+
+
+@contextlib.contextmanager
+def _draft_of(to: Path) -> Iterator[Path]:
+    """A folder beside the destination, of which nothing is left unless it was renamed."""
+    draft = to.absolute().parent / f".exporting-{to.name}-{os.getpid()}"
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise RunError(f"{to} cannot be made: {error.strerror}", hint="name another folder") from error
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_room(found: Trained, kind: Kind, bytes_per_param: float, draft: Path) -> None:
+    """See that there is room for what is to be written."""
+    if kind == "adapter":
+        needed = sum(file.stat().st_size for file in Path(found.folder).glob("*.safetensors"))
+    else:
+        assert found.run is not None
+        needed = int(found.run.plan.num_params * bytes_per_param)
+    needed, free = needed + OWN_BYTES, free_bytes(draft)
+    if needed > free:
+        raise RunError(
+            f"there is no room for the export in {draft.parent}: it takes {gib(needed)}, and {gib(free)} are free",
+            hint=f"free {gib(needed - free)} there, or name a folder on another disk",
+        )
+
+
+def _write(found: Trained, kind: Kind, dtype: Dtype, draft: Path, shard: str, tell: Callable[[Event], None]) -> None:
+    """Write weights, configuration and tokenizer.
+
+    Raises:
+        RunError: The disk does not take them.
+    """
+    from safetensors import SafetensorError
+
+    model = None
+    if kind == "merged":
+        model = merged(found, dtype)
+    tell({"event": "export", "phase": "writing"})
+    try:
+        with tokenizers_errors():
+            if model is not None:
+                model.save_pretrained(draft, max_shard_size=shard)
+            else:
+                for file in (*Path(found.folder).glob("adapter_*.safetensors"), *Path(found.folder).glob("*.json")):
+                    if file.name.startswith("adapter_"):
+                        shutil.copyfile(file, draft / file.name)
+            tokenizer_of(found).save_pretrained(draft)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"the export of {found.name} could not be written to {draft.parent}: {words_of(error)}",
+            hint="free some room there, or name a folder on another disk",
+        ) from error
+
+
+def merged(found: Trained, dtype: Dtype) -> Any:
+    """A model as a whole on the CPU, with its adapter made part of its weights in their type.
+
+    An adapter that was trained over a 4-bit base is merged into the unquantised one.
+    """
+    model: Any = load_trained(found, dtype=dtype, device="cpu", as_trained=False)
+    if found.adapter is None:
+        return model
+    model = model.merge_and_unload()
+    into, out = model.get_input_embeddings(), model.get_output_embeddings()
+    if out is not None and out.weight.data_ptr() != into.weight.data_ptr():
+        # One of the two may have been trained wholly, though they were one.
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+    return model
+
+
+def _checked(subject: Subject) -> Check:
+    """What a fresh process says of an export.
+
+    Raises:
+        ModelError: It does not answer as the model that it was made from.
+    """
+    command = [sys.executable, "-m", "tunekit.exporting.verify"]
+    words = json.dumps(asdict(subject))
+    done = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines or not lines[-1].startswith("{"):
+        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+        raise ModelError(f"the export could not be checked: {last}", hint="nothing was kept of it")
+    told: dict[str, Any] = json.loads(lines[-1])
+    if "problem" in told:
+        raise ModelError(told["problem"], hint=told["hint"])
+    return Check(**told)
+
+
+def _notes(found: Trained, kind: Kind) -> Iterator[str]:
+    if isinstance(found.adapter, QloraAdapter) and kind == "merged":
+        yield "trained over a 4-bit base, and merged into the unquantised one, which answers a little differently"
+    if kind == "adapter":
+        yield f"it is loaded on top of {found.base.path}, with PEFT"
+
+
+def _publish(draft: Path, to: Path) -> None:
+    """Give an export its name, once all of it is on the disk.
+
+    Raises:
+        TunekitError: Something else took that name meanwhile.
+    """
+    for path in (*draft.rglob("*"), draft):
+        to_disk(path)
+    try:
+        draft.rename(to)
+    except OSError as error:
+        raise TunekitError(f"{to} was taken meanwhile: {error.strerror}", hint="name another folder") from error
+    to_disk(to.absolute().parent)

@@ -1,0 +1,1 @@
+"""Models that answer: prompts of a file, a chat, an OpenAI-compatible server."""

@@ -1,0 +1,279 @@
+"""Talking with a model: a process of its own holds it, and is gone, with all of its memory, once the talk is closed.
+
+This side starts that process and passes on what is said, a line of JSON each; it loads neither torch nor the model.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tunekit.errors import RunError
+from tunekit.inference.find_model import find_trained
+from tunekit.inference.inference_model import Device
+from tunekit.inference.vllm import Backend, missing
+from tunekit.runs.events import Event
+from tunekit.runs.run import Run
+
+END_SECONDS = 10
+"""How long the process may take to end once it is told to, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer was, once it is over.
+
+    Attributes:
+        num_tokens: Of the answer.
+        seconds: How long it took.
+        reason: `end`: the model was done; `length`: it reached the longest answer; `stopped`: it was asked to.
+    """
+
+    num_tokens: int
+    seconds: float
+    reason: str
+
+
+class Talk:
+    """A model that answers, in a process of its own.
+
+        with tunekit.chat("my-run") as talk:
+            for piece in talk.say([{"role": "user", "content": "Hello"}]):
+                print(piece, end="")
+
+    Args:
+        run: A run, its folder or its name; or a model's folder or name.
+        checkpoint: Of a run: the step of the checkpoint, rather than the result.
+        compare: Whether what it was before is to answer too: `say(..., base=True)`.
+        device: Where the model is; `auto`: on an accelerator, if there is one.
+        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
+            and takes most of a device's memory, so transformers is the usual one.
+        on_event: Told of events `chat` with `phase`: `loading` and `ready`.
+
+    Raises:
+        TunekitError: There is no such model, it does not answer, or it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        run: Run | str | Path,
+        checkpoint: str | None = None,
+        *,
+        compare: bool = False,
+        device: Device = "auto",
+        backend: Backend = "transformers",
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        found = find_trained(run, checkpoint)
+        if found.judges:
+            raise RunError(f"{found.name} judges answers and gives none", hint="talk with a run of another method")
+        if compare and not found.can_compare:
+            raise RunError(f"{found.name} is a model that no run made: nothing was before it", hint="name a run")
+        if backend == "vllm" and (absent := missing()) is not None:
+            raise absent
+        self.name = found.name
+        self.last: Said | None = None
+        """How the last answer ended."""
+        self._turn = threading.Lock()
+        self._writing = threading.Lock()
+        name = str(found.run.path if found.run is not None else run)
+        at = None if found.step is None else Path(found.folder).name
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tunekit.inference.chat_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        try:
+            self._tell({"name": name, "checkpoint": at, "compare": compare, "device": device, "backend": backend})
+            if on_event is not None:
+                on_event({"event": "chat", "phase": "loading", "name": self.name})
+            self.facts = self._checked(self._read())
+        except BaseException:
+            self.close()
+            raise
+        if on_event is not None:
+            on_event({"event": "chat", "phase": "ready", "name": self.name, **self.facts})
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the model."""
+        return self._process.pid
+
+    @property
+    def is_open(self) -> bool:
+        """Whether that process lives."""
+        return self._process.poll() is None
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the model and its process held once it was loaded: of the accelerator, or of main memory."""
+        return int(self.facts["memory_bytes"])
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return str(self.facts["device"])
+
+    def say(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        base: bool = False,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        max_new_tokens: int = 256,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """The answer to a conversation, piece by piece. Leaving it before its end stops the model.
+
+        Args:
+            messages: The conversation, each with `role` (`system`, `user`, `assistant`) and `content`.
+            base: Whether what the model was before answers.
+            temperature: How freely tokens are drawn; 0: the likeliest one each time.
+            top_p: Share of the probability from which they are drawn.
+            max_new_tokens: Longest answer.
+            seed: For the draws; another one each time where left out.
+
+        Raises:
+            RunError: The conversation is too long or of another shape, or the process is gone.
+        """
+        if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
+            raise RunError(
+                f"an answer cannot have temperature {temperature:g}, top_p {top_p:g} and {max_new_tokens} tokens",
+                hint="temperature is 0 or more, top_p above 0 and at most 1, and tokens at least 1",
+            )
+        options = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+        with self._turn:
+            self.last = None
+            self._tell({"say": [dict(message) for message in messages], "base": base, **options})
+            is_over = False
+            try:
+                while not is_over:
+                    told = self._read()
+                    is_over = "piece" not in told
+                    if is_over:
+                        self.last = Said(**self._checked(told))
+                    else:
+                        yield told["piece"]
+            finally:
+                if not is_over and self.is_open:
+                    self._leave()
+
+    def stop(self) -> None:
+        """Have the answer that is being given end where it is. From any thread."""
+        if self.is_open:
+            self._tell({"stop": True})
+
+    def close(self) -> None:
+        """End the process; its memory is free when this comes back."""
+        process = self._process
+        if process.stdin is not None:
+            # It may have ended by itself.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+        self._words.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _leave(self) -> None:
+        """Stop an answer and pass over what is left of it."""
+        # It may fail instead, or the process end, which nobody waits to hear.
+        with contextlib.suppress(RunError):
+            self.stop()
+            while "piece" in self._read():
+                pass
+
+    def _tell(self, words: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._writing:
+                self._process.stdin.write(json.dumps(words) + "\n")
+                self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise self._gone() from error
+
+    def _read(self) -> dict[str, Any]:
+        """What the process says next."""
+        assert self._process.stdout is not None
+        try:
+            line = self._process.stdout.readline()
+        except ValueError as error:
+            raise self._gone() from error
+        if not line:
+            raise self._gone()
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def _checked(self, told: dict[str, Any]) -> dict[str, Any]:
+        """What it said, unless that is what is wrong."""
+        if "problem" in told:
+            raise RunError(told["problem"], hint=told["hint"])
+        return told
+
+    def _gone(self) -> RunError:
+        """What to say where the process has ended."""
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        # Last, as another thread may close it while this one waits.
+        if self._words.closed:
+            return RunError(f"the talk with {self.name} is closed", hint="begin another one")
+        self._words.seek(0)
+        lines = self._words.read().decode(errors="replace").strip().splitlines()
+        said = f": {lines[-1]}" if lines else ""
+        return RunError(
+            f"the process of {self.name} ended{f' with code {code}' if code else ''}{said}",
+            hint="there may be too little memory: close other models, or take --device cpu",
+        )
+
+
+def chat(
+    run: Run | str | Path,
+    checkpoint: str | None = None,
+    *,
+    compare: bool = False,
+    device: Device = "auto",
+    backend: Backend = "transformers",
+    on_event: Callable[[Event], None] | None = None,
+) -> Talk:
+    """A talk with what a run made, with one of its checkpoints, or with a model; close it, or use it as a context.
+
+    Args:
+        run: A run, its folder or its name; or a model's folder or name.
+        checkpoint: Of a run: the step of the checkpoint, rather than the result.
+        compare: Whether what it was before is to answer too.
+        device: Where the model is; `auto`: on an accelerator, if there is one.
+        backend: What generates; `auto`: vLLM where it is installed and takes the model. It gains little in one talk,
+            and takes most of a device's memory, so transformers is the usual one.
+        on_event: Told of the loading.
+
+    Raises:
+        TunekitError: There is no such model, it does not answer, or it cannot be loaded.
+    """
+    return Talk(run, checkpoint, compare=compare, device=device, backend=backend, on_event=on_event)

@@ -1,0 +1,217 @@
+"""The process that holds a model for a talk: it loads it, answers what it is asked, and ends with its parent's pipe.
+
+`python -m tunekit.inference.chat_worker` reads lines of JSON: first which model, then questions and wishes to stop. It
+writes what it has loaded, then each answer in pieces with how it ended, or what is wrong. See `tunekit.inference.chat`.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer, set_seed
+
+from tunekit.errors import RunError, TunekitError
+from tunekit.inference.find_model import Trained, find_trained, load_trained, tokenizer_of
+from tunekit.inference.inference_model import Device, Sampling, dtype_on, end_tokens, load, longest_of
+from tunekit.inference.prompts import prompt_ids
+from tunekit.inference.vllm import VllmModel, takes_vllm
+from tunekit.process.log_capture import library_words_to
+from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.redact import Redacting
+from tunekit.training.measured_memory import is_out_of_memory, resident_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _Pieces(TextStreamer):  # type: ignore[misc]
+    """Writes an answer as it is given."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", worker: "Worker") -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.worker = worker
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass a piece on."""
+        if text:
+            self.worker.tell({"piece": text})
+
+
+class _Asked(StoppingCriteria):  # type: ignore[misc]
+    """Ends an answer once that is asked for."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self.asked = asked
+
+    def __call__(self, input_ids: "torch.Tensor", scores: "torch.Tensor", **kwargs: Any) -> "torch.Tensor":
+        """Whether each sequence, (batch,), is over."""
+        return torch.full((input_ids.shape[0],), self.asked.is_set(), device=input_ids.device)
+
+
+class Worker:
+    """A model with what it was before, and the two pipes.
+
+    Args:
+        out: Where answers go.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self.asked = threading.Event()
+        self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._read, name="read", daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            told = json.loads(line)
+            if "stop" in told:
+                self.asked.set()
+            else:
+                self.asked.clear()
+                self.lines.put(told)
+        # The parent has closed its end, or is gone: whatever is computed, nobody waits for it.
+        os._exit(0)
+
+    def tell(self, words: dict[str, Any]) -> None:
+        """Write a line to the parent."""
+        self.out.write(json.dumps(words) + "\n")
+        self.out.flush()
+
+    def serve(self) -> None:
+        """Load what the first line names, and answer the others."""
+        first = self.lines.get()
+        try:
+            found = find_trained(first["name"], first["checkpoint"])
+            self.vllm: VllmModel | None = None
+            if takes_vllm(first["backend"], found, first["device"]):
+                self._load_vllm(found, compare=first["compare"])
+            else:
+                self._load(found, first["device"], compare=first["compare"])
+        except TunekitError as error:
+            self.tell({"problem": error.problem, "hint": error.hint})
+            return
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            hint = "free some of it, choose a smaller model, or take --device cpu"
+            self.tell({"problem": f"{first['name']} does not fit the memory that is free", "hint": hint})
+            return
+        self.tell(self._facts())
+        while True:
+            question = self.lines.get()
+            try:
+                self.tell(self._answer(question))
+            except TunekitError as error:
+                self.tell({"problem": error.problem, "hint": error.hint})
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.tell({"problem": "memory ran out in the answer", "hint": "begin a shorter conversation"})
+
+    def _load(self, found: Trained, device: Device, *, compare: bool) -> None:
+        self.found = found
+        loaded = load(found, device=device)
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self.tokenizer, self.model = loaded.tokenizer, cast(Any, loaded.model)
+        self.longest = longest_of(found)
+        self.before: Any = None
+        if compare and found.adapter is None and found.before is not None:
+            self.before = load_trained(found.before, dtype=self.dtype, device=self.device)
+
+    def _load_vllm(self, found: Trained, *, compare: bool) -> None:
+        if compare and found.adapter is None:
+            raise RunError("vLLM holds one model, and before this run was another", hint="take --backend transformers")
+        self.found, self.device, self.dtype = found, "cuda", dtype_on(found, "cuda")
+        self.tokenizer, self.longest = tokenizer_of(found), longest_of(found)
+        self.model = self.before = None
+        self.vllm = VllmModel(found, self.dtype)
+
+    def _facts(self) -> dict[str, Any]:
+        on_gpu = self.device == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "dtype": self.dtype,
+            "memory_bytes": torch.cuda.memory_reserved() if on_gpu else resident_bytes(),
+        }
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        if question["seed"] is not None:
+            set_seed(question["seed"])
+        else:
+            torch.seed()
+        is_base = question["base"]
+        if is_base and self.before is None and self.found.adapter is None:
+            raise RunError(f"what {self.found.name} was before is not loaded", hint="begin the talk with compare")
+        if not question["say"]:
+            raise RunError("nothing was said", hint="begin with a message")
+        ids = prompt_ids(self.found, self.tokenizer, self._said(question["say"]))
+        limit = self._room(ids, question["max_new_tokens"])
+        sampling = Sampling(question["temperature"], question["top_p"], limit, seed=question["seed"])
+        if self.vllm is not None:
+            num_tokens, is_cut = 0, False
+            for piece, more, ended in self.vllm.stream(ids, sampling, base=is_base, is_stopped=self.asked.is_set):
+                num_tokens, is_cut = num_tokens + more, ended == "length"
+                if piece:
+                    self.tell({"piece": piece})
+            return self._said_so(num_tokens, began, is_cut=is_cut)
+        model = self.before if is_base and self.before is not None else self.model
+        aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
+        given = torch.tensor([ids], device=self.device)
+        with torch.inference_mode(), aside:
+            output = model.generate(
+                input_ids=given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=limit,
+                pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+                eos_token_id=end_tokens(model, self.tokenizer) or None,
+                streamer=_Pieces(self.tokenizer, self),
+                stopping_criteria=StoppingCriteriaList([_Asked(self.asked)]),
+                **sampling.draws,
+            )
+        num_tokens = output.shape[1] - len(ids)
+        return self._said_so(num_tokens, began, is_cut=num_tokens >= limit)
+
+    def _said_so(self, num_tokens: int, began: float, *, is_cut: bool) -> dict[str, Any]:
+        """How an answer ended."""
+        reason = "stopped" if self.asked.is_set() else "length" if is_cut else "end"
+        return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
+
+    def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
+        """A conversation; to a model that has no template for one, or was trained on texts, its texts."""
+        if self.tokenizer.chat_template is None or not self.found.is_chat:
+            return "\n".join(one["content"] for one in messages)
+        return messages
+
+    def _room(self, ids: list[int], asked: int) -> int:
+        """Tokens that an answer may have."""
+        if self.longest is None:
+            return asked
+        if len(ids) >= self.longest:
+            raise RunError(
+                f"the conversation has {len(ids):,} tokens, and {self.found.name} takes {self.longest:,}",
+                hint="clear it, and begin another one",
+            )
+        return min(asked, self.longest - len(ids))
+
+
+def main() -> None:
+    """Serve the process that started this one."""
+    send_nothing_at_all()
+    # What libraries print comes to the log, and nothing between the lines for the parent.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    log, sys.stderr = sys.stderr, Redacting(sys.stderr)
+    worker = Worker(out)
+    with library_words_to(log):
+        worker.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Many prompts answered: from a file of rows to a file of the same rows, each with what the model answers.
+
+What is answered is written at once, in the order in which it is there, to `OUT.part`; nothing of it is lost if this
+ends early. Once all of it is there it becomes `OUT`, in the order of the prompts.
+"""
+
+import json
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal
+
+from tunekit.data.formats.row_formats import Row, counted
+from tunekit.errors import DataError, DiskError, RunError
+from tunekit.inference.find_model import Trained, find_trained, tokenizer_of
+from tunekit.inference.inference_model import (
+    BATCH_SIZE,
+    Answer,
+    Device,
+    Sampling,
+    answer,
+    device_for,
+    dtype_on,
+    load,
+    longest_of,
+    refuse_judges,
+)
+from tunekit.inference.prompts import Prompt, prompt_ids, read_prompts, told
+from tunekit.inference.vllm import Backend, VllmModel, takes_vllm
+from tunekit.process.log_capture import library_words_to
+from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.runs.events import Event
+from tunekit.runs.run import Run
+
+BESIDE = ("num_tokens", "finish_reason")
+"""Columns that are written beside the answer."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was answered.
+
+    Attributes:
+        name: What answered.
+        out: The file of answers.
+        num_prompts: Prompts.
+        num_answers: Answers to them.
+        num_tokens: Tokens of the answers.
+        num_cut: Answers that reached the longest one without an end.
+        seconds: How long the answers took, without the loading.
+        device: Where the model was.
+        dtype: Type of its weights.
+        backend: What generated: `transformers` or `vllm`.
+    """
+
+    name: str
+    out: str
+    num_prompts: int
+    num_answers: int
+    num_tokens: int
+    num_cut: int
+    seconds: float
+    device: str
+    dtype: str
+    backend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+
+def generate(
+    run: Run | str | Path,
+    prompts: str | Path,
+    out: str | Path,
+    *,
+    checkpoint: str | None = None,
+    system: str | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    max_new_tokens: int = 256,
+    num_samples: int = 1,
+    seed: int | None = None,
+    batch_size: int = BATCH_SIZE,
+    column: str | None = None,
+    device: Device = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    backend: Backend = "auto",
+    on_event: Callable[[Event], None] | None = None,
+) -> Generated:
+    """Answer the prompts of a file.
+
+    Args:
+        run: A run, its folder or its name; or a model's folder or name.
+        prompts: A file of rows that have `messages`, `prompt`, `instruction`, `conversations` or `text`. An answer at
+            the end of a conversation is left out.
+        out: The file to write, a line of JSON for each row: the row, its `answer` (`answers` where there are several),
+            `num_tokens` and `finish_reason` (`end` or `length`). It must not be there yet.
+        checkpoint: Of a run: the step of the checkpoint, rather than the result.
+        system: System prompt of the conversations that have none.
+        temperature: How freely tokens are drawn; 0: the likeliest one each time.
+        top_p: Share of the probability from which they are drawn.
+        max_new_tokens: Longest answer.
+        num_samples: Answers to each prompt.
+        seed: For the draws. The same seed, prompts and `batch_size` give the same answers on the same machine.
+        batch_size: Answers that are given at once; halved where memory runs out.
+        column: Name of the column of answers, where it is to be another one.
+        device: Where the model is; `auto`: on an accelerator, if there is one.
+        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        backend: What generates; `auto`: vLLM where it is installed and takes such a model, or transformers.
+        on_event: Told of events `generate` with `phase`: `loading`, `ready`, `answers` (with `done` and `total`).
+
+    Raises:
+        TunekitError: There is no such model, it does not answer, prompts are broken or too long, or the file cannot be
+            written.
+    """
+    tell = on_event or (lambda event: None)
+    sampling = Sampling(temperature, top_p, max_new_tokens, num_samples, seed)
+    if batch_size < 1:
+        raise RunError(f"there is no batch of {batch_size}", hint="give a --batch-size of at least 1")
+    found = find_trained(run, checkpoint)
+    refuse_judges(found)
+    name = column or ("answer" if num_samples == 1 else "answers")
+    with_vllm = takes_vllm(backend, found, device)
+    given = read_prompts(prompts, system=system, taken=(name, *BESIDE))
+    send_nothing_at_all()
+    with _Answers(Path(out), name, given.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
+        ids = _encoded(found, given.prompts)
+        tell({"event": "generate", "phase": "loading", "name": found.name})
+        where = device_for(device)
+        chosen = dtype_on(found, where) if dtype == "auto" else dtype
+        making: Callable[..., Iterator[tuple[int, tuple[Answer, ...]]]]
+        if with_vllm:
+            making = VllmModel(found, chosen).answer
+        else:
+            making = partial(answer, load(found, device=device, dtype=chosen), batch_size=batch_size)
+        tell({"event": "generate", "phase": "ready", "name": found.name, "device": where})
+        began = time.perf_counter()
+        for index, said in making(ids, sampling):
+            answers.write(index, said)
+            tell({"event": "generate", "phase": "answers", "done": answers.num_prompts, "total": len(ids)})
+        answers.order()
+    return Generated(
+        name=found.name,
+        out=str(out),
+        num_prompts=len(ids),
+        num_answers=answers.num_answers,
+        num_tokens=answers.num_tokens,
+        num_cut=answers.num_cut,
+        seconds=time.perf_counter() - began,
+        device=where,
+        dtype=chosen,
+        backend="vllm" if with_vllm else "transformers",
+    )
+
+
+def _encoded(found: Trained, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+    """Token ids of prompts.
+
+    Raises:
+        DataError: The template refuses one, or one leaves no room for an answer; the first of them are named.
+    """
+    longest, tokenizer = longest_of(found), tokenizer_of(found)
+    encoded: list[Sequence[int]] = []
+    faults: list[str] = []
+    for prompt in prompts:
+        try:
+            ids = array("I", prompt_ids(found, tokenizer, prompt.said, prompt.tools))
+        except RunError as error:
+            faults.append(f"{prompt.place}: {error.problem}")
+            continue
+        if not ids:
+            faults.append(f"{prompt.place}: the prompt has no token")
+        elif longest is not None and len(ids) >= longest:
+            has = counted(len(ids), "token")
+            faults.append(f"{prompt.place}: the prompt has {has}, and {found.name} takes {longest:,} with its answer")
+        encoded.append(ids)
+    if faults:
+        raise DataError(told(faults, "such row"), hint="mend these rows, or leave them out")
+    return encoded
+
+
+class _Answers(AbstractContextManager["_Answers"]):
+    """The file of answers while it is written.
+
+    Args:
+        out: What it is to be.
+        column: Name of the column of answers.
+        rows: The rows of the prompts.
+        several: Whether there are several answers to a prompt.
+
+    Raises:
+        RunError: It is there already, or cannot be written.
+    """
+
+    def __init__(self, out: Path, column: str, rows: Sequence[Row], *, several: bool) -> None:
+        self._out, self._column, self._rows, self._several = out, column, rows, several
+        self._part = out.with_name(out.name + ".part")
+        self._places: dict[int, tuple[int, int]] = {}
+        self._size = 0
+        self.num_answers = self.num_tokens = self.num_cut = 0
+        if out.exists():
+            raise RunError(f"{out} is there already", hint="name another file with --out, or delete it")
+        try:
+            self._file: BinaryIO = self._part.open("x+b")
+        except FileExistsError as error:
+            raise RunError(
+                f"{self._part} is there: answers of a time that ended early", hint="move or delete it"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"cannot write '{out}': {error.strerror}", hint="name a file in a folder that exists"
+            ) from error
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are answered."""
+        return len(self._places)
+
+    def write(self, index: int, answers: Sequence[Answer]) -> None:
+        """Add the answers to a prompt.
+
+        Raises:
+            DiskError: There is no room for them.
+        """
+        columns = [(one.text, one.num_tokens, one.reason) for one in answers]
+        values = tuple(map(list, zip(*columns, strict=True))) if self._several else columns[0]
+        row = {**self._rows[index], **dict(zip((self._column, *BESIDE), values, strict=True))}
+        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise self._full(error) from error
+        self._places[index] = (self._size, len(line))
+        self._size += len(line)
+        self.num_answers += len(answers)
+        self.num_tokens += sum(one.num_tokens for one in answers)
+        self.num_cut += sum(one.reason == "length" for one in answers)
+
+    def order(self) -> None:
+        """Write all of them in the order of the prompts, under the name that they are to have.
+
+        Raises:
+            DiskError: There is no room for them.
+        """
+        ordered = self._part.with_name(self._out.name + ".ordered")
+        try:
+            with ordered.open("wb") as file:
+                for index in range(len(self._rows)):
+                    start, length = self._places[index]
+                    self._file.seek(start)
+                    file.write(self._file.read(length))
+            ordered.rename(self._out)
+        except OSError as error:
+            raise self._full(error) from error
+        self._part.unlink()
+
+    def _full(self, error: OSError) -> DiskError:
+        return DiskError(f"cannot write '{self._part}': {error.strerror}", hint="what is answered so far stands there")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if not self._places:
+            self._part.unlink(missing_ok=True)

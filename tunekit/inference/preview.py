@@ -1,0 +1,124 @@
+"""The first rows of a recipe's source as its model will see them, whatever is still wrong with the recipe's data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tunekit.data.formats.method_formats import Learner
+from tunekit.data.reports.look import LOOK_RECORDS, formats_for, look_at
+from tunekit.data.reports.preview import (
+    DataPreview,
+    Problem,
+    RowPreview,
+    Show,
+    answered_sequences,
+    is_encoded,
+    show_rows,
+    trained_sequences,
+)
+from tunekit.data.sources.remote import shown
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
+from tunekit.errors import DataError, TunekitError
+from tunekit.methods.rewards.rows import check_rows, columns_read
+from tunekit.models.load import load_tokenizer
+from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.schema import CompleteSource, Recipe
+from tunekit.runs.lineage import continued
+from tunekit.runs.prepared_data import room_of
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How rows become tokens, if they can."""
+
+    show: Show | None = None
+    notes: tuple[str, ...] = ()
+    problem: Problem | None = None
+
+
+def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: int, num_rows: int) -> DataPreview:
+    """Some of the first rows of a source.
+
+    Args:
+        recipe: The recipe.
+        learner: What its method learns from.
+        key: Which of its sources: `data.train`, `data.eval[1]`; None for the first.
+        start: The first row, counted from 0 among the good ones.
+        num_rows: Rows to show, at most.
+
+    Raises:
+        DataError: There is no such source.
+    """
+    section = recipe.data
+    source = _source(recipe, key)
+    look = look_at(
+        source,
+        learner,
+        num_records=max(LOOK_RECORDS, start + num_rows),
+        default_split="eval" if source.key.startswith("data.eval") else "train",
+    )
+    rows = None if look.rows is None else replace(look.rows, loss_on=source.loss_on)
+    tokens = _Tokens() if rows is None else _tokens(recipe, rows)
+    shown_rows: tuple[RowPreview, ...] = ()
+    reads: dict[str, str] = {}
+    if rows is not None:
+        indices = range(min(start, len(rows)), min(start + num_rows, len(rows)))
+        shown_rows = tuple(show_rows(rows, indices, tokens.show))
+        if isinstance(recipe.method, RewardedMethod):
+            reads = columns_read(recipe.method.rewards)
+            shown_rows = tuple(
+                _with_fault(recipe.method, row, rows.select([index]))
+                for row, index in zip(shown_rows, indices, strict=True)
+            )
+    return DataPreview(
+        key=source.key,
+        sources=tuple((one.key, shown(one.path)) for one in (*section.sources, *section.eval_sources)),
+        method=recipe.method.type,
+        max_length=section.max_length,
+        format=look.format,
+        columns=look.columns,
+        formats=formats_for(learner),
+        rows=shown_rows,
+        start=start,
+        num_rows=0 if rows is None else len(rows),
+        num_records=look.num_records,
+        is_whole=look.is_whole,
+        bad=look.bad,
+        max_bad_rows=section.max_bad_rows,
+        notes=(*(() if rows is None else rows.notes), *tokens.notes),
+        problem=None if look.problem is None else Problem(look.problem.problem, look.problem.hint),
+        model_problem=tokens.problem,
+        reads=reads,
+    )
+
+
+def _source(recipe: Recipe, key: str | None) -> CompleteSource:
+    sources: Sequence[CompleteSource] = (*recipe.data.sources, *recipe.data.eval_sources)
+    found = next((source for source in sources if key in (None, source.key)), None)
+    if found is None:
+        keys = ", ".join(source.key for source in sources)
+        raise DataError(f"the recipe has no source {key}", hint=f"there are {keys}")
+    return found
+
+
+def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
+    """How the rows become tokens; without a tokenizer, or a template that takes them, they are shown as they stand."""
+    try:
+        recipe = continued(recipe)
+        tokenizer = load_tokenizer(recipe.model)
+        if not is_encoded(rows.format):
+            notes = (f"{rows.source}: {BARE_PROMPTS}",) if are_bare(rows, tokenizer) else ()
+            return _Tokens(answered_sequences(rows, tokenizer, room_of(recipe)), notes)
+        show, encoder = trained_sequences(rows, tokenizer, recipe.data.max_length)
+    except TunekitError as error:
+        return _Tokens(problem=Problem(error.problem, error.hint))
+    return _Tokens(show, tuple(encoder.notes))
+
+
+def _with_fault(method: RewardedMethod, row: RowPreview, one: Rows) -> RowPreview:
+    """A row with what a reward finds wrong in it."""
+    try:
+        check_rows(method.rewards, [one])
+    except TunekitError as error:
+        return replace(row, left_out=str(error).removeprefix(f"{row.place}: "))
+    return row

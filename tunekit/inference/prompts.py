@@ -1,0 +1,147 @@
+"""Prompts as they stand in a file: rows of any shape that the data layer knows, each asking something.
+
+A row to train on is a row to ask as well: its answer is left out. What is broken is told all at once, with its places,
+before any model is loaded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tunekit.data.formats.convert import asked_in
+from tunekit.data.formats.messages import plain, with_system
+from tunekit.data.formats.row_formats import BadRow, Row, counted
+from tunekit.data.sources.files import OPENERS, Fault
+from tunekit.data.sources.find_files import find_files
+from tunekit.data.sources.rows import RowStore, place
+from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.errors import DataError, RunError
+from tunekit.recipe.schema import DataSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tunekit.inference.find_model import Trained
+
+FAULTS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be answered.
+
+    Attributes:
+        place: Where it stands; empty where that is nowhere.
+        said: A conversation, or a text.
+        tools: What the model may call, as JSON schemas.
+    """
+
+    place: str
+    said: str | Sequence[Mapping[str, object]]
+    tools: Sequence[Row] | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a file, and the rows that they stand in."""
+
+    prompts: tuple[Prompt, ...]
+    rows: RowStore
+
+
+def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence[str] = ()) -> Prompts:
+    """Read the prompts of a file.
+
+    Args:
+        path: A file of rows of any kind that can be trained on.
+        system: System prompt of the conversations that have none.
+        taken: Columns that no row may have: that of the answers, and those beside it.
+
+    Raises:
+        DataError: It cannot be read, or rows of it ask nothing; the first of them are named.
+    """
+    files = find_files(DataSource(path=str(path)), key="prompts")
+    if files is None:
+        raise DataError(f"'{path}' is no file of prompts", hint="name a file, such as prompts.jsonl")
+    found, rows, faults = [], RowStore(), []
+    for file in files.found:
+        table = OPENERS[files.kind](file)
+        for record in table.read(table.columns or ()):
+            where = place(file.name, table.unit, record.number)
+            try:
+                if isinstance(record.value, Fault):
+                    where += f":{record.value.column}" if record.value.column else ""
+                    raise BadRow(record.value.what)
+                found.append(_prompt(record.value, where, system, taken))
+                assert isinstance(record.value, dict)
+                rows.append(record.value)
+            except (BadRow, RecursionError) as error:
+                faults.append(f"{where}: {error if isinstance(error, BadRow) else 'nested too deeply'}")
+    if faults:
+        raise DataError(told(faults, "bad row"))
+    if not found:
+        raise DataError(f"{path}: there are no rows in it")
+    return Prompts(tuple(found), rows)
+
+
+def told(faults: Sequence[str], noun: str) -> str:
+    """The first of several faults, a line each, and how many there are."""
+    left = len(faults) - FAULTS_SHOWN
+    return "\n".join([*faults[:FAULTS_SHOWN], *([f"and {counted(left, f'more {noun}')}"] if left > 0 else [])])
+
+
+def _prompt(value: object, where: str, system: str | None, taken: Sequence[str]) -> Prompt:
+    asked = asked_in(value)
+    assert isinstance(value, dict)
+    for column, held in value.items():
+        plain(held, column)
+        if column in taken:
+            remedy = "--column names another one for the answers" if column == taken[0] else "rename it"
+            raise BadRow(f"the column {column} is there already; {remedy}")
+    said = asked["prompt"]
+    if system is not None and isinstance(said, list) and said[0]["role"] != "system":
+        said = with_system(said, system)
+    elif system is not None and isinstance(said, str):
+        said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
+    return Prompt(where, said, asked.get("tools"))
+
+
+def prompt_ids(
+    found: "Trained",
+    tokenizer: "PreTrainedTokenizerBase",
+    said: str | Sequence[Mapping[str, object]],
+    tools: Sequence[Row] | None = None,
+) -> list[int]:
+    """Token ids of a prompt, as a model is to read it.
+
+    A conversation is written by the chat template. A text is one as well, said by the user, to a model that talks; to
+    one that was trained on texts it is the beginning of a text.
+
+    Raises:
+        RunError: There is no template, or it refuses the conversation.
+    """
+    from jinja2 import TemplateError
+
+    if isinstance(said, str):
+        if tokenizer.chat_template is None or not found.is_chat:
+            plain_ids: list[int] = tokenizer(said)["input_ids"]
+            return plain_ids
+        said = [{"role": "user", "content": said}]
+    if tokenizer.chat_template is None:
+        raise RunError(f"{found.name} has no chat template for a conversation", hint="write prompts as texts")
+    try:
+        with template_in_time("a conversation"):
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in said],
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+    except TemplateError as error:
+        raise RunError(
+            f"the chat template of {found.name} refuses this conversation: {error}",
+            hint="leave the system prompt out, and let user and assistant take turns",
+        ) from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,400 @@
+"""Rewards tried before training: the model answers some prompts as it would in a run, and each reward judges.
+
+What shows is what a run would learn from. A group is all answers to one prompt; a method that compares answers learns
+nothing from a group in which all got the same.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.sources.rows import Rows
+from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
+from tunekit.data.tokenization.template_timeout import template_in_time
+from tunekit.errors import DataError
+from tunekit.methods.rewards.answers import text_of
+from tunekit.methods.rewards.load import RewardFunction, load_rewards
+from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import RewardedMethod
+from tunekit.training.build_trainer import load_adapted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_NO_SIGNAL_SHARE, _TRUNCATED_SHARE = 0.8, 0.5
+"""From these shares on there is a warning."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what it got.
+
+    Attributes:
+        text: Without special tokens.
+        num_tokens: With its end token.
+        is_truncated: Whether it reached the longest length without an end.
+        values: What each reward gave; None where one had nothing to say.
+        total: Their sum by weight.
+    """
+
+    text: str
+    num_tokens: int
+    is_truncated: bool
+    values: tuple[float | None, ...]
+    total: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its answers.
+
+    Attributes:
+        place: Where the row stands.
+        prompt: Its last message, or the text.
+        answers: In the order in which they were given.
+    """
+
+    place: str
+    prompt: str
+    answers: tuple[Answer, ...]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether one answer got more than another."""
+        totals = [answer.total for answer in self.answers]
+        return max(totals) > min(totals)
+
+    @property
+    def best(self) -> Answer:
+        """The answer that got most."""
+        return max(self.answers, key=lambda answer: answer.total)
+
+    @property
+    def worst(self) -> Answer:
+        """The answer that got least."""
+        return min(self.answers, key=lambda answer: answer.total)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a reward gave.
+
+    Attributes:
+        name: Its name in metrics.
+        weight: By the recipe.
+        mean: Of what it gave; None where it had nothing to say of any answer.
+        spread: Standard deviation over all answers.
+        group_spread: The same within each group, on average.
+        none_share: Share of the answers of which it had nothing to say.
+        seconds_per_step: For as many answers as an optimizer step has.
+    """
+
+    name: str
+    weight: float
+    mean: float | None
+    spread: float | None
+    group_spread: float | None
+    none_share: float
+    seconds_per_step: float
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """What the rewards of a recipe say of the model's answers before it is trained.
+
+    Attributes:
+        groups: Prompts with their answers.
+        rewards: Each reward over all answers.
+        total: Their sum by weight over all answers.
+        max_completion_length: Longest answer that there could be, in tokens.
+        generation_seconds_per_step: For as many answers as an optimizer step has.
+        masks_truncated: Whether truncated answers are left out of the loss.
+        is_bare: Whether prompts are texts that the model is given as they stand, though it has a chat template.
+    """
+
+    groups: tuple[Group, ...]
+    rewards: tuple[Judged, ...]
+    total: Judged
+    max_completion_length: int
+    generation_seconds_per_step: float
+    masks_truncated: bool
+    is_bare: bool
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All answers."""
+        return [answer for group in self.groups for answer in group.answers]
+
+    @property
+    def no_signal_share(self) -> float:
+        """Share of the groups in which all answers got the same."""
+        return sum(not group.has_signal for group in self.groups) / len(self.groups)
+
+    @property
+    def truncated_share(self) -> float:
+        """Share of the answers that reached the longest length without an end."""
+        return sum(answer.is_truncated for answer in self.answers) / len(self.answers)
+
+    def telling_groups(self, most: int) -> list[Group]:
+        """The groups whose best and worst answer differ most, in the order of the rows."""
+        by_gap = sorted(self.groups, key=lambda group: group.worst.total - group.best.total)[:most]
+        return [group for group in self.groups if group in by_gap]
+
+    def warnings(self) -> list[str]:
+        """What speaks against training so, a sentence each."""
+        bare = [BARE_PROMPTS] if self.is_bare else []
+        return [*bare, *self._about_signal(), *self._about_length(), *self._about_rewards()]
+
+    def _about_signal(self) -> list[str]:
+        if self.no_signal_share < _NO_SIGNAL_SHARE:
+            return []
+        silent = sum(not group.has_signal for group in self.groups)
+        what = f"in {silent} of {counted(len(self.groups), 'group')} all answers got the same: "
+        if silent == len(self.groups):
+            return [what + "there is nothing to learn from; train on such answers first, or take easier prompts"]
+        return [what + "learning will be slow; take easier prompts, more of method.num_generations, or a finer reward"]
+
+    def _about_length(self) -> list[str]:
+        if self.truncated_share < _TRUNCATED_SHARE:
+            return []
+        what = f"{self.truncated_share:.0%} of the answers reach {self.max_completion_length:,} tokens without an end"
+        if self.masks_truncated:
+            return [f"{what}, and are left out of the loss; raise method.max_completion_length"]
+        return [f"{what}; raise method.max_completion_length, or add a stop text"]
+
+    def _about_rewards(self) -> list[str]:
+        found = []
+        for reward in self.rewards:
+            if reward.mean is None:
+                found.append(f"{reward.name} has nothing to say of any answer")
+            elif reward.spread == 0:
+                found.append(f"{reward.name} gives {reward.mean:g} to every answer")
+            if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
+                found.append(f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            **asdict(self),
+            "no_signal_share": self.no_signal_share,
+            "truncated_share": self.truncated_share,
+            "warnings": self.warnings(),
+        }
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A row whose prompt leaves room for an answer."""
+
+    place: str
+    row: Row
+    ids: list[int]
+
+
+def run_trial(
+    plan: Plan,
+    method: RewardedMethod,
+    sources: Sequence[Rows],
+    *,
+    num_prompts: int,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> RewardTrial:
+    """Let the model answer the first prompts, and have the answers judged.
+
+    Args:
+        plan: How the recipe would run.
+        method: Its method.
+        sources: Its training rows.
+        num_prompts: Prompts to try, at most.
+        on_progress: Told how many prompts are answered.
+
+    Raises:
+        TunekitError: A reward fails, which is named with the row, or no prompt leaves room for an answer.
+    """
+    from transformers import set_seed
+
+    from tunekit.models.load import load_tokenizer
+
+    recipe, functions = plan.recipe, load_rewards(method.rewards, device=plan.device.kind)
+    tokenizer = load_tokenizer(recipe.model)
+    room = recipe.data.max_length - method.max_completion_length
+    prompts = _prompts(sources, tokenizer, room, num_prompts)
+    model = cast("PreTrainedModel", load_adapted(recipe, plan, device=plan.device.kind)).eval()
+    set_seed(recipe.train.seed)
+    started = time.perf_counter()
+    answered: list[list[list[int]]] = []
+    for prompt in prompts:
+        answered.append(_answer(model, tokenizer, method, prompt.ids))
+        if on_progress is not None:
+            on_progress("answers", len(answered), len(prompts))
+    num_answers = len(prompts) * method.num_generations
+    per_step = recipe.train.global_batch_size / num_answers
+    generation_seconds = time.perf_counter() - started
+    batch = _batch(prompts, answered, tokenizer)
+    judged = [_judge(function, batch) for function in functions]
+    weights = [reward.weight for reward in method.rewards]
+    groups = _groups(prompts, answered, batch, [values for values, _ in judged], method, tokenizer.eos_token_id)
+    names = [function.__name__ for function in functions]
+    rewards = [
+        _summed_up(name, weight, values, seconds * per_step, method.num_generations)
+        for name, weight, (values, seconds) in zip(names, weights, judged, strict=True)
+    ]
+    totals: list[float | None] = [answer.total for group in groups for answer in group.answers]
+    return RewardTrial(
+        groups=tuple(groups),
+        rewards=tuple(rewards),
+        total=_summed_up("sum", 1.0, totals, sum(one.seconds_per_step for one in rewards), method.num_generations),
+        max_completion_length=method.max_completion_length,
+        generation_seconds_per_step=generation_seconds * per_step,
+        masks_truncated=method.mask_truncated_completions,
+        is_bare=any(are_bare(rows, tokenizer) for rows in sources),
+    )
+
+
+def _prompts(
+    sources: Sequence[Rows], tokenizer: "PreTrainedTokenizerBase", room: int, num_prompts: int
+) -> list[_Prompt]:
+    found: list[_Prompt] = []
+    for rows in sources:
+        for index, row in enumerate(rows.rows):
+            if len(found) == num_prompts:
+                return found
+            ids = _ids(row, tokenizer)
+            if len(ids) <= room:
+                found.append(_Prompt(rows.place(index), row, ids))
+    if not found:
+        raise DataError(
+            f"none of the prompts leaves room for an answer: they may have {room:,} tokens",
+            hint="raise data.max_length",
+        )
+    return found
+
+
+def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens of a prompt, as TRL makes them."""
+    if isinstance(row["prompt"], str):
+        return list(tokenizer(row["prompt"])["input_ids"])
+    with template_in_time("a prompt"):
+        made = tokenizer.apply_chat_template(
+            row["prompt"], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    return list(made["input_ids"])
+
+
+def _answer(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", method: RewardedMethod, ids: list[int]
+) -> list[list[int]]:
+    """The tokens of the answers to a prompt, each up to its end token."""
+    import torch
+    from transformers import GenerationConfig
+
+    sampling = method.generation
+    end = tokenizer.eos_token_id
+    given = torch.tensor([ids], device=model.device)
+    config = GenerationConfig(
+        max_new_tokens=method.max_completion_length,
+        do_sample=True,
+        num_return_sequences=method.num_generations,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop_strings=sampling.stop or None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        use_cache=True,
+    )
+    with torch.no_grad():
+        made = model.generate(
+            input_ids=given, attention_mask=torch.ones_like(given), generation_config=config, tokenizer=tokenizer
+        )
+    answers = [answer.tolist() for answer in made[:, len(ids) :]]
+    answers = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
+    return [_without_padding(answer, tokenizer) for answer in answers]
+
+
+def _without_padding(answer: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """An answer that a stop text ended before others, without what fills it up behind."""
+    while answer and answer[-1] == tokenizer.pad_token_id != tokenizer.eos_token_id:
+        answer = answer[:-1]
+    return answer
+
+
+def _batch(
+    prompts: list[_Prompt], answered: list[list[list[int]]], tokenizer: "PreTrainedTokenizerBase"
+) -> dict[str, Any]:
+    """What TRL would give to a reward: a list of everything, as long as there are answers."""
+    from transformers import TrainerState
+
+    pairs = [(prompt, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for _, ids in pairs]
+    chats = [isinstance(prompt.row["prompt"], list) for prompt, _ in pairs]
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row if name != "prompt")
+    return {
+        "prompts": [prompt.row["prompt"] for prompt, _ in pairs],
+        "completions": [
+            [{"role": "assistant", "content": text}] if chat else text for text, chat in zip(texts, chats, strict=True)
+        ],
+        "completion_ids": [ids for _, ids in pairs],
+        **{name: [prompt.row.get(name) for prompt, _ in pairs] for name in columns},
+        "trainer_state": TrainerState(),
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+    }
+
+
+def _judge(function: RewardFunction, batch: dict[str, Any]) -> tuple[list[float | None], float]:
+    started = time.perf_counter()
+    return function(**batch), time.perf_counter() - started
+
+
+def _groups(
+    prompts: list[_Prompt],
+    answered: list[list[list[int]]],
+    batch: dict[str, Any],
+    judged: list[list[float | None]],
+    method: RewardedMethod,
+    end: int | None,
+) -> list[Group]:
+    weights = [reward.weight for reward in method.rewards]
+    groups, first = [], 0
+    for prompt, given in zip(prompts, answered, strict=True):
+        answers = []
+        for index, ids in enumerate(given, start=first):
+            values = tuple(one[index] for one in judged)
+            said = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+            is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
+            answers.append(
+                Answer(text_of(batch["completions"][index]), len(ids), is_truncated, values, math.fsum(said))
+            )
+        groups.append(Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers)))
+        first += len(given)
+    return groups
+
+
+def _summed_up(
+    name: str, weight: float, values: list[float | None], seconds_per_step: float, num_generations: int
+) -> Judged:
+    said = [value for value in values if value is not None]
+    groups = [values[start : start + num_generations] for start in range(0, len(values), num_generations)]
+    spreads = [_spread([value for value in group if value is not None]) for group in groups]
+    known = [spread for spread in spreads if spread is not None]
+    return Judged(
+        name=name,
+        weight=weight,
+        mean=statistics.fmean(said) if said else None,
+        spread=_spread(said),
+        group_spread=statistics.fmean(known) if known else None,
+        none_share=1 - len(said) / len(values),
+        seconds_per_step=seconds_per_step,
+    )
+
+
+def _spread(values: list[float]) -> float | None:
+    return statistics.pstdev(values) if values else None

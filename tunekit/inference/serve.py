@@ -1,0 +1,173 @@
+"""A model behind an address that OpenAI's clients talk with, until it is ended.
+
+It listens before it loads, so that a taken port is told of at once. Only this machine reaches it, unless others must
+know a key.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.inference.find_model import Trained, find_trained
+from tunekit.inference.inference_model import Device, Loaded, load, refuse_judges
+from tunekit.inference.vllm import Backend, run_server, serve_command, takes_vllm
+from tunekit.process.log_capture import library_words_to
+from tunekit.process.telemetry import send_nothing_at_all
+from tunekit.runs.events import Event
+from tunekit.runs.run import Run
+
+KEY_VARIABLE = "TUNEKIT_API_KEY"
+"""Where `tunekit serve` finds the key."""
+
+END_SECONDS = 10
+"""How long answers that are being given may take to be cut off, a token each, before the server ends without them."""
+
+PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
+"""What transformers' server stands on."""
+
+
+def serve(
+    run: Run | str | Path,
+    *,
+    checkpoint: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    device: Device = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    backend: Backend = "transformers",
+    on_event: Callable[[Event], None] | None = None,
+) -> None:
+    """Serve what a run made, or a model, until SIGINT or SIGTERM.
+
+    Args:
+        run: A run, its folder or its name; or a model's folder or name.
+        checkpoint: Of a run: the step of the checkpoint, rather than the result.
+        host: The address to listen at.
+        port: The port; 0 takes a free one.
+        api_key: What clients must know, if anything.
+        device: Where the model is; `auto`: on an accelerator, if there is one.
+        dtype: Type of its weights; `auto`: as it was trained, or as it is stored.
+        backend: Whose server: transformers' with this model and no other, or vLLM's, which also serves the model below
+            an adapter; `auto`: vLLM's where it is installed and takes such a model.
+        on_event: Told of events `serve` with `phase`: `loading` and `ready`, which has `url`, `name`, `device` and
+            `path`, the route that a first request may try.
+
+    Raises:
+        TunekitError: There is no such model, it does not answer or cannot be loaded, or the address cannot be used.
+    """
+    tell = on_event or (lambda event: None)
+    check_address(host, api_key)
+    found = find_trained(run, checkpoint)
+    refuse_judges(found)
+    if takes_vllm(backend, found, device):
+        with listen(host, port) as listener:
+            port = listener.getsockname()[1]
+        tell({"event": "serve", "phase": "loading", "name": found.name})
+        run_server(serve_command(found, served_name(found), host=host, port=port, dtype=dtype), api_key)
+        return
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise DependencyError(
+            f"serving needs {', '.join(missing)}", hint="install it with: pip install 'tunekit[serve]'"
+        )
+    send_nothing_at_all()
+    with listen(host, port) as listener:
+        tell({"event": "serve", "phase": "loading", "name": found.name})
+        with library_words_to(StringIO()):
+            loaded = load(found, device=device, dtype=dtype)
+        _answer(loaded, listener, host, api_key, tell)
+
+
+def served_name(found: Trained) -> str:
+    """What a model is called in requests."""
+    if found.run is not None:
+        return found.run.name if found.step is None else f"{found.run.name}/checkpoint-{found.step}"
+    return Path(found.name).resolve().name if Path(found.name).is_dir() else found.name
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Refuse an address that others reach, unless they must know a key.
+
+    Raises:
+        RunError: They need none.
+    """
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback and not api_key:
+        raise RunError(
+            f"--host {host}: others could use this model, as there is no API key",
+            hint=f"set {KEY_VARIABLE} or --api-key-file; or leave --host out, and use `ssh -L` from elsewhere",
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        RunError: The address cannot be had.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise RunError(
+            f"cannot listen at {host}:{port}: {error.strerror}", hint="choose another with --port; 0 takes a free one"
+        ) from error
+
+
+def _answer(
+    loaded: Loaded, listener: socket.socket, host: str, api_key: str | None, tell: Callable[[Event], None]
+) -> None:
+    """Answer requests until this is to end."""
+    import uvicorn
+
+    from tunekit.inference.endpoint import Gate, make_app, talks
+
+    name = served_name(loaded.found)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    path = "/v1/chat/completions" if talks(loaded) else "/v1/completions"
+
+    ended = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            tell({"event": "serve", "phase": "ready", "url": url, "name": name, "device": loaded.device, "path": path})
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # Answers that are cut off by the end are no fault to tell of.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            ended.set()
+            super().handle_exit(sig, frame)
+
+    app = Gate(make_app(loaded, name, ended), api_key)
+    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=END_SECONDS))
+    # When it is done it raises the signal again, which by default would end the process within it.
+    before = {number: signal.signal(number, _ended) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.suppress(_Ended):
+            server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Ended(BaseException):
+    """The end was asked for."""
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise _Ended

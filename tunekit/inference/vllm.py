@@ -1,0 +1,210 @@
+"""vLLM in transformers' place, where it is installed beside a CUDA device: many answers in a fraction of the time.
+
+It loads the base model itself and the adapter beside it. So it takes LoRA as PEFT defines it, over whole weights; what
+was trained otherwise (QLoRA, DoRA, modules that were trained whole) is answered by transformers. It also takes most of
+a device's memory for itself, as its own setting says (`gpu_memory_utilization`, 0.9 or so).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from tunekit.errors import DependencyError, RunError, TunekitError
+from tunekit.inference.find_model import Trained, tokenizer_of
+from tunekit.inference.inference_model import Answer, Device, Sampling, longest_of, room_of
+from tunekit.planner.memory.states import Dtype
+from tunekit.probe.model import model_folder
+from tunekit.recipe.sections.adapters import QloraAdapter
+
+Backend = Literal["auto", "transformers", "vllm"]
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room."""
+
+AT_ONCE = 512
+"""Prompts that are given to vLLM together; what they are answered is told together, too."""
+
+
+def takes_vllm(backend: Backend, found: Trained, device: Device) -> bool:
+    """Whether vLLM answers.
+
+    Args:
+        backend: What is asked for; `auto`: vLLM where it can.
+        found: The model.
+        device: Where it is to be.
+
+    Raises:
+        TunekitError: vLLM is asked for, and cannot.
+    """
+    if backend == "transformers":
+        return False
+    why = _why_not(found, device)
+    if backend == "vllm" and why is not None:
+        raise why
+    return why is None
+
+
+def missing() -> TunekitError | None:
+    """What to say where vLLM is not installed; None where it is."""
+    if find_spec("vllm") is not None:
+        return None
+    return DependencyError("vLLM is not installed", hint="install it with: pip install 'tunekit[vllm]'")
+
+
+def _why_not(found: Trained, device: Device) -> TunekitError | None:
+    """Why vLLM does not answer; None where it can."""
+    why = missing()
+    if why is not None:
+        return why
+    import torch
+
+    other = "take --backend transformers"
+    if device == "cpu" or not torch.cuda.is_available() or torch.version.cuda is None:
+        return RunError("tunekit uses vLLM on CUDA devices alone", hint=other)
+    adapter = found.adapter
+    if isinstance(adapter, QloraAdapter):
+        return RunError(f"{found.name} was trained over a 4-bit base, which vLLM would not have", hint=other)
+    if adapter is not None and (adapter.use_dora or adapter.modules_to_save or adapter.rank > RANKS[-1]):
+        return RunError(f"vLLM takes no adapter such as that of {found.name}", hint=other)
+    return None
+
+
+class VllmModel:
+    """A model in vLLM, in this process.
+
+    Args:
+        found: Which.
+        dtype: Type of its weights.
+    """
+
+    def __init__(self, found: Trained, dtype: Dtype) -> None:
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        self._tokenizer, self._longest = tokenizer_of(found), longest_of(found)
+        self._lora: Any = None
+        options: dict[str, Any] = {}
+        if found.adapter is not None:
+            self._lora = LoRARequest("tuned", 1, found.folder)
+            options = {"enable_lora": True, "max_loras": 1, "max_lora_rank": _rank_for(found.adapter.rank)}
+        self._llm: Any = LLM(
+            model=model_folder(found.base),
+            revision=found.base.revision,
+            tokenizer=found.folder if found.run is not None else None,
+            trust_remote_code=found.base.trust_remote_code,
+            dtype=dtype,
+            **options,
+        )
+
+    def answer(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, tuple[Answer, ...]]]:
+        """Yield the number of each prompt with its answers, as `tunekit.inference.inference_model.answer` does."""
+        from vllm import TokensPrompt
+
+        for start in range(0, len(prompts), AT_ONCE):
+            given = prompts[start : start + AT_ONCE]
+            outputs = self._llm.generate(
+                [TokensPrompt(prompt_token_ids=list(ids)) for ids in given],
+                [self._params(sampling, room_of(len(ids), sampling, self._longest)) for ids in given],
+                lora_request=self._lora,
+                use_tqdm=False,
+            )
+            for index, output in enumerate(outputs, start=start):
+                yield index, tuple(self._answer(one) for one in output.outputs)
+
+    def stream(
+        self, ids: Sequence[int], sampling: Sampling, *, base: bool, is_stopped: Callable[[], bool]
+    ) -> Iterator[tuple[str, int, str | None]]:
+        """One answer as it is given: pieces of text, tokens of each, and at the end why it ended.
+
+        Args:
+            ids: The prompt.
+            sampling: How to draw; its longest answer fits.
+            base: Whether the model answers without its adapter.
+            is_stopped: Whether the answer is to end where it is.
+        """
+        from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        params = self._params(sampling, sampling.max_new_tokens, output_kind=RequestOutputKind.DELTA)
+        lora = None if base else self._lora
+        engine.add_request("talk", TokensPrompt(prompt_token_ids=list(ids)), params, lora_request=lora)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                one = output.outputs[0]
+                yield one.text, len(one.token_ids), one.finish_reason
+            if is_stopped():
+                engine.abort_request(["talk"])
+
+    def _params(self, sampling: Sampling, room: int, **options: Any) -> Any:
+        from vllm import SamplingParams
+
+        end = self._tokenizer.eos_token_id
+        return SamplingParams(
+            n=sampling.num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=room,
+            seed=sampling.seed,
+            stop_token_ids=None if end is None else [end],
+            **options,
+        )
+
+    def _answer(self, output: Any) -> Answer:
+        """What vLLM gave as an answer."""
+        ids = list(output.token_ids)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(text, tuple(ids), "length" if output.finish_reason == "length" else "end")
+
+
+def serve_command(found: Trained, name: str, *, host: str, port: int, dtype: Dtype | Literal["auto"]) -> list[str]:
+    """The command that serves a model with vLLM's own server.
+
+    An adapter gets the name that is asked for. vLLM serves the model below it too, under the name with `-base`.
+    """
+    has_adapter = found.adapter is not None
+    words = ["--model", model_folder(found.base), "--host", host, "--port", str(port), "--dtype", dtype]
+    words += ["--served-model-name", f"{name}-base" if has_adapter else name]
+    if found.base.revision is not None:
+        words += ["--revision", found.base.revision]
+    if found.run is not None:
+        words += ["--tokenizer", found.folder]
+        template = Path(found.folder) / "chat_template.jinja"
+        words += ["--chat-template", str(template)] if template.is_file() else []
+    if found.base.trust_remote_code:
+        words.append("--trust-remote-code")
+    if found.adapter is not None:
+        words += ["--enable-lora", "--max-lora-rank", str(_rank_for(found.adapter.rank))]
+        words += ["--lora-modules", f"{name}={found.folder}"]
+    # Pages of other sites are to get nothing.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--allowed-origins", "[]"]
+
+
+def run_server(command: list[str], api_key: str | None) -> None:
+    """Run vLLM's server until it ends, as Ctrl-C and SIGTERM make it.
+
+    Raises:
+        RunError: It failed.
+    """
+    # In the environment, where a list of processes does not show it.
+    environment = os.environ if api_key is None else os.environ | {"VLLM_API_KEY": api_key}
+    process = subprocess.Popen(command, env=environment)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        # A terminal has told that process, too.
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code > 0:
+        raise RunError(f"vLLM's server ended with code {code}", hint="see above, or take --backend transformers")
+
+
+def _rank_for(rank: int) -> int:
+    return next(room for room in RANKS if rank <= room)

@@ -1,0 +1,1 @@
+"""From a plan to processes: here, over SSH, by torchrun, Slurm, Ray or SkyPilot."""

@@ -1,0 +1,271 @@
+"""How fast the ranks of a run exchange data: an all-reduce and an all-gather, as training does them, in a few sizes.
+
+The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): bytes of the whole tensor over the time of one
+call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank has to send, so
+it can be held against the speed of its link. Every rank says each second that it is there, and what it is doing: the
+one that does not is named.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tunekit.errors import RunError
+from tunekit.launching.ssh_hosts import Host, Hosts, lost_error
+from tunekit.planner.facts import Hardware
+from tunekit.planner.throughput.communication import Range, Transfer
+from tunekit.process.processes import follow_supervisor, open_store
+from tunekit.runs.rank import Place, place_of
+
+Collective = Literal["all-reduce", "all-gather"]
+
+COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "all-gather")
+
+SIZES = {"cpu": (2**12, 2**20, 2**24), "cuda": (2**12, 2**20, 2**24, 2**28)}
+"""Bytes of the whole tensor, by kind of device."""
+
+NUM_CALLS = 10
+"""Calls that are timed together, after one that is not."""
+
+BEAT_SECONDS = 1
+"""How often a rank says that it is there."""
+
+SILENT_SECONDS = 8
+"""How long a rank may say nothing before it is taken for stopped."""
+
+STUCK_SECONDS = 120
+"""How long a rank may be at one thing: starting, which imports torch, or one size of a collective."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The time of one call.
+
+    Attributes:
+        collective: Of what.
+        size_bytes: Of the whole tensor.
+        num_ranks: Ranks that took part.
+        seconds: Until the last of them had it.
+    """
+
+    collective: Collective
+    size_bytes: int
+    num_ranks: int
+    seconds: float
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """What each rank sent in a second, in a ring."""
+        passes = 2 if self.collective == "all-reduce" else 1
+        return passes * (self.num_ranks - 1) / self.num_ranks * self.size_bytes / self.seconds
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What was measured across the ranks of some hosts.
+
+    Attributes:
+        backend: What carried it: gloo or nccl.
+        hosts: Their names, interfaces and InfiniBand adapters.
+        num_ranks: Ranks of all of them.
+        measured: Each collective in each size.
+        expected: The bus bandwidth that the slowest link lets expect, in bytes a second; None where it is not known.
+    """
+
+    backend: str
+    hosts: tuple[dict[str, Any], ...]
+    num_ranks: int
+    measured: tuple[Measured, ...]
+    expected: Range | None
+
+
+def measure(names: Sequence[str | None], *, of_a_node: int | None, environment: Mapping[str, str]) -> Exchange:
+    """Exchange data across ranks on hosts.
+
+    Args:
+        names: The hosts; None stands for this machine without ssh.
+        of_a_node: Ranks on each; None for one an accelerator, or without any one a host, and two on a single one.
+        environment: Variables of the ranks.
+
+    Raises:
+        RunError: There is only one rank; or a host or a rank does not answer, which is named.
+    """
+    with Hosts(names) as hosts:
+        hardware = hosts.hardware
+        ranks = of_a_node or len(hardware.accelerators) or (2 if len(names) == 1 else 1)
+        if ranks * len(names) == 1:
+            raise RunError("one rank has nobody to exchange with", hint="set parallel.num_processes, or name --nodes")
+        kind = hardware.device.kind
+        hosts.start(["tunekit.launching.bandwidth", kind], num_local=ranks, environment=environment)
+        measured = _Watch(hosts, ranks).until_done()
+        described = tuple(hosts.describe())
+    backend = "nccl" if kind == "cuda" else "gloo"
+    return Exchange(backend, described, ranks * len(names), measured, expected(hardware, ranks))
+
+
+def expected(hardware: Hardware, of_a_node: int) -> Range | None:
+    """The bus bandwidth that the slowest link on the way lets expect, in bytes a second.
+
+    Args:
+        hardware: The nodes.
+        of_a_node: Ranks on each of them.
+    """
+    if hardware.figures is None:
+        return None
+    num = of_a_node * hardware.num_nodes
+    one_byte = Transfer("a byte", 1, "devices", "nothing", num_in_node=of_a_node, num_devices=num)
+    seconds = one_byte.seconds(hardware.figures)
+    return None if seconds is None else Range(low=1 / seconds.high, high=1 / seconds.low)
+
+
+class _Watch:
+    """What is heard of the ranks on some hosts."""
+
+    def __init__(self, hosts: Hosts, of_a_node: int) -> None:
+        self._hosts = hosts
+        self._of_a_node = of_a_node
+        now = time.monotonic()
+        ranks = range(of_a_node * len(hosts.all))
+        self._heard: dict[int, float] = {}
+        self._doing = dict.fromkeys(ranks, "starting")
+        self._since = dict.fromkeys(ranks, now)
+        self._measured: list[Measured] = []
+        self._words: list[str] = []
+
+    def until_done(self) -> tuple[Measured, ...]:
+        """Listen until all ranks ended, and return what they measured.
+
+        Raises:
+            RunError: One of them does not answer, or failed. It is named.
+        """
+        while not all(host.has_ended for host in self._hosts.all):
+            for host, message in self._hosts.poll():
+                if message["said"] == "line":
+                    self._hear(host, message["text"])
+            if self._hosts.silent:
+                raise lost_error(self._hosts.silent)
+            if any(any(host.codes) for host in self._hosts.all):
+                raise RunError("\n".join(["the ranks failed:", *self._words[-15:]]), hint="see the first error above")
+            self._check()
+        return tuple(self._measured)
+
+    def _hear(self, host: Host, line: str) -> None:
+        if not line.startswith('{"rank": '):
+            self._words.append(f"{host.name}: {line}")
+            return
+        said = json.loads(line)
+        rank, now = said["rank"], time.monotonic()
+        self._heard[rank] = now
+        if said["doing"] != self._doing[rank]:
+            self._doing[rank], self._since[rank] = said["doing"], now
+        if "measured" in said:
+            self._measured.append(Measured(**said["measured"]))
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        running = [rank for rank, doing in self._doing.items() if doing != "done"]
+        silent = [rank for rank in running if rank in self._heard and now - self._heard[rank] > SILENT_SECONDS]
+        if silent:
+            self._raise(
+                silent, f"nothing heard for {SILENT_SECONDS} s", "it is stopped, or its host has no time for it"
+            )
+        stuck = [rank for rank in running if now - self._since[rank] > STUCK_SECONDS]
+        if stuck:
+            self._raise(stuck, f"no progress for {STUCK_SECONDS} s", "see whether all hosts reach one another")
+
+    def _raise(self, ranks: Sequence[int], why: str, hint: str) -> None:
+        rows = (
+            f"rank {rank} on {self._hosts.all[rank // self._of_a_node].name}: {why}, while {self._doing[rank]}"
+            for rank in ranks
+        )
+        raise RunError("\n".join(rows), hint=hint)
+
+
+class _Voice:
+    """Says what a rank is doing, once when it begins and then each second.
+
+    Args:
+        place: Which rank this is.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._doing = "starting"
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def say(self, doing: str, **fields: Any) -> None:
+        """Begin something."""
+        self._doing = doing
+        # In one piece, since two threads write, and the ranks of a host share the pipe.
+        line = json.dumps({"rank": self._place.rank, "doing": doing, **fields}) + "\n"
+        os.write(sys.stdout.fileno(), line.encode())
+
+    def _beat(self) -> None:
+        while True:
+            self.say(self._doing)
+            time.sleep(BEAT_SECONDS)
+
+
+def main() -> None:
+    """Measure as one of the ranks, on the kind of device that is the only argument."""
+    kind, place = sys.argv[1], place_of()
+    voice = _Voice(place)
+    follow_supervisor()
+    import torch
+    from torch import distributed
+
+    device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    store = open_store()
+    voice.say("joining the others")
+    distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+    for collective in COLLECTIVES:
+        for size_bytes in SIZES[kind]:
+            voice.say(f"in an {collective} of {size_bytes:,} bytes")
+            measured = _time(collective, size_bytes, device)
+            if place.is_main:
+                voice.say("measuring", measured=vars(measured))
+    distributed.destroy_process_group()
+    del store  # It was the others' too, to the end.
+    voice.say("done")
+
+
+def _time(collective: Collective, size_bytes: int, device: Any) -> Measured:
+    """The time of one call, by the slowest rank."""
+    import torch
+    from torch import distributed
+
+    num = distributed.get_world_size()
+    part = torch.ones(size_bytes // 4 // num, device=device)
+    whole = torch.ones(part.numel() * num, device=device)
+
+    def call() -> None:
+        if collective == "all-reduce":
+            distributed.all_reduce(whole)
+        else:
+            distributed.all_gather_into_tensor(whole, part)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
+    wait()
+    distributed.barrier()
+    began = time.perf_counter()
+    for _ in range(NUM_CALLS):
+        call()
+    wait()
+    seconds = torch.tensor((time.perf_counter() - began) / NUM_CALLS, dtype=torch.float64, device=device)
+    distributed.all_reduce(seconds, op=distributed.ReduceOp.MAX)
+    return Measured(collective, whole.numel() * 4, num, seconds.item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Processes that somebody else's launcher started: torchrun, accelerate launch, mpirun or srun.
+
+Every one of them runs the same command. The first plans, prepares the rows and makes the run folder; the others wait,
+and learn where it is, or that there is none. They talk through the store of torch.distributed: torchrun has one, and
+where the launcher has none the first process opens it.
+"""
+
+import json
+import os
+import subprocess
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunekit.errors import RunError, Stopped, TunekitError
+from tunekit.launching import torchrun_restarts
+from tunekit.process.heartbeat import forget_beats
+from tunekit.process.processes import LAUNCHERS_OWN
+from tunekit.runs.events import Listener
+from tunekit.runs.rank import Place
+from tunekit.runs.record import errors_of, forget_errors, told_if_gone
+from tunekit.runs.run import SEEN_SECONDS, Run
+from tunekit.runs.stop_request import forget_request
+from tunekit.training.worker import work
+
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
+"""Ports for the store: below those that systems give to programs that do not care."""
+
+LINGER_SECONDS = 3
+"""How long the others stay for the first one then."""
+
+LEAVE_SECONDS = 60
+"""How long the first process stays for the others where it made no run."""
+
+
+def train_joined(place: Place, make: Callable[[], Run], listener: Listener | None) -> Run:
+    """Make a run in the first process, and work on it in all that the launcher started.
+
+    Args:
+        place: Which of them this is.
+        make: Makes the folder.
+        listener: Called with every event, in the first process.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, and this process is the one to say it.
+        SystemExit: It went wrong in another process, which says it.
+    """
+    os.environ.update(meeting_point(place, os.environ))
+    agents = torch.distributed.PrefixStore("tunekit", _store(place))  # type: ignore[attr-defined]
+    if torchrun_restarts.outlives_attempts(dict(os.environ)):
+        store = torchrun_restarts.open_for_attempt(agents, place)
+        before = torchrun_restarts.run_of_launch(agents) if place.is_main else None
+    else:
+        store, before = agents, None
+
+    def make_or_go_on() -> Run:
+        return make() if before is None else torchrun_restarts.go_on_with(before, listener)
+
+    run = _made(store, agents, place, make_or_go_on) if place.is_main else _learned(store, place)
+    threads = run.plan.environment.get("OMP_NUM_THREADS")
+    if threads is not None:
+        # Too late for the variable: torch is there.
+        torch.set_num_threads(int(threads))
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS_OWN)]:
+        del os.environ[name]
+    try:
+        with told_if_gone(run):
+            work(run, listener if place.is_main else None, place)
+    except BaseException as error:
+        told = errors_of(run)
+        if told and told[0]["rank"] != place.rank:
+            raise SystemExit(_code(error)) from None
+        raise
+    return run
+
+
+def meeting_point(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which torch's processes find each other, where the launcher did not set them.
+
+    Raises:
+        RunError: Where the first process runs cannot be told.
+    """
+    here = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.num_processes),
+        "LOCAL_WORLD_SIZE": str(place.num_local),
+    }
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        return here
+    job = environment.get("PMIX_NAMESPACE") or "-".join(
+        environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+    address = environment.get("MASTER_ADDR") or _first_node(place, environment)
+    return {**here, "MASTER_ADDR": address, "MASTER_PORT": environment.get("MASTER_PORT", str(port))}
+
+
+def _first_node(place: Place, environment: Mapping[str, str]) -> str:
+    """Name or address of the node of the first process."""
+    if place.num_local == place.num_processes:
+        return "127.0.0.1"
+    if "OMPI_COMM_WORLD_RANK" in environment:
+        raise RunError(
+            "mpirun does not say on which node the first process runs",
+            hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...",
+        )
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return told.stdout.split()[0]
+
+
+def _store(place: Place) -> Any:
+    """The launcher's store, or the one that the first process opens, and later the process group shares."""
+    owns = place.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=owns,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _made(store: Any, agents: Any, place: Place, make: Callable[[], Run]) -> Run:
+    """Make the run, tell the others and later attempts, and see that they see it."""
+    try:
+        run = make()
+        forget_request(run)
+        run.begin()
+        forget_errors(run)
+        forget_beats(run)
+        path = Path.cwd() / run.path
+        nonce = uuid.uuid4().hex
+        mark = path / f".seen-{nonce}"
+        mark.touch()
+        _say(store, "run", {"path": str(path), "mark": str(mark)})
+        _see_that_all_see(store, place, path)
+        mark.unlink()
+    except BaseException as error:
+        for key in ("run", "go"):
+            _say(store, key, {"code": _code(error)})
+        _leave(store, place)
+        raise
+    torchrun_restarts.keep_for_next(agents, path)
+    _say(store, "go", {})
+    return run
+
+
+def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
+    """Refuse to begin where a node does not see the run folder."""
+    blind = []
+    for rank in range(place.num_local, place.num_processes, place.num_local):
+        answer = torchrun_restarts.hear(store, f"seen-{rank}")
+        if not answer["seen"]:
+            blind.append(answer["node"])
+    if blind:
+        raise RunError(
+            f"{path} is not seen on {', '.join(blind)}: every node reads and writes the run folder",
+            hint="set output.dir to a place that all nodes share",
+        )
+
+
+def _learned(store: Any, place: Place) -> Run:
+    """Wait for the first process to make the run."""
+    said = torchrun_restarts.hear(store, "run")
+    if "code" not in said:
+        if place.local_rank == 0:
+            _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(said["mark"])), "node": os.uname().nodename})
+        said |= torchrun_restarts.hear(store, "go")
+    if "code" in said:
+        store.add("left", 1)
+        # The first process says what is wrong, which a launcher would stop it from as soon as another has ended.
+        time.sleep(LINGER_SECONDS)
+        raise SystemExit(said["code"])
+    return Run(said["path"])
+
+
+def _is_seen(mark: Path) -> bool:
+    until = time.monotonic() + SEEN_SECONDS
+    while not mark.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(torchrun_restarts.ASK_SECONDS)
+    return True
+
+
+def _say(store: Any, key: str, words: Mapping[str, Any]) -> None:
+    store.set(key, json.dumps(words))
+
+
+def _leave(store: Any, place: Place) -> None:
+    """Stay until the others have heard that there is no run: they may be asking this process's store."""
+    until = time.monotonic() + LEAVE_SECONDS
+    while store.add("left", 0) < place.num_processes - 1 and time.monotonic() < until:
+        time.sleep(torchrun_restarts.ASK_SECONDS)
+
+
+def _code(error: BaseException) -> int:
+    """Exit code of a process that ends with an error, as the command line has it."""
+    if isinstance(error, Stopped):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, TunekitError) else 1

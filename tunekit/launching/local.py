@@ -1,0 +1,306 @@
+"""From a run folder to processes that work on it, and an eye on them until they are gone.
+
+A run of one process is done in this one, unless this is the kernel of a notebook, which is to stay free, or the run is
+to survive its process. Otherwise this process supervises: it hands on what the others write, says how the run ended,
+and starts them anew where the recipe allows it.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tunekit.errors import (
+    DataWorkerError,
+    ExchangeError,
+    HostLostError,
+    RunError,
+    StandstillError,
+    Stopped,
+    TunekitError,
+    from_words,
+)
+from tunekit.process.exit_status import phase_after, stopped, told_of
+from tunekit.process.heartbeat import Beat, forget_beats
+from tunekit.process.processes import LOG, Group
+from tunekit.process.signals import Wishes
+from tunekit.process.watchdog import Pulse
+from tunekit.redact import redacting_pipe
+from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.events import Listener, read_events
+from tunekit.runs.rank import Place
+from tunekit.runs.record import SETTLE_SECONDS, Record, errors_of, forget_errors, told_if_gone
+from tunekit.runs.rollback_rules import goes_back, may_go_back
+from tunekit.runs.run import Run
+from tunekit.runs.stop_request import Request, forget_request, requested, words_of
+
+POLL_SECONDS = 0.1
+"""How often the other processes and their events are looked at."""
+
+FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
+"""Errors that another start may be free of. All others that have a hint are for the user to mend first."""
+
+
+def launch(run: Run, listener: Listener | None = None) -> None:
+    """Train as a run folder says, in as many processes as its plan has, and come back when all are gone.
+
+    Args:
+        run: The run; it goes on from its newest complete checkpoint, if it has one.
+        listener: Called with every event.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, in any of the processes.
+        Stopped: The run was asked to end before it was done.
+    """
+    with told_if_gone(run):
+        _launch(run, listener)
+
+
+def _launch(run: Run, listener: Listener | None) -> None:
+    begin(run)
+    recipe, plan = run.recipe, run.plan
+    forget_errors(run)
+    # DeepSpeed wants a process group for one process too.
+    alone = plan.layout.num_processes == 1 and not plan.layout.strategy.startswith("zero")
+    if alone and not recipe.parallel.max_restarts and not may_go_back(recipe) and not in_notebook():
+        # It takes the libraries in, which those who only ask for a plan do not need.
+        from tunekit.training.worker import work
+
+        work(run, listener)
+        return
+    words = ["tunekit.training.worker", str(run.path)]
+
+    @contextlib.contextmanager
+    def start() -> Iterator[Group]:
+        with (
+            (run.path / LOG).open("ab") as log,
+            redacting_pipe(log) as output,
+            Group(words, plan.environment, output, num=plan.layout.num_processes) as group,
+        ):
+            yield group
+
+    supervise(run, start, listener)
+
+
+def begin(run: Run) -> None:
+    """Say that this process works on a run from now on. What an earlier attempt was asked does not count."""
+    if not run.is_begun:
+        forget_request(run)
+        run.begin()
+
+
+class Processes(Protocol):
+    """The processes of a run, wherever they are."""
+
+    def codes(self) -> dict[int, int | None]:
+        """Exit code of each by rank: minus the signal that ended it, None while it is there."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all are gone, at most so long."""
+
+
+def supervise(
+    run: Run, start: Callable[[], contextlib.AbstractContextManager[Processes]], listener: Listener | None
+) -> None:
+    """Start the processes of a run, anew where the recipe allows it, and hand on what they write.
+
+    Args:
+        run: The run.
+        start: Starts them; none is left when its context is.
+        listener: Called with every event.
+
+    Raises:
+        TunekitError: Something that the user can mend went wrong, in any of the processes.
+        Stopped: The run was asked to end before it was done.
+    """
+    with told_if_gone(run):
+        _Supervisor(run, start, listener).supervise(run.recipe.parallel.max_restarts)
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and bool(kernel.IPKernelApp.initialized())
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a group of processes ended too early."""
+
+    error: Exception
+    is_the_users: bool = False
+    """Whether the user has to mend something, so that another try would end in the same way."""
+
+    def is_due_to(self, wishes: Wishes) -> bool:
+        """Whether processes failed because they were to end, and not all at the same moment."""
+        return wishes.asked is not None and not self.is_the_users and type(self.error) is RunError
+
+
+class _Supervisor:
+    """Starts the processes of a run, and tells a listener what they write."""
+
+    def __init__(
+        self,
+        run: Run,
+        start: Callable[[], contextlib.AbstractContextManager[Processes]],
+        listener: Listener | None,
+    ) -> None:
+        self.run = run
+        self.start = start
+        self.listener = listener
+        self.record = Record(run, Place())
+        self.wishes = Wishes(run, run.recipe.parallel.grace_seconds, signs=True)
+        self._told: Request | None = None
+        _, self.offset = read_events(run.path / "events.jsonl")
+
+    def supervise(self, max_restarts: int) -> None:
+        """Have the run done, with as many new starts."""
+        with self.wishes:
+            try:
+                failure = self._train(max_restarts)
+            except KeyboardInterrupt as error:
+                raise self._stopped() from error
+            finally:
+                self._hand_on()
+        if failure is None and self.run.status()["phase"] == "finished":
+            return
+        if failure is None or failure.is_due_to(self.wishes):
+            raise self._stopped()
+        self.record.end("failed", str(failure.error))
+        self._hand_on()
+        raise failure.error
+
+    def _stopped(self) -> Stopped:
+        """What to raise now that all processes are gone, having said it if they have not."""
+        asked = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
+        reason = self.run.status()["exit_reason"]
+        if reason is None:
+            reason = words_of(self.run, asked, is_late=self.wishes.is_late)
+            self.record.end(phase_after(self.run, asked), reason)
+            self._hand_on()
+        return stopped(self.run, asked, reason)
+
+    def _mind_wishes(self) -> None:
+        """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
+
+        Raises:
+            KeyboardInterrupt: All are to end at once.
+        """
+        asked = self.wishes.known
+        if asked is not None and asked != self._told:
+            self._told = asked
+            self.record.write("stop", **told_of(self.run, asked))
+        if asked is not None and self.run.status()["phase"] in ("starting", "loading"):
+            raise KeyboardInterrupt
+        self.wishes.check()
+
+    def _train(self, max_restarts: int) -> _Failure | None:
+        failure = self._train_once()
+        for attempt in range(1, max_restarts + 1):
+            if failure is None or failure.is_the_users or self.wishes.asked is not None:
+                break
+            step = newest_complete(self.run.path).step
+            self.record.update_status(phase="starting")
+            self.record.write("restart", attempt=attempt, step=step, reason=str(failure.error))
+            failure = self._train_once()
+        return failure
+
+    def _train_once(self) -> _Failure | None:
+        failure = self._attempt()
+        while failure is not None and self.wishes.asked is None and goes_back(self.run, self.record, failure.error):
+            failure = self._attempt()
+        return failure
+
+    def _attempt(self) -> _Failure | None:
+        forget_errors(self.run)
+        forget_beats(self.run)
+        try:
+            return self._end_of_all()
+        except TunekitError as error:
+            # They did not start; or a host was lost, of which what they say themselves is the consequence.
+            return _Failure(error, is_the_users=not isinstance(error, HostLostError))
+
+    def _end_of_all(self) -> _Failure | None:
+        """Why processes ended too early, once all of them are gone."""
+        pulse = Pulse(self.run)
+        with self.start() as group, self.wishes.waiting():
+            silent: list[Beat] = []
+            while None in (codes := group.codes()).values() and not any(codes.values()) and not silent:
+                self._mind_wishes()
+                self._hand_on()
+                group.wait(POLL_SECONDS)
+                silent = pulse.silent([rank for rank, code in codes.items() if code is None])
+            if silent:
+                pulse.tell(silent)
+            elif not any(codes.values()):
+                return None
+            # In the order in which they ended.
+            ended = [rank for rank, code in codes.items() if code]
+            group.wait(SETTLE_SECONDS)
+            codes = group.codes()
+            ended += [rank for rank, code in codes.items() if code and rank not in ended]
+            # One that ends by itself leaves the others alone too.
+            ended += [rank for rank, code in codes.items() if code == 0]
+        return self._why({rank: codes[rank] or 0 for rank in ended}, [r for r, code in codes.items() if code is None])
+
+    def _hand_on(self) -> None:
+        """Tell the listener what was written since."""
+        events, self.offset = read_events(self.run.path / "events.jsonl", self.offset)
+        if self.listener is not None:
+            for event in events:
+                self.listener(event)
+
+    def _why(self, codes: dict[int, int], silent: list[int]) -> _Failure:
+        """Why a group failed.
+
+        Args:
+            codes: Exit codes of the ranks that ended, in the order in which they failed.
+            silent: Ranks that were there to the last.
+        """
+        log = self.run.path / LOG
+        errors = errors_of(self.run)
+        told = next(iter(errors), None)
+        if told is not None and told["kind"] != ExchangeError.__name__:
+            return _Failure(raised(told), is_the_users=told["traceback"] is None and told["kind"] not in FAULTS)
+        # A process that said why it ends may crash on its way out, with the exchange it waited for still open.
+        have_told = {words["rank"] for words in errors}
+        # One that was aborted often is one that saw another end.
+        wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
+        for rank in wordless:
+            return _Failure(_without_word(rank, codes[rank], f"see {log}"))
+        assert told is not None
+        not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
+        return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
+
+
+def _without_word(rank: int, code: int, hint: str) -> RunError:
+    """What to say of a process that said nothing itself."""
+    if code >= 0:
+        return RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=hint)
+    if code == -signal.SIGKILL:
+        hint = f"the system does this where main memory runs out, which its own log says; {hint}"
+    return RunError(f"rank {rank} was ended by {signal.Signals(-code).name}", hint=hint)
+
+
+def raised(words: dict[str, Any]) -> Exception:
+    """The error that a process wrote down."""
+    if words["traceback"] is None:
+        return from_words(words)
+    return RuntimeError(f"rank {words['rank']}:\n{words['traceback']}")
+
+
+def main() -> None:
+    """Train as the run folder says that is the only argument, for a scheduler that gave this node to it."""
+    try:
+        launch(Run(sys.argv[1]))
+    except TunekitError:
+        # It stands in the run folder.
+        sys.exit(2)
+    except Stopped as stopped:
+        sys.exit(stopped.exit_code)
+
+
+if __name__ == "__main__":
+    main()

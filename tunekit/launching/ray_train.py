@@ -1,0 +1,152 @@
+"""A run on a cluster of Ray's: Ray Train starts the processes, gives each its place, and starts them again.
+
+Ray makes the process group too, as the plan has it; each process then does what it does everywhere. When one is lost,
+Ray ends the others and starts all of them anew, and they go on from the newest checkpoint.
+"""
+
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.planner.plan import Plan
+from tunekit.probe.nodes import check_may_go_back
+from tunekit.process.exit_status import phase_after, stopped, told_of
+from tunekit.process.signals import Wishes
+from tunekit.process.telemetry import send_nothing
+from tunekit.runs.events import Listener, read_events
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record, errors_of, forget_errors
+from tunekit.runs.run import Run
+from tunekit.runs.stop_request import Request, forget_request, words_of
+
+if TYPE_CHECKING:
+    from ray.train import Result, ScalingConfig
+
+POLL_SECONDS = 0.2
+"""How often the events of the processes are looked at."""
+
+
+def train_on_ray(run: Run, address: str | None = None, listener: Listener | None = None) -> None:
+    """Train as a run folder says, on a cluster of Ray's whose nodes share the folder.
+
+    Args:
+        run: The run.
+        address: Of the cluster. Left out: that of RAY_ADDRESS, or the one of this machine, which is started if there
+            is none.
+        listener: Called with every event.
+
+    Raises:
+        DependencyError: Ray is not installed.
+        TunekitError: The run failed, more often than it may be started again.
+    """
+    send_nothing()
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, TrainingFailedError
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ModuleNotFoundError as error:
+        raise DependencyError("--ray needs Ray Train", hint="install it with: pip install 'tunekit[ray]'") from error
+    from tunekit.launching.local import raised
+    from tunekit.training.engines.engine import backend_of
+
+    check_may_go_back(run.recipe, "Ray")
+    forget_request(run)
+    run.begin()
+    forget_errors(run)
+    plan, folder = run.plan, run.path.resolve()
+    record = Record(run, Place(), listener)
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config={"folder": str(folder)},
+        torch_config=TorchConfig(backend=backend_of(plan), timeout_s=plan.exchange_timeout_seconds),
+        scaling_config=_scaling(plan),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(folder),
+            failure_config=FailureConfig(max_failures=plan.recipe.parallel.max_restarts),
+            # They import torch before they know the run, and must find its variables by then.
+            worker_runtime_env={"env_vars": dict(plan.environment)},
+        ),
+    )
+    wishes = Wishes(run, plan.recipe.parallel.grace_seconds, signs=True)
+    # In another thread, since Ray takes Ctrl-C to itself in this one and then ends the program. Where the driver goes,
+    # Ray ends what it started.
+    with ThreadPoolExecutor(1) as pool, ray.init(address, log_to_driver=False):
+        if threading.current_thread() is threading.main_thread():
+            # Ray has taken it, and ends the program without a word to the run.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            with wishes, wishes.waiting():
+                _follow(run, pool.submit(trainer.fit), listener, wishes)
+        except KeyboardInterrupt as error:
+            asked = wishes.known or Request(True, "SIGINT", None, 0.0)
+            reason = words_of(run, asked, is_late=wishes.is_late)
+            record.end(phase_after(run, asked), reason)
+            raise stopped(run, asked, reason) from error
+        except TrainingFailedError as error:
+            last_line = str(error).strip().splitlines()[-1]
+            failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
+            record.end("failed", str(failure))
+            raise failure from error
+    status = run.status()
+    if status["phase"] != "finished":
+        raise stopped(run, wishes.known or Request(False, "SIGINT", None, 0.0), status["exit_reason"])
+
+
+def _scaling(plan: Plan) -> "ScalingConfig":
+    from ray.train import ScalingConfig
+
+    has_accelerators = plan.device.kind != "cpu"
+    return ScalingConfig(
+        num_workers=plan.layout.num_processes,
+        use_gpu=has_accelerators,
+        resources_per_worker={"CPU": 1 + plan.dataloader_num_workers} | ({"GPU": 1} if has_accelerators else {}),
+        # As the plan counts the memory of a node: accelerators keep to it by their number, processors do not.
+        placement_strategy="PACK" if has_accelerators or plan.num_nodes == 1 else "SPREAD",
+    )
+
+
+def _work(config: dict[str, Any]) -> None:
+    """What Ray calls in each process."""
+    from ray.train import get_context
+
+    from tunekit.training.worker import work
+
+    context = get_context()
+    place = Place(
+        rank=context.get_world_rank(),
+        local_rank=context.get_local_rank(),
+        num_processes=context.get_world_size(),
+        num_local=context.get_local_world_size(),
+    )
+    if place.num_processes == 1:
+        # Accelerate would wrap a model that is alone as one of several.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    work(Run(config["folder"]), place=place, supervised=True)
+
+
+def _follow(run: Run, training: "Future[Result]", listener: Listener | None, wishes: Wishes) -> None:
+    """Tell a listener what the processes write, until they are done.
+
+    Raises:
+        KeyboardInterrupt: They are to end at once, or before there is anything to save.
+    """
+    offset, is_last, told = 0, False, None
+    while not is_last:
+        if wishes.known not in (None, told):
+            told = wishes.known
+            Record(run, Place()).write("stop", **told_of(run, told))
+        if wishes.asked is not None and run.status()["phase"] in ("starting", "loading"):
+            raise KeyboardInterrupt
+        wishes.check()
+        # Asked before reading, so that what was written last is read.
+        is_last = bool(wait([training], POLL_SECONDS).done)
+        events, offset = read_events(run.path / "events.jsonl", offset)
+        if listener is not None:
+            for event in events:
+                listener(event)
+    training.result()

@@ -1,0 +1,389 @@
+"""Several machines, reached by ssh: looked at before anything starts, watched while it runs, ended together.
+
+On each host runs `tunekit.launching.ssh_node`, from the same interpreter and in the same working directory as here, and
+it starts the host's processes. The two sides say every `BEAT_SECONDS` that they are there. A host that is silent for
+`LOST_SECONDS` ends the run on the others, and by itself what runs on it: `BOUND_SECONDS` after it was cut off, nothing
+runs anywhere. How a host is reached, and with which key, is OpenSSH's configuration to say.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+from tunekit.errors import HostLostError, RunError
+from tunekit.launching.ssh_node import BEAT_SECONDS, LOST_SECONDS, POLL_SECONDS, Message
+from tunekit.planner.facts import Hardware
+from tunekit.process.network import name_interface
+from tunekit.redact import is_secret
+
+CONNECT_SECONDS = 10
+"""How long ssh tries to reach a host."""
+
+ANSWER_SECONDS = 60
+"""How long a host that is reached may take to answer: the first time it imports, perhaps from a shared disk."""
+
+BOUND_SECONDS = LOST_SECONDS + 5
+"""After which time a cut is reported: the silence, the time to end what runs on the others, and some for slow hosts."""
+
+NAME = re.compile(r"(?:[\w.][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%]+\]|[\w.][\w.-]*)(?P<port>:\d+)?")
+"""A host as it may be named: what ssh knows it by, with a user before it and a port behind it."""
+
+FORWARDED = ("GLOO_", "HF_", "NCCL_", "OMP_", "TORCH", "TRANSFORMERS_", "XDG_CACHE_HOME")
+"""Beginnings of the variables that processes on other hosts get from here. ssh passes none on by itself."""
+
+HUB_TOKEN = "HF_TOKEN"
+"""The one secret among them: models that ask for a login. It goes over the connection, which is encrypted."""
+
+
+class Host:
+    """A connection to a host, and what it said of itself.
+
+    Args:
+        name: What ssh knows it by; None for this machine without ssh.
+        inbox: Where what it says is put, with the host.
+    """
+
+    def __init__(self, name: str | None, inbox: "queue.Queue[tuple[Host, Message]]") -> None:
+        self.name = name or "this machine"
+        self.facts: Message = {}
+        """What it has; empty until it answers."""
+        self.environment: dict[str, str] = {}
+        """Variables that its processes were given."""
+        self.codes: list[int | None] = []
+        """Exit codes of its processes, minus the signal that ended one, None while it is there; empty before."""
+        self._heard = time.monotonic()
+        self._is_gone = False
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        # What ssh and the host's shell have to say.
+        self._words: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            _command(name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            text=True,
+            errors="replace",
+            # Ctrl-C is for this process, which then tells the hosts.
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the connection ended, or it has said nothing for so long that it must be cut off, or down."""
+        return self._is_gone or (bool(self.facts) and time.monotonic() - self._heard > LOST_SECONDS)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it said that all its processes ended."""
+        return bool(self.codes) and None not in self.codes
+
+    def say(self, ask: str, **fields: Any) -> None:
+        """Send a message. Nobody may be there any more: that is noticed where one listens."""
+        assert self._process.stdin is not None
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(json.dumps({"ask": ask, **fields}) + "\n")
+            self._process.stdin.flush()
+
+    def note(self, message: Message) -> None:
+        """Remember what a message says of the host."""
+        if message["said"] == "hello":
+            self.facts = message
+        elif message["said"] == "gone":
+            self._is_gone = True
+        elif message["said"] == "codes":
+            self.codes = message["codes"]
+
+    def why_silent(self) -> str:
+        """Why nothing is heard of it, in the last words of ssh or of the host's shell where there are some."""
+        if not self._is_gone:
+            return f"no sign of life for {LOST_SECONDS} s"
+        self._words.seek(0)
+        lines = [line.strip() for line in self._words if line.strip()]
+        return lines[-1] if lines else f"the connection ended with exit code {self._process.wait()}"
+
+    def close(self) -> None:
+        """End the connection, whereupon the host ends what it runs."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.stdin.close()
+            self._process.wait(timeout=0 if self.is_silent else BEAT_SECONDS)
+        self._process.kill()
+        self._process.wait()
+        self._words.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._heard = time.monotonic()
+            # A login shell may greet first.
+            if line.startswith('{"said": '):
+                self._inbox.put((self, json.loads(line)))
+        self._process.wait()
+        self._inbox.put((self, {"said": "gone"}))
+
+
+class Hosts:
+    """All hosts of a run, connected from when this is made until it is left as a context.
+
+    Args:
+        names: What ssh knows them by; the others meet at the first. None stands for this machine without ssh.
+
+    Raises:
+        RunError: A name is none, or is there twice; or a host cannot be used. It is named.
+        HostLostError: A host does not answer. It is named.
+    """
+
+    def __init__(self, names: Sequence[str | None]) -> None:
+        for name in names:
+            if name is not None and not NAME.fullmatch(name):
+                raise RunError(f"{name!r} is no name of a host", hint="give host, user@host, host:port or an address")
+            if names.count(name) > 1:
+                raise RunError(f"host {name} is named twice", hint="name each host once")
+        self._inbox: queue.Queue[tuple[Host, Message]] = queue.Queue()
+        self._done = threading.Event()
+        self.all: list[Host] = []
+        try:
+            self.all += (Host(name, self._inbox) for name in names)
+            threading.Thread(target=self._beat, daemon=True).start()
+            self._wait_for_all()
+            self._check_alike()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections, whereupon the hosts end what they run."""
+        self._done.set()
+        for host in self.all:
+            host.close()
+
+    @property
+    def hardware(self) -> Hardware:
+        """What each host has, by the one with the least memory free."""
+        found = [Hardware.model_validate(host.facts["hardware"]) for host in self.all]
+        least = min(found, key=lambda hardware: hardware.device.memory_free_bytes)
+        cores = min((hardware.num_cores for hardware in found if hardware.num_cores), default=None)
+        note = "; ".join(filter(None, (least.note, "on " + ", ".join(host.name for host in self.all))))
+        return least.model_copy(update={"num_nodes": len(found), "num_cores": cores, "note": note})
+
+    @property
+    def silent(self) -> list[Host]:
+        """The hosts of which nothing is heard, and whose processes had not ended before."""
+        return [host for host in self.all if not host.has_ended and host.is_silent]
+
+    def poll(self) -> list[tuple[Host, Message]]:
+        """What the hosts said since, after waiting a moment for it."""
+        heard: list[tuple[Host, Message]] = []
+        with contextlib.suppress(queue.Empty):
+            heard.append(self._inbox.get(timeout=POLL_SECONDS))
+            while True:
+                heard.append(self._inbox.get_nowait())
+        for host, message in heard:
+            host.note(message)
+        return heard
+
+    def ask(self, what: str, hosts: Sequence[Host] | None = None, **fields: Any) -> list[Message]:
+        """What hosts answer, all of them or some, asked at once.
+
+        Raises:
+            RunError: One of them does not answer.
+        """
+        asked = self.all if hosts is None else hosts
+        for host in asked:
+            host.say(what, **fields)
+        answers: dict[Host, Message] = {}
+        until = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < len(asked):
+            answers |= {host: message for host, message in self.poll() if message["said"] == "answer"}
+            if self.silent:
+                raise lost_error(self.silent)
+            if time.monotonic() > until:
+                missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in asked if host not in answers}
+                raise unusable(missing, "see what keeps it busy")
+        return [answers[host] for host in asked]
+
+    def meet(self) -> tuple[str, int, list[str | None]]:
+        """An address and a port of the first host that all others reach, and the interface of each on that way.
+
+        Raises:
+            RunError: A host does not reach the first one. It is named.
+        """
+        first, others = self.all[0], self.all[1:]
+        if not others:
+            return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
+        name = ssh_address(first.name)
+        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
+        failures = {
+            host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
+        }
+        if failures:
+            raise unusable(failures, f"all hosts must know {first.name} by that name")
+        # By its own name a host often finds its loopback, so the first is asked for its way to another one.
+        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
+        address = ways[first]["address"]
+        same = {host: f"it is {first.name} by another name" for host in others if ways[host]["address"] == address}
+        if same:
+            raise unusable(same, "name each host once, and the first as the others reach it")
+        (door,) = self.ask("open", [first], address=address)
+        reached = zip(others, self.ask("reach", others, address=address, port=door["port"]), strict=True)
+        failures = {
+            host: f"it does not reach {first.name} at {address}, port {door['port']}: {found['problem']}"
+            for host, found in reached
+            if found["problem"]
+        }
+        if failures:
+            raise unusable(failures, "let the hosts reach one another on all ports")
+        return address, door["port"], [ways[host]["interface"] for host in self.all]
+
+    def start(self, words: Sequence[str], *, num_local: int, environment: Mapping[str, str]) -> None:
+        """Start processes on all hosts, which find each other.
+
+        Args:
+            words: A module's dotted name, and arguments for it.
+            num_local: Processes on each host.
+            environment: Variables that each finds.
+
+        Raises:
+            RunError: A host does not reach the first one. It is named.
+        """
+        address, port, interfaces = self.meet()
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(FORWARDED) and (name == HUB_TOKEN or not is_secret(name))
+        }
+        adapters = [bool(host.facts["infiniband"]) for host in self.all]
+        # NCCL takes InfiniBand where it finds some, and then expects it everywhere.
+        mixed = {"NCCL_IB_DISABLE": "1"} if any(adapters) and not all(adapters) else {}
+        for node, (host, interface) in enumerate(zip(self.all, interfaces, strict=True)):
+            host.environment = {**mixed, **given, **environment}
+            if interface is not None:
+                name_interface(host.environment, interface)
+            host.codes = [None] * num_local
+            host.say(
+                "start",
+                words=words,
+                environment=host.environment,
+                num=num_local * len(self.all),
+                num_local=num_local,
+                node=node,
+                store=(address, port),
+            )
+
+    def end(self) -> list[Host]:
+        """End the processes on all hosts, and return the hosts that did not say that they did."""
+        for host in self.all:
+            host.say("end")
+        until = time.monotonic() + LOST_SECONDS
+        while time.monotonic() < until and any(not host.has_ended and not host.is_silent for host in self.all):
+            self.poll()
+        return [host for host in self.all if not host.has_ended]
+
+    def describe(self) -> list[Message]:
+        """The hosts with the interface that each uses, and its InfiniBand adapters, for people."""
+        return [
+            {
+                "name": host.name,
+                "interface": host.environment.get("GLOO_SOCKET_IFNAME"),
+                "infiniband": [] if host.environment.get("NCCL_IB_DISABLE") == "1" else host.facts["infiniband"],
+            }
+            for host in self.all
+        ]
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            for host in self.all:
+                host.say("beat")
+
+    def _wait_for_all(self) -> None:
+        """Wait until every host said what it has, or did not."""
+        until = time.monotonic() + CONNECT_SECONDS + ANSWER_SECONDS
+        while any(not host.facts and not host.is_silent for host in self.all) and time.monotonic() < until:
+            self.poll()
+        absent = {host: host.why_silent() for host in self.all if host.is_silent}
+        absent |= {host: "no answer" for host in self.all if not host.facts and not host.is_silent}
+        if absent:
+            hint = f"`ssh HOST` must work without a question, and {sys.executable} and {Path.cwd()} be there too"
+            raise HostLostError(_each(absent), hint=hint)
+
+    def _check_alike(self) -> None:
+        """Refuse the hosts that are not as the first is."""
+        failures = {host: host.facts["problem"] for host in self.all if host.facts["problem"]}
+        if failures:
+            raise unusable(failures, "see what `tunekit doctor` says there")
+        first = self.all[0]
+        for host in self.all:
+            ours, theirs = first.facts["versions"], host.facts["versions"]
+            others = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
+            if others:
+                there = ", ".join(f"{name} {ours[name]}" for name in ours if theirs[name] != ours[name])
+                failures[host] = f"it has {', '.join(others)}, but {first.name} has {there}"
+            elif _devices(host) != _devices(first):
+                failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
+        if failures:
+            raise unusable(failures, "the hosts of a run must be alike")
+
+
+def lost_error(lost: Sequence[Host]) -> HostLostError:
+    """What to say of hosts that are lost."""
+    problem = _each({host: host.why_silent() for host in lost})
+    return HostLostError(problem, hint="it is down or cut off, or what ran there was ended")
+
+
+def ssh_address(name: str) -> str:
+    """The address or name that ssh connects to for a host, by its configuration."""
+    command = ["ssh", "-G", *_destination(name)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next(line.split()[1] for line in told.splitlines() if line.startswith("hostname "))
+
+
+def _destination(name: str) -> list[str]:
+    found = NAME.fullmatch(name)
+    assert found is not None, name
+    return ["--", f"ssh://{name}" if found["port"] else name.strip("[]")]
+
+
+def _command(name: str | None) -> list[str]:
+    """What starts `tunekit.launching.ssh_node` on a host."""
+    node = [sys.executable, "-m", "tunekit.launching.ssh_node"]
+    if name is None:
+        return node
+    path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
+    there = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *path, *node])}"
+    options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", f"ServerAliveInterval={BEAT_SECONDS}"]
+    options += [f"ServerAliveCountMax={LOST_SECONDS // BEAT_SECONDS}", "ForwardX11=no"]
+    return ["ssh", "-T", *(word for option in options for word in ("-o", option)), *_destination(name), there]
+
+
+def _devices(host: Host) -> str:
+    """The accelerators of a host, in words."""
+    accelerators = Hardware.model_validate(host.facts["hardware"]).accelerators
+    return f"{len(accelerators)} x {accelerators[0].name}" if accelerators else "no accelerator"
+
+
+def unusable(failures: Mapping[Host, str], hint: str) -> RunError:
+    """What to say of hosts that cannot be used, each with the reason."""
+    return RunError(_each(failures), hint=hint)
+
+
+def _each(failures: Mapping[Host, str]) -> str:
+    return "\n".join(f"{host.name}: {why}" for host, why in failures.items())

@@ -1,0 +1,210 @@
+"""Ending a run from outside: it is asked to, and waited for until no process of it is left.
+
+What counts are the processes themselves, each known by what no other has: the one that trains or supervises, those
+that it started, and theirs. Of other hosts only what they say counts, and that they say nothing more.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tunekit.errors import RunError
+from tunekit.process.processes import SUPERVISOR
+from tunekit.runs.events import FINAL_PHASES
+from tunekit.runs.liveness import DIED, RANKS, beats_in
+from tunekit.runs.process_id import identity_of, is_alive, kill
+from tunekit.runs.reader import last_events
+from tunekit.runs.run import Run
+from tunekit.runs.scheduler_job import read_job
+from tunekit.runs.stop_request import COMMAND, Request, request, words_of
+
+LOOK_SECONDS = 0.2
+"""How often processes are looked at."""
+
+LEAST_SECONDS = 60
+"""How long a run has to end at least, besides two of its longest steps and a checkpoint."""
+
+NOW_SECONDS = 10
+"""How long it has that is to end at once, before its processes are killed."""
+
+SILENT_SECONDS = 20
+"""How long another host gives no sign of life until what was on it is taken for gone."""
+
+TELL_SECONDS = 5
+"""How often it is told what is waited for."""
+
+
+def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
+    """End a run, and return how it ended once no process of it is left.
+
+    Args:
+        run: The run.
+        now: Whether it is to end at once, rather than with a checkpoint.
+        tell: Told what is waited for.
+
+    Raises:
+        RunError: It does not end in time, or waits in a scheduler's queue.
+    """
+    state = run.state
+    left = _Left(run)
+    if state == "queued" and run.status().get("place_in_line") is None:
+        job = read_job(run.path)
+        hint = f"take it out of the queue: scancel {job}" if job is not None else None
+        raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
+    if (state in FINAL_PHASES or state == DIED) and not left.look():
+        reason = run.status()["exit_reason"]
+        return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
+    request(run, now=now)
+    seconds = NOW_SECONDS if now else _patience_seconds(run)
+    tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
+    if not _wait(left, seconds, tell):
+        if not now:
+            raise RunError(
+                f"{run.name} did not end in {seconds:.0f} s: {left.words()}",
+                hint=f"it will when it can; end it at once: tunekit stop {run.path} --now",
+            )
+        left.kill()
+        if not _wait(left, NOW_SECONDS, tell):
+            raise RunError(f"{run.name} cannot be ended from here: {left.words()}", hint="end it on its host")
+    status = run.status()
+    if status["phase"] not in FINAL_PHASES:
+        # Its processes were killed before they could say so.
+        status["exit_reason"] = words_of(run, Request(True, COMMAND, None, time.time()))
+        run.update_status(phase="interrupted", exit_reason=status["exit_reason"])
+    return f"{run.name} {_past(run.state)}: {status['exit_reason']}"
+
+
+def words_of_what_lives(run: Run) -> str | None:
+    """What there is of a run's processes, in words; None where nothing is."""
+    left = _Left(run)
+    return left.words() if left.look() else None
+
+
+def _past(state: str) -> str:
+    return {"interrupted": "was interrupted", "finished": "finished", "failed": "failed"}.get(state, state)
+
+
+def _wait(left: "_Left", seconds: float, tell: Callable[[str], None]) -> bool:
+    """Wait until nothing is left, at most so long; whether nothing is."""
+    until, told, words = time.monotonic() + seconds, time.monotonic(), ""
+    while left.look():
+        if time.monotonic() > until:
+            return False
+        if time.monotonic() - told > TELL_SECONDS and left.words() != words:
+            told, words = time.monotonic(), left.words()
+            tell(f"waiting for {words}")
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+def _patience_seconds(run: Run) -> float:
+    """How long a run may take to end with a checkpoint, by what its last steps and its last checkpoint took."""
+    steps = [event["step_seconds"] for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
+    save = run.status().get("save_seconds", 0.0)
+    together = run.plan.schedule.save_together if run.plan.schedule is not None else 1
+    return float(LEAST_SECONDS + (1 + together) * max(steps, default=0.0) + 2 * save)
+
+
+class _Left:
+    """What is left of a run's processes.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._seen: dict[int, str] = {}
+        """Identity of each process of this host that was ever seen, by its number."""
+        self._signs: dict[str, tuple[float, float]] = {}
+        """Of each process of another host, the last sign of life by the disk's clock, and when it was new by ours."""
+        self._elsewhere: list[dict[str, Any]] = []
+
+    def look(self) -> bool:
+        """Look again; whether anything is left."""
+        status, beats = self._run.status(), beats_in(self._run.path)
+        here, is_over = os.uname().nodename, status["phase"] in FINAL_PHASES
+        if status["host"] == here:
+            if not is_over:
+                self._see(status["pid"], status["identity"], _supervised_by)
+            elif not any(beat["pid"] == status["pid"] for beat in beats) and not _is_tunekit(status["pid"]):
+                # A program that goes on with something else, such as a notebook.
+                self._seen.pop(status["pid"], None)
+        for beat in beats:
+            if beat["host"] == here:
+                # A program that has the run in itself may have started others before.
+                since = status["started"] if beat["pid"] == status["pid"] else 0.0
+                self._see(beat["pid"], beat["identity"], partial(_started_by, since=since))
+        self._seen = {pid: identity for pid, identity in self._seen.items() if is_alive(pid, identity)}
+        self._elsewhere = [beat for beat in beats if beat["host"] != here and self._gives_signs(beat)]
+        waits_for_word = status["host"] != here and not is_over and self._run.state != DIED
+        return bool(self._seen or self._elsewhere or waits_for_word)
+
+    def kill(self) -> None:
+        """End what is left on this host."""
+        for pid, identity in self._seen.items():
+            kill(pid, identity)
+
+    def words(self) -> str:
+        """What is left, in words: what each process is at, and since when."""
+        status = self._run.status()
+        told = []
+        for beat in sorted(beats_in(self._run.path), key=lambda one: one["rank"]):
+            where = f" on {beat['host']}" if beat in self._elsewhere else ""
+            if where or beat["pid"] in self._seen:
+                seconds = max(0.0, beat["time"] - beat["since"])
+                told.append(f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']} for {seconds:.0f} s")
+        ranks = {beat["pid"] for beat in beats_in(self._run.path)}
+        others = [str(pid) for pid in self._seen if pid not in ranks]
+        if others:
+            told.append(f"process{'es' * (len(others) > 1)} {', '.join(others)}")
+        return "; ".join(told) or f"a word from process {status['pid']} on {status['host']}"
+
+    def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
+        """Remember a process with those that it started for the run: they are nobody's when it is gone."""
+        if not is_alive(pid, identity):
+            return
+        self._seen[pid] = identity
+        for other in others_of(pid):
+            found = identity_of(other.pid)
+            if found is not None:
+                self._seen.setdefault(other.pid, found)
+
+    def _gives_signs(self, beat: dict[str, Any]) -> bool:
+        name = f"rank-{beat['rank']}.json"
+        with contextlib.suppress(FileNotFoundError):
+            written = (self._run.path / RANKS / name).stat().st_mtime
+            before, since = self._signs.get(name, (0.0, 0.0))
+            if written != before:
+                since = time.monotonic()
+            self._signs[name] = written, since
+            return time.monotonic() - since < SILENT_SECONDS
+        return False
+
+
+def _started_by(pid: int, since: float) -> Iterator[psutil.Process]:
+    """All processes that one has started since then, and these have."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield from (one for one in psutil.Process(pid).children(recursive=True) if one.create_time() >= since - 1)
+
+
+def _is_tunekit(pid: int) -> bool:
+    """Whether a process does nothing but what tunekit does."""
+    with contextlib.suppress(psutil.Error):
+        words = psutil.Process(pid).cmdline()[1:4]
+        return any(Path(word).name == "tunekit" or word.startswith("tunekit.") for word in words)
+    return False
+
+
+def _supervised_by(pid: int) -> Iterator[psutil.Process]:
+    """The processes of runs that one supervises. It may have started others besides."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children():
+            if child.environ().get(SUPERVISOR) == str(pid):
+                yield child

@@ -1,0 +1,230 @@
+"""A configuration of another tool -> a checked recipe and its report: the way from file to result.
+
+The tool is known by its keys, its rules fill a draft, and the draft is checked as any recipe is. What the schema
+refuses goes from the draft to the list of what cannot be had, with the schema's own words, so that what is left is
+always valid.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tunekit.errors import RecipeError
+from tunekit.migration import axolotl, llamafactory, swift, torchtune, trl
+from tunekit.migration.draft import Draft, Rules, apply
+from tunekit.migration.multimodal import refuse_media
+from tunekit.migration.original import Original, read_original
+from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
+from tunekit.migration.suspects import suspects
+from tunekit.recipe.load import check_text
+from tunekit.recipe.reading.parse import read_yaml
+from tunekit.recipe.reading.rewrite import short_recipe
+from tunekit.recipe.reading.source_locations import Fault, Place
+from tunekit.recipe.reading.write import to_yaml
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.train import default_learning_rate
+
+WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
+"""Methods for which TRL switches dropout off."""
+
+
+class Tool(Protocol):
+    """What a module of a tool has."""
+
+    MARKS: frozenset[str]
+
+    def rules(self, draft: Draft) -> Rules:
+        """What is done with each key."""
+
+    def prepare(self, draft: Draft) -> None:
+        """Lay in what several keys say together."""
+
+    def finish(self, draft: Draft) -> None:
+        """Say what the tool does where the file is silent."""
+
+
+_MODULES: dict[str, Tool] = {
+    "axolotl": axolotl,
+    "llama-factory": llamafactory,
+    "trl": trl,
+    "torchtune": torchtune,
+    "ms-swift": swift,
+}
+
+
+def migrate(
+    path: str | Path, *, tool: str | None = None, num_devices: int | None = None, arguments: Sequence[str] = ()
+) -> Migration:
+    """A recipe made of another tool's configuration, and what became of each of its keys.
+
+    Reads no rows and no model; `tunekit.plan` says how the recipe would run.
+
+    Args:
+        path: A configuration of Axolotl, LLaMA-Factory, TRL's commands, torchtune or ms-swift: YAML, JSON, or a shell
+            script that calls one of them.
+        tool: Whose it is: axolotl, llama-factory, trl, torchtune or ms-swift. Left out: known by its keys.
+        num_devices: Devices that it was meant for, by which the batch of a step is multiplied. Left out: as the file
+            says, or one.
+        arguments: Further `--key value` words of the tool's command line; they go before the file.
+
+    Raises:
+        RecipeError: It cannot be read, is of no known tool, or names no model or no rows.
+    """
+    if tool is not None and tool not in TOOLS:
+        raise RecipeError(f"--from {tool}: no such tool", hint=f"there are {', '.join(TOOLS)}")
+    words = tuple(arguments)
+    original = read_original(path, _without_command(words))
+    if words and original.task is None and not words[0].startswith("-"):
+        original.task = words[1] if words[0] in ("trl", "swift", "tune") and len(words) > 1 else words[0]
+    name = tool or original.tool or _recognised(original)
+    draft = Draft(original, TOOLS[name], num_devices)
+    module = _MODULES[name]
+    module.prepare(draft)
+    apply(draft, module.rules(draft))
+    refuse_media(draft)
+    module.finish(draft)
+    _settle(draft)
+    recipe = _checked(draft)
+    suspects(draft, recipe)
+    return Migration(
+        path=str(path),
+        tool=name,
+        recipe=recipe,
+        text=_text(draft, recipe),
+        lines=tuple(
+            Line(draft.fates[entry.key].kind, entry.key, entry.value, entry.line, draft.fates[entry.key].words)
+            for entry in original.entries
+        ),
+        assumed=tuple(draft.assumed),
+        suspicious=tuple(sorted(dict.fromkeys(draft.suspicious))),
+        unsaid=tuple(draft.unsaid),
+    )
+
+
+def _without_command(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The `--key value` words behind `trl sft`."""
+    first = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    return words[first:]
+
+
+def _recognised(original: Original) -> str:
+    """The tool whose keys a configuration has: the one with the most marks."""
+    if any(entry.key.endswith("_component_") for entry in original.entries):
+        return "torchtune"
+    names = set(original.values)
+    marks = {name: len(module.MARKS & names) for name, module in _MODULES.items()}
+    most = max(marks.values())
+    best = [name for name, found in marks.items() if found == most]
+    if most < 2:
+        what = f"{original.path}: is a configuration of no known tool: it has {', '.join(list(original.values)[:5])}"
+        raise RecipeError(what, hint=f"--from says whose it is: {', '.join(TOOLS)}")
+    if len(best) > 1:
+        what = f"{original.path}: has keys of {' and of '.join(TOOLS[name] for name in best)}"
+        raise RecipeError(what, hint=f"--from says whose it is: {', '.join(best)}")
+    return best[0]
+
+
+def _settle(draft: Draft) -> None:
+    """Mend what follows from the schema whatever the tool."""
+    if any(target.startswith("method.") for target in draft.values):
+        draft.values.setdefault("method.type", "sft")
+    method = draft.values.get("method.type", "sft")
+    if method in WITHOUT_DROPOUT and draft.values.get("adapter.dropout"):
+        del draft.values["adapter.dropout"]
+        draft.assumed = [one for one in draft.assumed if one.key != "adapter.dropout"]
+        for key in draft.origins.pop("adapter.dropout", []):
+            draft.fates[key] = Fate("decided", f"TRL switches dropout off with {method}, there as here")
+    rate = default_learning_rate(method, draft.values.get("adapter.type", "lora"))
+    if draft.values.get("train.learning_rate") == rate:
+        del draft.values["train.learning_rate"]  # the default of the method and the adapter
+    if draft.values.get("train.num_epochs") == 1:
+        del draft.values["train.num_epochs"]  # the default, which has no value of its own
+    if draft.values.get("data.streaming") and "train.max_steps" in draft.values:
+        draft.values.pop("train.num_epochs", None)
+
+
+class _Needed(NamedTuple):
+    target: str
+    what: str
+
+
+def _checked(draft: Draft) -> Recipe:
+    """The recipe that the draft makes, once what the schema refuses is taken out of it."""
+    needed = (_Needed("model.path", "names no model"), _Needed("data.train", "names no rows to train on"))
+    for target, what in needed:
+        if draft.values.get(target) in (None, "", []):
+            why = next(
+                (
+                    f": {fate.words}"
+                    for key, fate in draft.fates.items()
+                    if fate.kind == "unsupported" and key in _RELEVANT[target]
+                ),
+                "",
+            )
+            raise RecipeError(f"{draft.original.path}: {what}{why}", hint="a recipe needs it: add it to the file")
+    while True:
+        recipe, faults = check_text(to_yaml(_nested(draft.values)), find_functions=False)
+        if recipe is not None:
+            named = draft.values.get("output.name")
+            # A recipe that is given no name has that of its file.
+            return recipe.model_copy(update={"output": recipe.output.model_copy(update={"name": named})})
+        before = dict(draft.values)
+        for fault in faults:
+            _take_out(draft, fault)
+        if before == draft.values:
+            raise RecipeError(f"{draft.original.path}: {faults[0]}", hint="change it in the file")
+
+
+_RELEVANT = {
+    "model.path": ("base_model", "model", "model_name_or_path", "model._component_"),
+    "data.train": ("dataset", "datasets", "dataset_name", "dataset._component_", "dataset.source"),
+}
+"""Keys that name the model and the rows."""
+
+
+def _take_out(draft: Draft, fault: Fault) -> None:
+    """Take what is at fault out of the draft, and say so of the keys that it came from."""
+    near = [
+        target for target in draft.values if fault.key == target or fault.key.startswith((f"{target}.", f"{target}["))
+    ]
+    near = near or [target for target in draft.values if target.startswith(f"{fault.key}.") and fault.key]
+    for target in near:
+        if target in ("model.path", "data.train"):
+            raise RecipeError(f"{draft.original.path}: {fault.key}: {fault.message}", hint="change it in the file")
+        value = draft.values.pop(target)
+        draft.comments.pop(target, None)
+        keys = draft.origins.pop(target, [])
+        for key in keys:
+            for told in [one for one in draft.fates if one == key or one.startswith((f"{key}.", f"{key}["))]:
+                draft.fates[told] = Fate("unsupported", f"{target} {fault.message}")
+        if not keys:
+            draft.suspicious.append(_lost(target, value, fault))
+
+
+def _lost(target: str, value: Any, fault: Fault) -> Suspicion:
+    return Suspicion(0, f"{target}: {value} cannot be had: {fault.message}")
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested sections."""
+    made: dict[str, Any] = {}
+    for target, value in values.items():
+        at = made
+        *above, name = target.split(".")
+        for part in above:
+            at = at.setdefault(part, {})
+        at[name] = value
+    return made
+
+
+def _text(draft: Draft, recipe: Recipe) -> str:
+    """The recipe as short YAML, with comments behind what a reader must know."""
+    lines = short_recipe(recipe).splitlines()
+    _, places, _ = read_yaml("\n".join(lines), Place(0, 1, 1, "recipe"))
+    for target, words in draft.comments.items():
+        key = tuple(target.split("."))
+        if key in places.keys:
+            at = places.keys[key].line - 1
+            lines[at] = f"{lines[at]}  # {words}"
+    head = f"# from {draft.tool}: {Path(draft.original.path).name}"
+    return "\n".join([head, *lines]) + "\n"

@@ -1,0 +1,252 @@
+"""Another tool's configuration as it stands in its file: every key with its value and its line.
+
+YAML and JSON are read as a recipe is, and nested keys become dotted ones (`datasets[0].path`). A shell script is
+searched for the tool's command, whose `--key value` words are the keys. Nothing of the other tool is imported or run.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import RecipeError
+from tunekit.recipe.reading.parse import MAX_BYTES, YAMLProblem, plain_scalar, read_yaml
+from tunekit.recipe.reading.source_locations import Key, Place, Places, dotted, raise_problems
+
+_HINT = "name a configuration of Axolotl, LLaMA-Factory, TRL, torchtune or ms-swift"
+_COMMANDS = re.compile(
+    r"(?:^|[/\s])(?:(swift)\s+(sft|rlhf|pt)|(trl)\s+(sft|dpo|kto|orpo|grpo|rloo|reward)"
+    r"|(llamafactory-cli)\s+(train))(?=\s|$)"
+)
+"""Commands whose arguments are a configuration: the tool's, and what it is to do."""
+
+_TOOLS = {"swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory"}
+_ASSIGNMENT = re.compile(r"(?:^|\s)([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;]*)")
+_QUOTIENT = re.compile(r"\$\((?:expr +|\( *)(\d+) */ *(\d+) *\)?\)")
+_INDEX = re.compile(r"\[\d+\]")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of a configuration."""
+
+    key: str
+    """Dotted, as in `datasets[0].path`."""
+    value: Any
+    line: int
+    """From 1."""
+
+    @property
+    def pattern(self) -> str:
+        """The key whatever its positions in lists: `datasets[].path`."""
+        return _INDEX.sub("[]", self.key)
+
+
+@dataclass
+class Original:
+    """A configuration as it was read."""
+
+    path: str
+    """The file, as the user named it."""
+    values: dict[str, Any]
+    """Its keys and values, nested as they are there."""
+    entries: tuple[Entry, ...]
+    tool: str | None = None
+    """The tool, where the file says it: a shell script calls it by name."""
+    task: str | None = None
+    """What the tool's command is to do, such as `sft`; None where it is not in the file."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that a shell script sets."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the file lies; other files are named from there or from the working directory."""
+        return Path(self.path).parent
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key by its path, `trl.beta`; the default where it is missing or null."""
+        at: Any = self.values
+        for part in key.split("."):
+            at = at.get(part) if isinstance(at, dict) else None
+        return default if at is None else at
+
+
+def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
+    """A configuration file.
+
+    Args:
+        path: The file.
+        words: Arguments of a command line that count besides: `--key value`.
+
+    Raises:
+        RecipeError: It cannot be read, or is no configuration.
+    """
+    shown, text = str(path), _text(Path(path))
+    if Path(path).suffix == ".py":
+        raise RecipeError(f"{shown}: is a Python program, not a configuration", hint=_HINT)
+    command = _find_command(text) if _is_script(Path(path), text) else None
+    if command is None and Path(path).suffix in (".sh", ".bash"):
+        raise RecipeError(
+            f"{shown}: no command of a known tool is in it", hint="it calls `swift sft`, `trl sft` or alike"
+        )
+    original = _of_values(shown, text) if command is None else _of_command(shown, text, *command)
+    added = _arguments(list(words), [0] * len(words), shown)
+    if added:
+        known = {entry.key for entry in added}
+        kept = [entry for entry in original.entries if entry.key not in known]
+        original.entries = (*kept, *added)
+        original.values |= {entry.key: entry.value for entry in added}
+    return original
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What another file beside a configuration says, such as LLaMA-Factory's dataset_info.json.
+
+    Raises:
+        RecipeError: It cannot be read, or holds no mapping.
+    """
+    return _of_values(str(path), _text(path)).values
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        raise RecipeError(f"{path}: is a folder, not a configuration", hint="name a file in it")
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: file not found", hint=_HINT) from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise RecipeError(f"{path}: is larger than {MAX_BYTES // 1024} KiB", hint=_HINT)
+    if b"\0" in raw:
+        raise RecipeError(f"{path}: is a binary file, not a configuration", hint=_HINT)
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise RecipeError(f"{path}:{line}: is not UTF-8 text", hint="save the file as UTF-8") from None
+
+
+def _of_values(shown: str, text: str) -> Original:
+    """A configuration in YAML, or in JSON, which is YAML as well but for tabs between its tokens."""
+    if text.lstrip().startswith(("{", "[")):
+        text = re.sub(r"^\t+", lambda tabs: "  " * len(tabs[0]), text, flags=re.MULTILINE)
+    try:
+        values, places, problems = read_yaml(text, Place(0, 1, 1, shown))
+    except YAMLProblem as error:
+        raise RecipeError(str(error.problem)) from None
+    raise_problems(problems)
+    if values is None:
+        raise RecipeError(f"{shown}: is empty", hint=_HINT)
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "one value"
+        raise RecipeError(f"{shown}: holds {kind}, not keys with values", hint=_HINT)
+    return Original(shown, values, tuple(_flat(values, (), places)))
+
+
+def _flat(value: Any, key: Key, places: Places) -> Iterator[Entry]:
+    """The keys below a value, down to values and to lists of values."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(item, (*key, name), places)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for position, item in enumerate(value):
+            yield from _flat(item, (*key, position), places)
+    else:
+        yield Entry(dotted(key), value, places.of_key(key).line)
+
+
+# Shell scripts
+
+
+def _is_script(path: Path, text: str) -> bool:
+    return path.suffix in (".sh", ".bash") or text.startswith("#!") or (path.suffix == "" and "--" in text)
+
+
+def _find_command(text: str) -> tuple[str, str, int, str, Mapping[str, str]] | None:
+    """The first command of a known tool in a script: tool, task, its line, its arguments as one text, variables."""
+    variables: dict[str, str] = {}
+    joined, start = "", 1
+    for number, line in enumerate(text.splitlines(), start=1):
+        bare = "" if line.lstrip().startswith("#") else line
+        if not joined:
+            start = number
+        joined += bare.rstrip()
+        if joined.endswith("\\"):
+            joined = joined[:-1] + "\n"
+            continue
+        if line.lstrip().startswith("#") and joined.endswith("\n"):
+            joined += "\n"
+            continue
+        found = _COMMANDS.search(joined)
+        before = joined[: found.start()] if found else joined
+        for name, value in _ASSIGNMENT.findall(before):
+            variables[name] = _filled(value.strip("\"'"), variables)
+        if found is not None:
+            tool, task = next((found[i], found[i + 1]) for i in (1, 3, 5) if found[i])
+            line_of_command = start + joined[: found.end()].count("\n")
+            return _TOOLS[tool], task, line_of_command, joined[found.end() :], variables
+        joined = ""
+    return None
+
+
+def _of_command(
+    shown: str, text: str, tool: str, task: str, line: int, arguments: str, variables: Mapping[str, str]
+) -> Original:
+    words: list[str] = []
+    lines: list[int] = []
+    for offset, part in enumerate(arguments.split("\n")):
+        try:
+            found = shlex.split(_filled(part, variables))
+        except ValueError as error:
+            raise RecipeError(
+                f"{shown}:{line + offset}: {str(error).lower()}", hint="close the quote on its line"
+            ) from None
+        found = found[: next((place for place, word in enumerate(found) if word.startswith("#")), None)]
+        words += found
+        lines += [line + offset] * len(found)
+    end = next(
+        (place for place, word in enumerate(words) if word in ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")), None
+    )
+    entries = _arguments(words[:end], lines[:end], shown)
+    return Original(shown, {entry.key: entry.value for entry in entries}, entries, tool, task, variables)
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    """The text with the variables that the script sets filled in, and quotients worked out; what else there is stays.
+
+    `$(expr 16 / $nproc_per_node)` is how scripts divide an accumulation among devices.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3], found[2]
+        return variables.get(name, found[0] if default is None else default)
+
+    text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
+    return _QUOTIENT.sub(lambda found: str(int(found[1]) // max(1, int(found[2]))), text)
+
+
+def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, ...]:
+    """What `--key value`, `--key=value` and `--flag` words say; several values make a list."""
+    found: dict[str, tuple[list[str], int]] = {}
+    key = None
+    for word, line in zip(words, lines, strict=True):
+        if word.startswith("--") and len(word) > 2:
+            key, _, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            found[key] = ([value] if value else [], line)
+        elif key is None:
+            raise RecipeError(f"{shown}:{line}: '{word}' belongs to no --key", hint="write --key value")
+        else:
+            found[key][0].append(word)
+    return tuple(Entry(name, _value(given), line) for name, (given, line) in found.items())
+
+
+def _value(given: list[str]) -> Any:
+    if not given:
+        return True
+    values = [plain_scalar(word) for word in given]
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,1 @@
+"""Fused kernels in place of modules whose forward computes the same, proved before use."""

@@ -1,0 +1,289 @@
+"""What a self-attention's forward computes, read from its source.
+
+The forwards of transformers' attentions are put together from few parts: three projections or one, norms of the heads
+or of whole rows or none, a rotary embedding, the cache, the attention itself with what it is told, the output. Each
+part is known here by its lines as `ast.unparse` writes them. A forward that consists of known parts is understood,
+whatever its model is called; of another one, the first line that is not known is told.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.nn import Module
+
+from tunekit.models.fusion.structure import Unreadable
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a self-attention computes.
+
+    Attributes:
+        projections: Names of the modules that give queries, keys and values, or of the one that gives all three.
+        norms: Names of the norms of queries and keys, or None.
+        norms_rows: Whether those go over all heads of a token together.
+        rotates: Whether queries and keys are rotated by their positions.
+        rotates_parts: Whether it may be that only the first part of each head is rotated.
+        output: Name of the module behind the attention.
+        options: What the attention function is told: names and keys of `OPTIONS`.
+        attend: The function that attends where the configuration names none that is registered.
+    """
+
+    projections: tuple[str, ...]
+    norms: tuple[str, str] | None
+    norms_rows: bool
+    rotates: bool
+    rotates_parts: bool
+    output: str
+    options: tuple[tuple[str, str], ...]
+    attend: Callable[..., Any]
+
+
+Part = dict[tuple[str, ...], str]
+"""A part of a forward: its possible lines, and what they mean. Longer ones come first where one begins another."""
+
+_SHAPES: Part = {("input_shape = hidden_states.shape[:-1]", "hidden_shape = (*input_shape, -1, self.head_dim)"): ""}
+_VIEWED = tuple(
+    f"{name}_states = {name}_states.view(hidden_shape).transpose(1, 2)" for name in ("query", "key", "value")
+)
+_VALUE = "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)"
+_PROJECTIONS: Part = {
+    (
+        "query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+        "key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+        _VALUE,
+    ): "plain",
+    (
+        "query_states = self.q_proj(hidden_states)",
+        "key_states = self.k_proj(hidden_states)",
+        "value_states = self.v_proj(hidden_states)",
+        *_VIEWED,
+    ): "plain",
+    (
+        "query_states = self.q_norm(self.q_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
+        "key_states = self.k_norm(self.k_proj(hidden_states).view(hidden_shape)).transpose(1, 2)",
+        _VALUE,
+    ): "heads",
+    (
+        "query_states = self.q_norm(self.q_proj(hidden_states))",
+        "key_states = self.k_norm(self.k_proj(hidden_states))",
+        "value_states = self.v_proj(hidden_states)",
+        *_VIEWED,
+    ): "rows",
+    (
+        "qkv = self.qkv_proj(hidden_states)",
+        "query_pos = self.config.num_attention_heads * self.head_dim",
+        "query_states = qkv[..., :query_pos]",
+        "key_states = qkv[..., query_pos:query_pos + self.num_key_value_heads * self.head_dim]",
+        "value_states = qkv[..., query_pos + self.num_key_value_heads * self.head_dim:]",
+        *_VIEWED,
+    ): "one",
+}
+_NORMS: Part = {
+    ("query_states = self.q_norm(query_states)", "key_states = self.k_norm(key_states)"): "q_norm k_norm",
+    (
+        "if self.qk_layernorm:\n"
+        "    query_states = self.q_layernorm(query_states)\n"
+        "    key_states = self.k_layernorm(key_states)",
+    ): "qk_layernorm",
+    (): "",
+}
+_ROTATED = "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
+_ROTATION: Part = {
+    ("cos, sin = position_embeddings", _ROTATED): "always",
+    (f"if self.use_rope:\n    cos, sin = position_embeddings\n    {_ROTATED}",): "use_rope",
+    (
+        "cos, sin = position_embeddings",
+        "query_rot, query_pass = (query_states[..., :self.rotary_ndims], query_states[..., self.rotary_ndims:])",
+        "key_rot, key_pass = (key_states[..., :self.rotary_ndims], key_states[..., self.rotary_ndims:])",
+        "query_rot, key_rot = apply_rotary_pos_emb(query_rot, key_rot, cos, sin)",
+        "query_states = torch.cat((query_rot, query_pass), dim=-1)",
+        "key_states = torch.cat((key_rot, key_pass), dim=-1)",
+    ): "rotary_ndims",
+}
+_CACHE: Part = {
+    (
+        "if past_key_values is not None:\n"
+        "    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)",
+    ): ""
+}
+_LOOK_UP: Part = {
+    (
+        "attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
+        "self.config._attn_implementation, eager_attention_forward)",
+    ): ""
+}
+_ROWS: Part = {("attn_output = attn_output.reshape(*input_shape, -1).contiguous()",): ""}
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "0.0 if not self.training else self.attention_dropout": lambda module: (
+        module.attention_dropout if module.training else 0.0
+    ),
+    "self.attention_dropout if self.training else 0.0": lambda module: (
+        module.attention_dropout if module.training else 0.0
+    ),
+    "self.scaling": lambda module: module.scaling,
+    "self.sliding_window": lambda module: module.sliding_window,
+    # As transformers has it: not every configuration of these models has the field.
+    "getattr(self.config, 'sliding_window', None)": lambda module: getattr(module.config, "sliding_window", None),
+    "self.attn_logit_softcapping": lambda module: module.attn_logit_softcapping,
+}
+"""What an attention function is told, as the forwards say it."""
+
+_ROTATE_HALF = (
+    "x1 = x[..., :x.shape[-1] // 2]",
+    "x2 = x[..., x.shape[-1] // 2:]",
+    "return torch.cat((-x2, x1), dim=-1)",
+)
+_UNSQUEEZED = ("cos = cos.unsqueeze(unsqueeze_dim)", "sin = sin.unsqueeze(unsqueeze_dim)")
+_PARTS_OF_HEADS = (
+    *_UNSQUEEZED,
+    "rotary_dim = cos.shape[-1]",
+    "q_rot, q_pass = (q[..., :rotary_dim], q[..., rotary_dim:])",
+    "k_rot, k_pass = (k[..., :rotary_dim], k[..., rotary_dim:])",
+)
+_ROTARY_EMBEDDINGS = {
+    (
+        *_UNSQUEEZED,
+        "q_embed = q * cos + rotate_half(q) * sin",
+        "k_embed = k * cos + rotate_half(k) * sin",
+        "return (q_embed, k_embed)",
+    ),
+    (
+        "q_type, k_type = (q.dtype, k.dtype)",
+        *_UNSQUEEZED,
+        "q_embed = q * cos + rotate_half(q) * sin",
+        "k_embed = k * cos + rotate_half(k) * sin",
+        "return (q_embed.to(q_type), k_embed.to(k_type))",
+    ),
+    (
+        *_PARTS_OF_HEADS,
+        "q_embed = torch.cat([q_rot * cos + rotate_half(q_rot) * sin, q_pass], dim=-1)",
+        "k_embed = torch.cat([k_rot * cos + rotate_half(k_rot) * sin, k_pass], dim=-1)",
+        "return (q_embed, k_embed)",
+    ),
+    (
+        *_PARTS_OF_HEADS,
+        "q_embed = q_rot * cos + rotate_half(q_rot) * sin",
+        "k_embed = k_rot * cos + rotate_half(k_rot) * sin",
+        "q_embed = torch.cat([q_embed, q_pass], dim=-1)",
+        "k_embed = torch.cat([k_embed, k_pass], dim=-1)",
+        "return (q_embed, k_embed)",
+    ),
+}
+"""Rotary embeddings of halves of each head, or of its first part. They differ in where they round."""
+
+
+def read_attention(module: Module) -> Attention:
+    """What an attention computes.
+
+    Raises:
+        Unreadable: It computes something else as well, which this names.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    if list(inspect.signature(forward).parameters) != [
+        "self",
+        "hidden_states",
+        "position_embeddings",
+        "attention_mask",
+        "past_key_values",
+        "kwargs",
+    ]:
+        raise _unknown(f"forward{inspect.signature(forward)}")
+    lines = _statements(forward)
+    _take(lines, _SHAPES)
+    projections = _take(lines, _PROJECTIONS)
+    norms = _take(lines, _NORMS)
+    rotation = _take(lines, _ROTATION)
+    _take(lines, _CACHE)
+    _take(lines, _LOOK_UP)
+    options = _options(lines.pop(0))
+    _take(lines, _ROWS)
+    output = re.fullmatch(r"attn_output = self\.(\w+)\(attn_output\)", lines[0])
+    if output is None or lines[1:] != ["return (attn_output, attn_weights)"]:
+        raise _unknown(lines[0] if output is None else lines[-1])
+    rotates_parts = _rotates_parts(forward.__globals__["apply_rotary_pos_emb"])
+    this = cast(Any, module)
+    names = None
+    if projections in ("heads", "rows") or norms == "q_norm k_norm":
+        names = ("q_norm", "k_norm")
+    elif norms == "qk_layernorm" and this.qk_layernorm:
+        names = ("q_layernorm", "k_layernorm")
+    return Attention(
+        projections=("qkv_proj",) if projections == "one" else QKV,
+        norms=names,
+        norms_rows=projections == "rows",
+        rotates=rotation != "use_rope" or bool(this.use_rope),
+        rotates_parts=rotates_parts or rotation == "rotary_ndims",
+        output=output[1],
+        options=options,
+        attend=forward.__globals__["eager_attention_forward"],
+    )
+
+
+def _unknown(line: str) -> Unreadable:
+    return Unreadable(f"its forward has a line that is not known: {line.splitlines()[0]}")
+
+
+def _statements(function: Callable[..., Any]) -> list[str]:
+    """The statements of a function, without docstring, comments and layout."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body[1:] if ast.get_docstring(definition) is not None else definition.body
+    return [ast.unparse(statement) for statement in body]
+
+
+def _take(lines: list[str], forms: Part) -> str:
+    """Take the lines of a part from the front, and say which form of it they are."""
+    for form, meaning in forms.items():
+        if tuple(lines[: len(form)]) == form:
+            del lines[: len(form)]
+            return meaning
+    # Of the form that fits longest, the first line that is another one.
+    fitting = max(sum(1 for _ in _same(lines, form)) for form in forms)
+    raise _unknown(lines[fitting] if fitting < len(lines) else "(the end)")
+
+
+def _same(lines: Sequence[str], form: tuple[str, ...]) -> Sequence[str]:
+    num = next((i for i, (line, known) in enumerate(zip(lines, form, strict=False)) if line != known), len(form))
+    return lines[:num]
+
+
+def _options(line: str) -> tuple[tuple[str, str], ...]:
+    """What an attention function is told where it is called."""
+    start = (
+        "attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, attention_mask"
+    )
+    if not line.startswith(start) or not line.endswith(", **kwargs)"):
+        raise _unknown(line)
+    (statement,) = ast.parse(line).body
+    call = cast(ast.Call, cast(ast.Assign, statement).value)
+    named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+    unknown = [f"{name}={value}" for name, value in named.items() if value not in OPTIONS]
+    if unknown or len(call.args) != 5:
+        raise _unknown(unknown[0] if unknown else line)
+    return tuple(named.items())
+
+
+def _rotates_parts(rotary: Any) -> bool:
+    """Whether a rotary embedding, one that rotates halves, leaves some of each head as it is.
+
+    Raises:
+        Unreadable: It is another one.
+    """
+    # With the `kernels` package installed, functions that it may replace are modules.
+    function = inspect.unwrap(type(rotary).forward if isinstance(rotary, Module) else rotary)
+    lines = _statements(function)
+    if tuple(lines) not in _ROTARY_EMBEDDINGS:
+        raise _unknown(f"apply_rotary_pos_emb: {lines[0]}")
+    half = _statements(inspect.unwrap(function.__globals__["rotate_half"]))
+    if tuple(half) != _ROTATE_HALF:
+        raise _unknown(f"rotate_half: {half[0]}")
+    return tuple(lines[: len(_PARTS_OF_HEADS)]) == _PARTS_OF_HEADS

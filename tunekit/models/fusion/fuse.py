@@ -1,0 +1,184 @@
+"""Fuse a loaded model by structure: modules whose forward computes what a kernel does are given that kernel.
+
+A rule looks at a module: what its forward computes (`tunekit.models.fusion.structure`) and what it has. Where it knows
+the form, it says how the module computes instead, and that is proved (`tunekit.models.fusion.proof`) before the
+*instance* is given another forward. Its class stays as it is, and so do its weights, their names, its submodules and
+its hooks. What is not known, or does not agree, stays and is named in the report.
+
+The model is fused behind the injection of adapters, and before it is divided, wrapped or compiled. A deep copy of a
+fused model is fused; a pickled one comes back with the original forwards.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tunekit.models.fusion.fuse_attention import attention_rule
+from tunekit.models.fusion.gated_forms import gated_rule
+from tunekit.models.fusion.layer_forms import layer_rule
+from tunekit.models.fusion.lora_layers import linear_rule
+from tunekit.models.fusion.norm_forms import norm_rule
+from tunekit.models.fusion.proof import Difference, prove
+from tunekit.models.fusion.rules import Fusion, Kept, Rule, replace, unfuse
+
+RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, layer_rule)
+"""In the order in which they are applied: a layer is fused around a norm that is fused already."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of the modules of a class and form.
+
+    Attributes:
+        module: Name of the class.
+        num_modules: How many there are.
+        example: Name of the first of them in the model.
+        form: What they compute; None where no rule knows it.
+        reason: Why they stayed as they are, also where their proof failed; None where they are fused.
+        difference: What the proof found, as a share of a row's largest value; None where there was none.
+    """
+
+    module: str
+    num_modules: int
+    example: str
+    form: str | None
+    reason: str | None
+    difference: float | None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether they are fused."""
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What of a model is fused and what not, in the order of the model."""
+
+    lines: tuple[Line, ...]
+
+    @property
+    def fused(self) -> tuple[Line, ...]:
+        """What is fused."""
+        return tuple(line for line in self.lines if line.is_fused)
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """What stayed as it was."""
+        return tuple(line for line in self.lines if not line.is_fused)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {"lines": [asdict(line) for line in self.lines]}
+
+    def words(self) -> str:
+        """The report in a line: how many of each form are fused, and the classes of what is not."""
+        nums: Counter[str] = Counter()
+        for line in self.fused:
+            nums[str(line.form)] += line.num_modules
+        fused = ", ".join(f"{num} {form}" for form, num in nums.items()) or "nothing"
+        kept = ", ".join(dict.fromkeys(line.module for line in self.kept))
+        return f"tunekit's for {fused}{f'; torch for {kept}' if kept else ''}"
+
+
+def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[Rule] = RULES) -> Report:
+    """Fuse what can be proved to compute the same, and say what became of each kind of module.
+
+    Args:
+        model: The model, with its adapters, neither divided nor compiled. It may be on `meta`.
+        dtype: The type that it computes in, which is tried on its device; that of its weights where left out.
+        rules: What is looked for, one after the other: a rule may ask whether a submodule is fused already.
+    """
+    unfuse(model)
+    first = next(model.parameters())
+    named = dict(model.named_modules())
+    proofs: dict[Hashable, Difference | str] = {}
+    found: dict[str, _Found] = {}
+    for rule in rules:
+        for name, module in named.items():
+            fusion = rule(module) if name not in found else None
+            if fusion is not None:
+                found[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
+    for name, module in named.items():
+        if name not in found and _is_of_a_model(module):
+            found[name] = _Found(None, "no kernel for what it computes", None)
+    return _report(named, found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What became of a module."""
+
+    form: str | None
+    reason: str | None
+    difference: float | None
+
+
+def _fuse_one(
+    module: nn.Module,
+    fusion: Fusion | Kept,
+    proofs: dict[Hashable, Difference | str],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Found:
+    """Fuse a module, if that is proved; one proof serves all that compute the same."""
+    if isinstance(fusion, Kept):
+        return _Found(None, fusion.reason, None)
+    obstacle = _obstacle(module)
+    if obstacle is not None:
+        return _Found(fusion.form, obstacle, None)
+    key = (type(module), fusion.forward, fusion.settings, fusion.sizes)
+    if key not in proofs:
+        proofs[key] = _try(fusion, device, dtype)
+    proof = proofs[key]
+    if isinstance(proof, str):
+        return _Found(fusion.form, proof, None)
+    if not proof.is_rounding:
+        return _Found(fusion.form, proof.words(), proof.share)
+    replace(module, fusion)
+    return _Found(fusion.form, None, proof.share)
+
+
+def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference | str:
+    """What the proof of a fusion found, or why there is none."""
+    try:
+        return prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
+    except Exception as error:  # noqa: BLE001  (a stand-in runs the model's own code, which may want another input)
+        first = next(iter(str(error).splitlines()), "")
+        return f"it could not be tried: {type(error).__name__}{': ' * bool(first)}{first}"
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """What keeps a module of a known form from being fused."""
+    if "forward" in vars(module):
+        return "something else has replaced its forward"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return "its weights are divided over devices"
+    return None
+
+
+def _is_of_a_model(module: nn.Module) -> bool:
+    """Whether a module computes something of its own: not a container, a layer of torch's, or the model itself."""
+    from transformers import PreTrainedModel
+
+    own = type(module).__module__
+    others = ("torch.", "peft.", "bitsandbytes.", "transformers.activations")
+    return not own.startswith(others) and not isinstance(module, PreTrainedModel)
+
+
+def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
+    groups: dict[tuple[str, _Found], list[str]] = {}
+    for name, module in named.items():
+        if name in found:
+            groups.setdefault((type(module).__name__, found[name]), []).append(name)
+    return Report(
+        tuple(
+            Line(module, len(names), names[0], one.form, one.reason, one.difference)
+            for (module, one), names in groups.items()
+        )
+    )

@@ -1,0 +1,228 @@
+"""Load a tokenizer and a language model as the plan says, from a local folder or the hub.
+
+The model has its head, or a score of a text in its place.
+
+Only safetensors weights are read, since opening pickled ones can run code.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import ModelError
+from tunekit.planner.decisions.isolation import VARLEN
+from tunekit.planner.memory.states import Dtype
+from tunekit.probe.model import model_folder, with_tokenizer
+from tunekit.recipe.sections.adapters import QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.distributed import DistributedConfig
+
+BLOCK_SIZE = 64
+"""Values of a weight in 4 bits that share a scale, as transformers has bitsandbytes quantise it."""
+
+
+def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer, with the recipe's chat template where it names one.
+
+    Raises:
+        ModelError: The tokenizer or the template cannot be read, or the tokenizer has neither padding nor end token.
+    """
+    from transformers import AutoTokenizer
+
+    template, section = section.chat_template, with_tokenizer(section)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_folder(section), revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model.path: the tokenizer of {section.path!r} cannot be loaded: {_first_line(error)}",
+            hint=_about_code(error) or "the folder may be incomplete",
+        ) from error
+    if template is not None:
+        tokenizer.chat_template = _read_template(template)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(
+                f"model.path: the tokenizer of {section.path!r} has neither a padding nor an end-of-sequence token",
+                hint="set pad_token in its tokenizer_config.json",
+            )
+        # Padding is masked by position, never by token, so the end token can serve.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template: {path!r} cannot be read: {_first_line(error)}", hint="name a Jinja file"
+        ) from error
+
+
+def load_model(
+    section: ModelSection,
+    *,
+    dtype: Dtype,
+    attn_implementation: str | None = None,
+    device: str | None,
+    quantization: QloraAdapter | None = None,
+    distributed: "DistributedConfig | None" = None,
+    head_seed: int | None = None,
+) -> "PreTrainedModel":
+    """The model on its device.
+
+    With `meta` for a device nothing is read: its weights are on the CPU and have shapes and types, but nobody wrote
+    them, and its memory is not touched. That is for processes that are given their parts of weights by another one.
+
+    Args:
+        section: Which model.
+        dtype: Type of the weights; of those that stay unquantised, where `quantization` is given.
+        attn_implementation: Attention implementation by its transformers name; None for the model's default.
+        device: Where the weights go: `cpu`, `cuda` or `meta`; None where DeepSpeed divides them as they are read.
+        quantization: How to quantise the linear layers to 4 bits, or None.
+        distributed: How to divide it over the processes, each of which loads its part to its own device then.
+        head_seed: For a model that judges: seed of the score that it has for a head, one number for a text. One that
+            has a score already keeps it.
+
+    Raises:
+        ModelError: The model cannot be loaded.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, set_seed
+
+    from tunekit.models.attention import register_packed_attention
+
+    if attn_implementation == VARLEN:
+        register_packed_attention()
+    torch_dtype = getattr(torch, dtype)
+    if head_seed is not None:
+        set_seed(head_seed)
+    kind = AutoModelForCausalLM if head_seed is None else AutoModelForSequenceClassification
+    is_given = device == "meta" and distributed is None
+    config = None
+    if quantization is not None:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double_quant,
+            bnb_4bit_compute_dtype=torch_dtype,
+        )
+    try:
+        with _keeping_buffers() if is_given else contextlib.nullcontext():
+            model = kind.from_pretrained(
+                model_folder(section),
+                revision=section.revision,
+                dtype=torch_dtype,
+                attn_implementation=attn_implementation,
+                quantization_config=config,
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,
+                device_map=None if device is None or distributed is not None else {"": device},
+                distributed_config=distributed,
+                **({} if head_seed is None else {"num_labels": 1}),
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        folder = Path(section.path)
+        missing = [name for name in ("config.json", "*.safetensors") if folder.is_dir() and not any(folder.glob(name))]
+        if missing:
+            words = f"model.path: {section.path!r} is no whole model: there is no {missing[0]} in it"
+            raise ModelError(words, hint="put it back, or save the model anew") from error
+        raise ModelError(
+            f"model.path: {section.path!r} cannot be loaded: {_first_line(error)}",
+            hint=_about_code(error) or "see the log for the whole message",
+        ) from error
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights of {section.path!r} are damaged: {_first_line(error)}",
+            hint="fetch or save them again",
+        ) from error
+    if is_given:
+        _give_unwritten_memory(model)
+    if quantization is not None:
+        keep_quantised_layout(model)
+    return model
+
+
+@contextlib.contextmanager
+def _keeping_buffers() -> Iterator[None]:
+    """Within it, transformers computes the buffers of a model on `meta` that no checkpoint holds, on the CPU.
+
+    It does so in the processes of FSDP that are to be given their weights (transformers 5.23, `is_fsdp_enabled`),
+    and reads the weights in all of them nevertheless, unless they are on `meta`.
+    """
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    os.environ.update(dict.fromkeys(names, "true"))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _give_unwritten_memory(model: "PreTrainedModel") -> None:
+    """Move the weights of a model from `meta` to the CPU, so that each has an address to be told by.
+
+    Accelerate finds the weights of an optimizer by their addresses, and on `meta` they have none.
+    """
+    import torch
+
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty_like(parameter, device="cpu")
+                module.register_parameter(name, torch.nn.Parameter(empty, requires_grad=parameter.requires_grad))
+    model.tie_weights()
+    # Where it is known to be goes by this: the trainer takes a model on another device than its own for a divided one.
+    model.hf_device_map = {"": "cpu"}
+
+
+def keep_quantised_layout(model: "PreTrainedModel") -> None:
+    """Keep bitsandbytes from reading 4-bit weights on a CPU in ways that are wrong in training.
+
+    In evaluation mode it repacks them for inference: the backward pass of that layout gives wrong gradients (cosine
+    0.72 with the right ones on bitsandbytes 0.50.2), and weights merged from it are wrong. With AVX-512 it misreads
+    rows that end within a block: nine of ten values of a matrix of 48 columns. Both go without a message.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+            if module.weight.device.type == "cpu" and module.in_features % BLOCK_SIZE:
+                vars(module)["forward"] = MethodType(_forward_of_whole_blocks, module)
+
+
+def _forward_of_whole_blocks(layer: Any, x: "torch.Tensor") -> "torch.Tensor":
+    """Return the product of a 4-bit layer, whose weight is read as rows of a block each."""
+    from bitsandbytes.functional import dequantize_4bit
+    from torch.nn.functional import linear
+
+    # FSDP gives a weight another type, which has lost its state; the layer keeps it.
+    state = vars(layer.weight).get("quant_state") or layer.quant_state
+    blocks = copy(state)
+    if state.shape.numel() % state.blocksize == 0:
+        blocks.shape = (state.shape.numel() // state.blocksize, state.blocksize)
+    dtype = layer.compute_dtype or x.dtype
+    weight = dequantize_4bit(layer.weight.data, blocks).view(state.shape).to(dtype)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    return linear(x.to(dtype), weight, bias).to(x.dtype)
+
+
+def _about_code(error: Exception) -> str | None:
+    """What to do where transformers would have to run code that comes with a model."""
+    return "read that code, then set trust_remote_code=true" if "trust_remote_code" in str(error) else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

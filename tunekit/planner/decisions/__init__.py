@@ -1,0 +1,1 @@
+"""Decisions of a plan, each a function that returns its reason."""

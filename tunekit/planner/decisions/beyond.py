@@ -1,0 +1,374 @@
+"""A starting layout for full training that tunekit cannot run: with pipeline, and of experts with expert parallel.
+
+Megatron-Core and TorchTitan do that. Here is what their guides do by rule of thumb: tensor parallel (TP) inside a
+node, stages of a pipeline (PP) across nodes, replicas (DP) on top that divide the optimizer's states (ZeRO-1), parts
+of a sequence (CP) where it is long, experts apart (EP). There are as few stages as fit; of the layouts that are left,
+the one that is expected to be the fastest is taken. Nothing of it was measured: it is where to start from.
+
+Assumed are Adam with a float32 copy of bfloat16 weights and float32 gradients, micro-batches of one sequence, fused
+attention, norms divided as well (sequence parallel), and stages that are equally large.
+
+Symbols: s tokens of a sequence on a device, h hidden size, L layers, P stages, M micro-batches of a step, v parts
+that a stage is cut into.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from tunekit.planner.decisions.fit import MEMORY_SHARE
+from tunekit.planner.facts import Facts, Figures, Hardware, ModelFacts
+from tunekit.planner.throughput.communication import Link, Range, Transfer
+
+LONG_SEQUENCE = 32768
+"""Tokens of a sequence on one device up to which it is left whole: the guides' rule."""
+
+SHARDED_BYTES, WHOLE_BYTES = 12, 6
+"""Bytes a parameter with ZeRO-1: a float32 copy and two states are divided among replicas; bfloat16 weights and float32
+gradients are not (github.com/NVIDIA/Megatron-LM, megatron/training/theoretical_memory_usage.py)."""
+
+EFFICIENCY = Range(low=0.35, high=0.55)
+"""Share of the peak while a stage computes. Guides of 2026 call 40 to 55 % well tuned on H100s; Llama 3 405B reached 38
+to 43 % of 8,192 to 16,384 of them, with what it waited in it (arXiv 2407.21783, table 4)."""
+
+MOST_TENSOR = 8
+"""Devices that share a layer at most, all of them in one node: the guides' rule, and a node's usual size."""
+
+MOST_PARTS = 8
+"""Parts that a stage is cut into at most: NVIDIA's recipes for Llama 3 have 5 to 8
+(github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md)."""
+
+MOST_NODES = 4096
+"""Where the search for a machine that is large enough ends."""
+
+
+class Beyond(Facts):
+    """A starting layout for another engine, and what is to be expected of it."""
+
+    model: str
+    device: str
+    num_nodes: int
+    asked_nodes: int
+    """Nodes that there are; fewer than `num_nodes` where it does not fit."""
+    devices_per_node: int
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    num_parts: int
+    """Parts that a stage is cut into, which divides its bubble."""
+    num_micro_batches: int
+    """Of a step, on each replica."""
+    recomputes: bool
+    """Whether layers are computed again in the backward pass."""
+    memory_bytes: int
+    memory_limit_bytes: int
+    bubble: float
+    """Share of a step in which a stage waits for others, uncut."""
+    cut_bubble: float
+    """The same with stages in parts."""
+    sent: tuple[tuple[str, float], ...]
+    """What a device sends in a step: what, and bytes."""
+    tokens_per_second: Range | None
+    """Of all devices; None where the sheet or a link is not known."""
+    usd_per_billion_tokens: Range | None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the layout needs."""
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def layout(self) -> str:
+        """The layout in short: `TP 8 x PP 8 x DP 4`."""
+        sizes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
+        return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in ("TP", "PP", "DP"))
+
+    def words(self) -> list[str]:
+        """The layout and its figures, in lines."""
+        asked = self.asked_nodes * self.devices_per_node
+        but = "" if self.num_nodes <= self.asked_nodes else f", but not on {asked:,} devices"
+        again = "recomputing layers" if self.recomputes else "without recomputing layers"
+        size, limit = self.memory_bytes / 2**30, self.memory_limit_bytes / 2**30
+        lines = [
+            f"Megatron-Core or TorchTitan can{but}; to start with, on {self.num_devices:,} x {self.device}:",
+            f"{self.layout}, ZeRO-1, {again}",
+            f"memory: {size:.0f} of {limit:.0f} GiB a device (estimate)",
+        ]
+        if self.pp > 1:
+            cut = f", {self.cut_bubble:.0%} with {self.num_parts} parts a stage" if self.num_parts > 1 else ""
+            lines.append(f"pipeline: {self.num_micro_batches} micro-batches, {self.bubble:.0%} bubble{cut}")
+        sent = ", ".join(f"{what} {size / 1e9:,.{0 if size > 1e10 else 1}f} GB" for what, size in self.sent)
+        lines.append(f"sent a device and step: {sent}")
+        if self.tokens_per_second is not None:
+            speed = f"speed (a prediction): {_between(self.tokens_per_second)} tokens/s in all"
+            if self.usd_per_billion_tokens is not None:
+                speed += f", {_between(self.usd_per_billion_tokens)} USD a billion tokens"
+            lines.append(speed)
+        return lines
+
+
+def beyond(model: ModelFacts, hardware: Hardware, *, batch: int, length: int) -> Beyond | None:
+    """Where to start training all of `model`; None where no number of such machines would do.
+
+    Args:
+        model: The model.
+        hardware: The machine. Where nothing fits it, twice, four times as many nodes are looked at.
+        batch: Sequences of an optimizer step.
+        length: Tokens of each.
+    """
+    sizes = _sizes_of(model)
+    nodes = hardware.num_nodes
+    while nodes <= MOST_NODES:
+        ways = list(_ways(model, sizes, hardware, nodes, batch, length))
+        if ways:
+            return min(ways, key=lambda way: (way.slowest_seconds, way.pp)).described(hardware)
+        nodes *= 2
+    return None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of a model's parameters."""
+
+    table: int
+    """Of the embedding, and of a head that is not tied."""
+    num_tables: int
+    experts: int
+    others: int
+    """In layers, but for experts."""
+    active: int
+    """That a token is multiplied with."""
+
+
+def _sizes_of(model: ModelFacts) -> _Sizes:
+    table = model.vocab_size * model.hidden_size
+    tables = 1 if model.has_tied_head else 2
+    experts = sum(math.prod(shape) for name, shape in model.tensors.items() if ".experts." in name)
+    return _Sizes(
+        table=table,
+        num_tables=tables,
+        experts=experts,
+        others=model.num_params - experts - tables * table,
+        active=model.num_active_params - (tables - 1) * table,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to spread the training, with its costs."""
+
+    model: ModelFacts
+    sizes: _Sizes
+    figures: Figures
+    per_node: int
+    num_nodes: int
+    batch: int
+    length: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    recomputes: bool
+
+    @property
+    def dp(self) -> int:
+        return self.num_nodes * self.per_node // (self.tp * self.pp * self.cp)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the devices, the batch and the experts can be divided so."""
+        devices, together = self.num_nodes * self.per_node, self.tp * self.pp * self.cp
+        if devices % together or self.batch % (devices // together):
+            return False
+        return self.ep == 1 or not (self.model.num_experts % self.ep or (devices // self.pp) % self.ep)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.batch // self.dp
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a stage; interleaving needs a whole round of micro-batches for the stages."""
+        whole = self.num_micro_batches % self.pp == 0
+        return min(MOST_PARTS, math.ceil(self.model.num_layers / self.pp)) if self.pp > 1 and whole else 1
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations: 6 for each parameter that a token is multiplied with, and 12 L q s of attention."""
+        m = self.model
+        whole = 6.0 * self.sizes.active + 12 * m.num_layers * m.num_heads * m.head_dim * self.length
+        return whole * 4 / 3 if self.recomputes else whole
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a sequence on a device, those of its tensor parallel group taken together."""
+        return self.length / self.cp
+
+    @property
+    def layers(self) -> float:
+        return self.model.num_layers / self.pp
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes on a device of the first stage, which holds the most activations and the embedding.
+
+        A layer keeps (18 h + 4 i) s bytes of a micro-batch, divided by tensor parallel, or recomputed 2 h s (arXiv
+        2205.05198, table 2, with fused attention), and the first stage keeps those of P micro-batches at once.
+        """
+        m, sizes, tp = self.model, self.sizes, self.tp
+        others = sizes.others / (tp * self.pp)
+        table_here = sizes.table * (1 if self.pp > 1 else sizes.num_tables) / tp
+        apart = sizes.experts / (self.ep * self.pp)
+        copies = self.num_nodes * self.per_node / (self.ep * self.pp)
+        states = (others + table_here) * (WHOLE_BYTES + SHARDED_BYTES / (self.dp * self.cp))
+        states += apart * (WHOLE_BYTES + SHARDED_BYTES / copies)
+        layer = self.tokens * (18 * m.hidden_size + 4 * m.intermediate_size) / tp
+        kept = 2 * self.tokens * m.hidden_size / tp if self.recomputes else layer
+        in_flight = self.layers * min(self.pp, self.num_micro_batches)
+        logits = 6 * self.tokens * m.vocab_size / tp if self.pp == 1 else 0
+        return states + kept * in_flight + (layer if self.recomputes else 0) + logits
+
+    def transfers(self) -> Iterator[Transfer]:
+        """What a device of a middle stage sends in a step."""
+        m, passes = self.model, 3 if self.recomputes else 2
+        width = 2 * self.tokens * m.hidden_size
+        number = self.num_micro_batches
+        yield self._ring("TP", self.tp, 1, number * self.layers * passes * 2 * 2 * width)
+        keys = 2 * self.tokens * 2 * m.num_kv_heads * m.head_dim / self.tp
+        yield self._ring("CP", self.cp, self.tp, number * self.layers * (passes + 1) * keys * self.cp)
+        if self.ep > 1:
+            # Each token goes to its experts and comes back, in every pass.
+            routed = width / self.tp * m.num_experts_per_token * 2
+            yield self._ring("EP", self.ep, 1, number * self.layers * passes * routed)
+        if self.pp > 1:
+            border = number * self.num_parts * 2 * width / self.tp
+            yield Transfer("PP", border, "devices", "compute", True, 1, 2)
+        # Float32 gradients are reduced, bfloat16 weights gathered.
+        size = 6 * self.sizes.others / (self.tp * self.pp)
+        yield self._ring("DP", self.dp * self.cp, self.tp, size)
+        copies = self.num_nodes * self.per_node // (self.ep * self.pp)
+        yield self._ring("DP of experts", copies, self.ep, 6 * self.sizes.experts / (self.ep * self.pp))
+
+    def _ring(self, what: str, size: int, stride: int, size_bytes: float) -> Transfer:
+        inside = min(size, max(1, self.per_node // stride))
+        link: Link = "devices"
+        return Transfer(what, (size - 1) / size * size_bytes, link, "nothing", True, inside, size)
+
+    @property
+    def seconds(self) -> Range | None:
+        """Time of a step: micro-batches one after another, the bubble, and what is sent meanwhile or not."""
+        peak = self.figures.flops_16bit
+        if peak is None:
+            return None
+        devices = self.num_nodes * self.per_node
+        computing = self.batch * self.length * self.flops_per_token / devices
+        # Parts of a stage are left to be tried: they are in the better end alone, and no layout is chosen for them.
+        fewer = 1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches)
+        rounds = 1 + (self.pp - 1) / self.num_micro_batches
+        low, high = fewer * computing / (EFFICIENCY.high * peak), rounds * computing / (EFFICIENCY.low * peak)
+        for one in self.transfers():
+            span = one.seconds(self.figures)
+            if one.sent_bytes and span is None:
+                return None
+            # What goes to neighbours in the pipeline hides. A ring of keys and values or of gradients may or may not.
+            if span is not None and one.what in ("TP", "EP"):
+                low, high = low + fewer * span.low, high + rounds * span.high
+            elif span is not None and one.what != "PP":
+                high += span.high
+        return Range(low=low, high=high)
+
+    @property
+    def slowest_seconds(self) -> float:
+        """What layouts are compared by; where nothing is known of a device, by the bubble and recomputation alone."""
+        seconds = self.seconds
+        if seconds is not None:
+            return seconds.high
+        again = 4 / 3 if self.recomputes else 1.0
+        return again * (1 + (self.pp - 1) / self.num_micro_batches)
+
+    def described(self, hardware: Hardware) -> Beyond:
+        seconds = self.seconds
+        tokens = self.batch * self.length
+        speed = None if seconds is None else Range(low=tokens / seconds.high, high=tokens / seconds.low)
+        price = self.figures.usd_per_hour
+        a_second = None if price is None else price / 3600 * self.num_nodes * self.per_node
+        usd = None
+        if speed is not None and a_second is not None:
+            usd = Range(low=1e9 / speed.high * a_second, high=1e9 / speed.low * a_second)
+        number, stages = self.num_micro_batches, self.pp
+        return Beyond(
+            model=self.model.path,
+            device=hardware.device.name,
+            num_nodes=self.num_nodes,
+            asked_nodes=hardware.num_nodes,
+            devices_per_node=self.per_node,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            dp=self.dp,
+            ep=self.ep,
+            num_parts=self.num_parts,
+            num_micro_batches=number,
+            recomputes=self.recomputes,
+            memory_bytes=int(self.memory_bytes),
+            memory_limit_bytes=_limit(hardware),
+            bubble=bubble(stages, number),
+            cut_bubble=bubble(stages, number, self.num_parts),
+            sent=tuple((one.what, one.sent_bytes) for one in self.transfers() if one.sent_bytes),
+            tokens_per_second=speed,
+            usd_per_billion_tokens=usd,
+        )
+
+
+def bubble(stages: int, micro_batches: int, parts: int = 1) -> float:
+    """Share of a step in which a stage waits for others: (P - 1) / (v M + P - 1) (arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (parts * micro_batches + stages - 1)
+
+
+def _ways(model: ModelFacts, sizes: _Sizes, hardware: Hardware, nodes: int, batch: int, length: int) -> Iterator[_Way]:
+    """Layouts that fit, each with as few stages as do: a stage is there for memory, and costs a bubble."""
+    per_node = max(1, len(hardware.accelerators))
+    limit = _limit(hardware)
+    cp = 2 ** math.ceil(math.log2(max(1.0, length / LONG_SEQUENCE)))
+    whole_node = [tp for tp in _powers(min(per_node, MOST_TENSOR)) if model.num_heads % tp == 0]
+    # Experts are narrow already, so for them less is looked at too.
+    for tp in whole_node if model.num_experts else whole_node[-1:]:
+        for ep in _powers(model.num_experts)[1:] if model.num_experts else [1]:
+            for again in (False, True):
+                ways = (
+                    _Way(
+                        model=model,
+                        sizes=sizes,
+                        figures=hardware.figures or Figures(),
+                        per_node=per_node,
+                        num_nodes=nodes,
+                        batch=batch,
+                        length=length,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        recomputes=again,
+                    )
+                    for pp in _powers(model.num_layers)
+                )
+                fitting = (way for way in ways if way.is_even and way.memory_bytes <= limit)
+                yield from islice(fitting, 1)
+
+
+def _limit(hardware: Hardware) -> int:
+    return int(MEMORY_SHARE[hardware.device.kind] * hardware.device.memory_free_bytes)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to `most`."""
+    return [2**power for power in range(max(1, most).bit_length())]
+
+
+def _between(span: Range) -> str:
+    """Two ends with two digits each."""
+    low, high = (f"{float(f'{end:.2g}'):,.0f}" for end in (span.low, span.high))
+    return f"{low} to {high}"

@@ -1,0 +1,452 @@
+"""What a plan says of the data, the schedule and the model: counts and choices in words."""
+
+import math
+from collections.abc import Iterator
+
+from tunekit.errors import PlanError
+from tunekit.kernels.chunks import chunk_rows
+from tunekit.planner.decisions.kernels import Kernels
+from tunekit.planner.decisions.vllm import VLLM
+from tunekit.planner.facts import DataFacts, Hardware, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.activations import HEAD_COLUMNS, HEAD_TOKENS
+from tunekit.planner.memory.reference import reference_of
+from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params
+from tunekit.planner.origin import Origin, start_words
+from tunekit.planner.passes import Passes, method_words, steps_per_epoch
+from tunekit.planner.plan import Reason, Schedule, count, gib
+from tunekit.planner.throughput.speed import Speed
+from tunekit.planner.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
+from tunekit.recipe.methods import (
+    DPOMethod,
+    KTOMethod,
+    OnPolicyMethod,
+    PairMethod,
+    RewardedMethod,
+    RewardMethod,
+    SFTMethod,
+)
+from tunekit.recipe.schema import DataSection, Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.train import DEFAULT_LEARNING_RATES, Optim
+
+MUCH_TRUNCATED = 0.05
+"""Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
+
+RUNS_PER_RECIPE = 4
+"""Evaluations and checkpoints in a run whose recipe does not say how often."""
+
+WITHOUT_WEIGHTS = {
+    "weights": "",
+    "config": "; from its config.json, training needs the weights",
+    "table": "; from tunekit's own table, training needs the files",
+}
+"""What a plan says of a model whose weights were not looked at, by where it is known from."""
+
+
+def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
+    """What the run computes on."""
+    device, used = hardware.device, layout.num_processes
+    if device.kind == "cpu":
+        share = "one process uses all" if used == num_nodes else f"{used // num_nodes} processes share the"
+        why = f"no accelerator was found; {share} {hardware.num_cores} cores"
+        why += f"; {hardware.note}" if hardware.note else ""
+        where = f" in {num_nodes} nodes" if num_nodes > 1 else ""
+        return Reason(topic="device", choice=f"{device.name}{where}", why=why)
+    choice = device.name if used == 1 else f"{used} x {device.name}"
+    if num_nodes > 1:
+        choice += f" in {num_nodes} nodes"
+    why = f"{gib(device.memory_free_bytes)} of {gib(device.memory_total_bytes)} free"
+    idle = hardware.num_accelerators - used
+    if idle:
+        is_left = "is left idle" if idle == 1 else "are left idle"
+        why += f"; {idle} more {is_left}: the batch cannot be divided over all"
+    if hardware.note:
+        why += f"; {hardware.note}"
+    return Reason(topic="device", choice=choice, why=why)
+
+
+def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
+    """What is left for the allocator, where runs have told."""
+    if why is not None:
+        yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
+
+
+def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
+    """In which types the run computes, keeps weights and sums gradients over devices."""
+    full = isinstance(recipe.adapter, FullAdapter)
+    kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
+    summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
+    return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=f"{why}{summed}")
+
+
+def kernels_reason(kernels: Kernels, why: str) -> Reason:
+    """Whose kernels compute what torch would in many small steps."""
+    return Reason(topic="kernels", choice=kernels, why=why)
+
+
+def head_reason(
+    hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int, why_trl: str | None
+) -> Reason:
+    """What the head saves of its logits, and how.
+
+    Args:
+        hardware: The machine.
+        model: The model.
+        passes: What the method does in a step.
+        dtype: Type of the products.
+        num_tokens: Tokens of a micro-batch.
+        why_trl: Why TRL's head stays where it is, as far as that is the layout's or the kernels'.
+    """
+    experts = "; experts by torch's grouped products" if model.num_experts else ""
+    size = gib(BYTES[dtype] * passes.max_scored_share * num_tokens * model.vocab_size)
+    if passes.head in ("sums", "chunks"):
+        num_scored = int(passes.max_scored_share * num_tokens)
+        rows = chunk_rows(num_scored, model.vocab_size, BYTES[dtype])
+        by = "their gradients with them" if passes.head == "sums" else "each token with a gradient of its own"
+        return Reason(
+            topic="head",
+            choice="tunekit's head in chunks",
+            why=f"logits of a micro-batch would be {size}; {rows:,} tokens at a time, {by}, and of none that do not "
+            f"count{experts}",
+        )
+    if passes.head != "tiles":
+        choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
+        why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
+        return Reason(topic="head", choice=choice, why=f"{why}{experts}")
+    kept = "" if why_trl is None else f"; {why_trl}"
+    by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
+    return Reason(
+        topic="head",
+        choice="TRL's head in tiles",
+        why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
+        f"folded by {by}{kept}{experts}",
+    )
+
+
+def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
+    """How many processes make micro-batches beside those that compute."""
+    if recipe.data.streaming:
+        return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
+    if isinstance(recipe.method, OnPolicyMethod):
+        return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
+    why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
+    if speed is None or speed.fed_tokens_per_second is None:
+        return Reason(topic="workers", choice="none", why=f"{why}; how many a device computes is not known")
+    number = speed.num_workers
+    why += f", a device computes at most {float(f'{speed.fed_tokens_per_second:.3g}'):,.0f}"
+    if number < workers_for(speed.fed_tokens_per_second):
+        why += "; there are cores for no more"
+    return Reason(topic="workers", choice=f"{number} beside each device" if number else "none", why=why)
+
+
+def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
+    """What is trained."""
+    adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
+    if isinstance(adapter, FullAdapter):
+        return Reason(topic="adapter", choice="full", why=f"{count(trained)} parameters trained, all of them")
+    targets = adapter.target_modules if adapter.target_modules == "all-linear" else ", ".join(adapter.target_modules)
+    choice = f"{adapter.type}, rank {adapter.rank}, alpha {adapter.alpha:g}, on {targets}"
+    share = f"{count(trained)} parameters trained, {trained / model.num_params:.2%} of the model"
+    return Reason(topic="adapter", choice=choice, why=share)
+
+
+def optimizer_reason(recipe: Recipe) -> Reason:
+    """How weights are updated."""
+    given = "as in the recipe"
+    if recipe.train.learning_rate is None:
+        source = DEFAULT_LEARNING_RATES[recipe.method.type].source
+        times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
+        given = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
+    return Reason(
+        topic="optimizer",
+        choice=f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}",
+        why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
+    )
+
+
+def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
+    """What DeepSpeed does differently from other engines, and what it takes."""
+    if not layout.strategy.startswith("zero"):
+        return
+    if layout.offload_optimizer_device != "none":
+        why = "as in the recipe: DeepSpeed's own AdamW would be compiled first and is hardly faster than torch's"
+        yield Reason(topic="offloaded states", choice=f"updated by {optim} on the processor", why=why)
+    if "nvme" in (layout.offload_param_device, layout.offload_optimizer_device):
+        why = "DeepSpeed compiles its access to the disk when it is first used, which takes minutes"
+        yield Reason(topic="disk", choice="needs a C++ compiler, ninja and libaio's header", why=why)
+
+
+def model_reason(model: ModelFacts) -> Reason:
+    """What is trained on."""
+    shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
+    active = f", {count(model.num_active_params)} active" if model.num_experts else ""
+    why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
+    return Reason(topic="model", choice=model.path, why=why + WITHOUT_WEIGHTS[model.known_from])
+
+
+def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """Which run or adapter is started from, and what becomes of it."""
+    if model.origin is not None:
+        choice, why = start_words(model.origin, recipe.adapter)
+        yield Reason(topic="starts from", choice=choice, why=why)
+
+
+def code_reasons(recipe: Recipe) -> Iterator[Reason]:
+    """Which code is run besides that of the libraries."""
+    model = recipe.model
+    if model.trust_remote_code:
+        at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
+        yield Reason(topic="code", choice=f"what comes with the model, {at}", why="model.trust_remote_code is true")
+
+
+def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
+    """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
+    coefficient = router_aux_loss_coef(recipe, model)
+    if model.num_experts and coefficient is None:
+        who = f"TRL's trainer of {recipe.method.type}"
+        if isinstance(recipe.method, BALANCED):
+            who = f"the code of {model.model_type} has no loss of its routers, and TRL"
+        yield Reason(topic="experts", choice="not kept equally busy", why=f"{who} adds none")
+    elif coefficient:
+        given = recipe.method.trainer_args.get("router_aux_loss_coef") is not None
+        why = f"the coefficient is {'as in the recipe' if given else 'of the config of the model'}; TRL adds the loss "
+        why += "of the routers, a mean over micro-batches: how a batch is cut shows in it a little"
+        why += "" if given else f"; {ROUTER_ARG}=0.0 leaves it out"
+        yield Reason(topic="experts", choice=f"kept equally busy, router_aux_loss_coef {coefficient:g}", why=why)
+
+
+BALANCED = SFTMethod | DPOMethod | KTOMethod | RewardedMethod
+"""Methods whose trainers add the auxiliary loss of routers (TRL 1.16), for each model that has one."""
+
+ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
+"""Where a recipe gives its coefficient."""
+
+
+def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
+    """Return the coefficient of the routers' auxiliary loss; None where the model or the method has none.
+
+    Raises:
+        PlanError: The recipe gives one, and the model has no such loss.
+    """
+    asked: float | None = recipe.method.trainer_args.get("router_aux_loss_coef")
+    if not isinstance(recipe.method, BALANCED):
+        return None
+    if asked and model.router_aux_loss_coef is None:
+        raise PlanError(
+            f"{ROUTER_ARG}: {model.path} ({model.model_type}) has no loss of routers to weight", hint="leave it out"
+        )
+    return model.router_aux_loss_coef if asked is None else asked
+
+
+def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
+    """How it is trained, if by other means than imitation."""
+    if not isinstance(recipe.method, SFTMethod):
+        choice, why = method_words(recipe.method, recipe.adapter, origin)
+        yield Reason(topic="method", choice=choice, why=why)
+
+
+def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
+    """What a run is held to, and what that costs.
+
+    Args:
+        recipe: The recipe.
+        origin: Where training starts.
+        kept_bytes: What each device keeps of it.
+    """
+    match reference_of(recipe.method, recipe.adapter, origin):
+        case "without adapter":
+            choice, why = "the model without its adapter", "a pass without gradients and no memory"
+        case "copied adapter":
+            assert origin is not None
+            choice = f"a frozen copy of the adapter of {origin.name}"
+            why = f"{gib(kept_bytes)} and a pass without gradients; without an adapter it would be {origin.base.path}, "
+            why += "which is not where training starts"
+        case "second model":
+            choice, why = "a second model", f"{gib(kept_bytes)} on the device and a pass without gradients"
+            if origin is not None and origin.adapter is not None:
+                choice += f", the adapter of {origin.name} merged"
+        case "beforehand":
+            choice = "its log-probabilities, computed before the first step"
+            why = "one pass over all rows, kept in the cache for other runs on the same model and rows, but for ZeRO-3"
+        case "none":
+            return
+    yield Reason(topic="reference", choice=choice, why=why)
+
+
+def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed | None) -> Iterator[Reason]:
+    """What generates the answers that the model learns from, and how much of a step that is."""
+    if not isinstance(recipe.method, OnPolicyMethod):
+        return
+    choice = "by transformers, all answers of a step at once"
+    if vllm is not None and vllm.gpu_memory_utilization is None:
+        choice = f"by vLLM on a server, {recipe.method.generation.vllm_server_base_url}"
+        why += "; how fast it is, is not known: its time is reckoned as on these devices"
+    elif vllm is not None:
+        choice = f"by vLLM on the devices that train, with {vllm.gpu_memory_utilization:.0%} of their memory"
+        if not isinstance(recipe.adapter, FullAdapter):
+            why += "; for it TRL adds the adapter to the weights and takes it out again, which rounds them"
+    share = None if speed is None else speed.generation_share
+    if share is not None:
+        low, high = f"{share.low:.0%}", f"{share.high:.0%}"
+        why += f"; {low if low == high else f'{low} to {high}'} of a step"
+    yield Reason(topic="generation", choice=choice, why=why)
+
+
+def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
+    """When things happen; not known before packing unless the recipe gives `max_steps`."""
+    train = recipe.train
+    unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
+    if unknown and train.max_steps is None:
+        return None
+    known = not unknown and not recipe.data.streaming
+    per_epoch = steps_per_epoch(recipe.method, data.num_train, train.global_batch_size) if known else None
+    steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
+    warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
+    often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
+    # A checkpoint holds no answers: it is made where new ones are due.
+    together = recipe.method.num_iterations if isinstance(recipe.method, RewardedMethod) else 1
+    return Schedule(
+        num_steps=steps,
+        steps_per_epoch=per_epoch,
+        warmup_steps=int(warmup),
+        eval_steps=None if data.num_eval is None else train.eval_steps or often,
+        save_steps=train.save_steps or math.ceil(often / together) * together,
+        save_together=together,
+    )
+
+
+def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+    """What is trained on, and how much of it is whose."""
+    yield _data_reason(recipe, data)
+    yield from _mixture_reasons(recipe, data)
+    if isinstance(recipe.method, KTOMethod) and data.num_good is not None:
+        yield balance_reason(recipe.method, data.num_train, data.num_good)
+
+
+GOOD_TO_BAD = (1.0, 4 / 3)
+"""What the good answers' weight in all may be of the bad answers' (arXiv 2402.01306, equation 8)."""
+
+
+def balance_reason(method: KTOMethod, num_rows: int, num_good: int) -> Reason:
+    """Whether good and bad answers weigh as KTO's paper has it."""
+    num_bad = num_rows - num_good
+    choice = f"{num_good:,} good, {num_bad:,} bad answers"
+    good, bad = method.desirable_weight * num_good, method.undesirable_weight * num_bad
+    weighed = f"{method.desirable_weight:g} x {num_good:,} to {method.undesirable_weight:g} x {num_bad:,}"
+    least, most = GOOD_TO_BAD
+    if least * bad <= good <= most * bad:
+        return Reason(topic="balance", choice=choice, why=f"{weighed} is within 1:1 and 4:3, as its paper advises")
+    weights = [share * method.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
+    others = [method.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
+    field, (low, high) = ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", others)
+    advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
+    return Reason(topic="balance", choice=choice, why=f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed)
+
+
+def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
+    if recipe.data.streaming:
+        why = f"read and tokenised while training; {data.num_train:,} were looked at"
+        return Reason(topic="data", choice="a stream of rows", why=why)
+    if not data.tokenized:
+        why = f"cut to {recipe.data.max_length} tokens each when the run starts"
+        return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
+    share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
+    why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
+    if isinstance(recipe.method, RewardMethod):
+        why = f"{data.num_train_tokens:,} tokens, each answer scored at its end; longest row {data.longest_tokens}"
+    if data.format == "prompts":
+        why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
+    cut = recipe.data.max_length
+    counts = (
+        (data.num_truncated, f"cut to {cut}"),
+        (data.num_split, f"split at {cut}"),
+        (data.num_dropped, "left out"),
+    )
+    for number, what in counts:
+        if number:
+            why += f"; {number:,} {what}"
+    if data.truncated_share > MUCH_TRUNCATED:
+        why += f": {data.truncated_share:.0%} of all rows lose their end; raise data.max_length or shorten them"
+    packed = "packed sequences" if recipe.data.packing else "rows"
+    if recipe.data.packing:
+        filled = (data.num_train_tokens or 0) / (data.num_train * cut)
+        why += f"; packing fills {filled:.1%} of the places"
+    return Reason(topic="data", choice=f"{data.num_train:,} {packed}", why=why)
+
+
+def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
+    """How much of the training each of several sources is."""
+    if len(data.sources) < 2:
+        return
+    if recipe.data.streaming:
+        yield _stream_mixture_reason(recipe.data, data)
+        return
+    total = sum(source.size for source in data.sources)
+    choice = ", ".join(f"{source.name} {source.size / total:.1%}" for source in data.sources)
+    measured = "of the tokens" if data.tokenized else "of the text, before it is tokenised"
+    section = recipe.data
+    weights = [source.weight for source in section.sources]
+    if weights[0] is None:
+        why = "every row of each is used once"
+    else:
+        spoken = " : ".join(f"{weight:g}" for weight in weights)
+        ends = (
+            "no row is used twice" if section.stopping_strategy == "first_exhausted" else "small sources are repeated"
+        )
+        why = f"weights {spoken} by {section.weight_by}; {ends}"
+    rows = ", ".join(f"{source.num_rows:,}" for source in data.sources)
+    yield Reason(topic="mixture", choice=f"{choice} {measured}", why=f"{why}; {rows} rows")
+
+
+def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
+    weights = [source.weight for source in section.sources if source.weight is not None]
+    names = [source.name for source in data.sources]
+    if not weights:
+        order = "they take turns" if section.mixing == "interleave" else "one after another"
+        return Reason(topic="mixture", choice=", ".join(names), why=f"{order}; how much each holds is not known")
+    shares = (f"{name} {weight / sum(weights):.1%}" for name, weight in zip(names, weights, strict=True))
+    return Reason(topic="mixture", choice=f"{', '.join(shares)} of the rows", why="until a stream ends that is due")
+
+
+def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
+    """How long it is trained."""
+    if schedule is None:
+        why = f"{data.num_train:,} rows are to be packed first"
+        return Reason(topic="steps", choice="known after tokenising", why=why)
+    if recipe.train.max_steps is not None:
+        why = "as in the recipe"
+        if schedule.steps_per_epoch is not None:
+            why += f"; {recipe.train.max_steps / schedule.steps_per_epoch:.3g} epochs"
+    else:
+        batch = recipe.train.global_batch_size
+        epochs = recipe.train.num_epochs or 1
+        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, RewardedMethod) else ""
+        why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
+    missing = -data.num_train % recipe.train.global_batch_size
+    if isinstance(recipe.method, PairMethod | KTOMethod) and missing:
+        what = "answers" if isinstance(recipe.method, KTOMethod) else "pairs"
+        why += f"; {missing} {what} of its beginning fill the last step of an epoch"
+    if schedule.eval_steps is not None:
+        why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
+    return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)
+
+
+def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
+    """How fast that is expected to be."""
+    if speed is None:
+        why = "operations are counted for decoders with attention in every layer"
+        return Reason(topic="speed", choice="not predicted", why=why)
+    at_most = not data.has_lengths and not section.packing
+    why = speed.basis
+    if at_most and speed.seconds is not None:
+        why += f"; every row taken as {section.max_length} tokens"
+    return Reason(topic="speed", choice=speed.words(at_most=at_most), why=why)
+
+
+def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
+    """What devices send each other, and what failures cost."""
+    if speed is not None and speed.communication is not None:
+        yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
+    if speed is not None and speed.goodput is not None:
+        yield Reason(topic="failures", choice=speed.goodput.words(), why="in the time and the cost above")

@@ -1,0 +1,140 @@
+"""Memory that ran out although the plan had it fit: the plan beside the truth, and what would have fitted."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from tunekit.planner.decisions.fit import Setting, divisors
+from tunekit.planner.facts import Facts, Hardware, ModelFacts
+from tunekit.planner.memory.memory import MemoryEstimate, Part
+from tunekit.planner.plan import Plan, Reason, gib
+from tunekit.planner.resolve import Smaller, setting_of, what_would_fit
+
+CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
+"""Parts that are the same in all phases of a step, so that their plan can be compared with what is held at any time."""
+
+
+class Shortage(Facts):
+    """What was planned, and what there was when memory ran out."""
+
+    planned: MemoryEstimate
+    held: Mapping[Part, int]
+    """What was measured of the parts; those that were not there yet are missing."""
+    context_bytes: int | None
+    """What the process had besides tensors; None where it was not measured."""
+    taken_bytes: int
+    """What it had taken for tensors: reserved by torch on an accelerator, resident beyond the context on a CPU."""
+    free_bytes: int = 0
+    """What the device had left."""
+    asked_bytes: int = 0
+    """What was asked for and not given; 0 where the error did not say."""
+    allocated_bytes: int | None = None
+    """What tensors filled of what was taken, where torch counts them."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a plan may come to so that its run fits, reckoned that it is off by as much as this one."""
+        context = self.planned.parts["context"]
+        planned = self.planned.total_bytes - context
+        unforeseen = max(0, self.taken_bytes + self.asked_bytes - planned)
+        return context + min(self.taken_bytes + self.free_bytes - unforeseen, planned - 1)
+
+    def words(self) -> str:
+        """What was asked for and how much was there, in one line."""
+        parts = [f"{gib(self.asked_bytes)} more were asked for"] if self.asked_bytes else []
+        if self.allocated_bytes is not None:
+            reserved = f"{gib(self.allocated_bytes)} were allocated and {gib(self.taken_bytes)} reserved"
+            parts.append(f"{reserved}, {gib(self.free_bytes)} free")
+        return "; ".join(parts)
+
+    def table(self) -> str:
+        """The plan's parts beside what was measured, one a line."""
+        rows = [("", "planned", "measured"), *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            f"  {name:<{widths[0]}}  {planned:>{widths[1]}}  {measured:>{widths[2]}}"
+            for name, planned, measured in rows
+        )
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        parts = dict(self.planned.parts)
+        context, rest = parts.pop("context"), self.taken_bytes
+        for part in CONSTANT:
+            planned, measured = parts.pop(part, 0), self.held.get(part)
+            if planned:
+                rest -= measured or 0
+                yield part, gib(planned), "not yet" if measured is None else gib(measured)
+        yield ", ".join(parts), gib(sum(parts.values())), gib(rest)
+        yield "context", gib(context), "not measured" if self.context_bytes is None else gib(self.context_bytes)
+        taken = self.taken_bytes + (self.context_bytes or 0)
+        yield "in all", gib(self.planned.total_bytes), gib(taken)
+
+
+def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> Smaller:
+    """The smallest change of a plan's recipe with which it fits: what leaves the result as it is comes first.
+
+    Args:
+        plan: The plan that did not fit.
+        model: Its model.
+        limit_bytes: What it may come to, which is less than it does.
+        teacher: The model that it learns from, for distillation.
+    """
+    of_a_node = plan.layout.num_processes // plan.num_nodes
+    setting = _setting_of(plan, model, limit_bytes, teacher)
+    for checkpointing in sorted({plan.gradient_checkpointing, True}):
+        for size in divisors(plan.micro_batch_size):
+            memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=checkpointing)
+            if setting.fits(memory, of_a_node):
+                smaller = f"train.micro_batch_size={size}" if size != plan.micro_batch_size else ""
+                again = "train.gradient_checkpointing=true" if checkpointing != plan.gradient_checkpointing else ""
+                changes = tuple(change for change in (smaller, again) if change)
+                comes_to = gib(memory.total_bytes)
+                words = f"{' and '.join(changes)} would fit with {comes_to}, and the result stays the same"
+                return Smaller(words, changes)
+    return what_would_fit(setting)
+
+
+def with_half_the_batch(plan: Plan, model: ModelFacts, teacher: ModelFacts | None = None) -> Plan | None:
+    """The same plan with half the micro-batch, or the most below, and the same global batch; None where it is one row.
+
+    Args:
+        plan: The plan that did not fit.
+        model: Its model.
+        teacher: The model that it learns from, for distillation.
+    """
+    sizes = [size for size in divisors(plan.micro_batch_size) if 2 * size <= plan.micro_batch_size]
+    if not sizes:
+        return None
+    size = max(sizes)
+    setting = _setting_of(plan, model, plan.memory_limit_bytes, teacher)
+    memory = setting.memory(plan.layout, plan.num_nodes, size, checkpointing=plan.gradient_checkpointing)
+    smaller = plan.model_copy(
+        update={
+            "micro_batch_size": size,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps * plan.micro_batch_size // size,
+            "memory": memory,
+        }
+    )
+    why = f"micro-batches of {plan.micro_batch_size} ran out of memory (train.retry_out_of_memory)"
+    reasons = [
+        Reason(topic="batch", choice=smaller.batch_words, why=why) if reason.topic == "batch" else reason
+        for reason in plan.reasons
+    ]
+    return smaller.model_copy(update={"reasons": tuple(reasons)})
+
+
+def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None) -> Setting:
+    """What a plan was chosen among, on its own devices."""
+    if plan.device.kind == "cpu":
+        hardware = Hardware(cpu=plan.device)
+    else:
+        flash_attn = plan.attn_implementation.startswith("flash_attention")
+        accelerators = (plan.device,) * (plan.layout.num_processes // plan.num_nodes)
+        hardware = Hardware(
+            accelerators=accelerators,
+            num_nodes=plan.num_nodes,
+            flash_attn=flash_attn,
+            flash_attn_3=plan.flash_attention == "FA3",
+            flash_attn_4=plan.flash_attention == "FA4",
+        )
+    setting = setting_of(plan.recipe, hardware, model, limit_bytes=limit_bytes, teacher=teacher)
+    return replace(setting, by_vllm=plan.vllm is not None)

@@ -1,0 +1,90 @@
+"""Whether vLLM generates the answers that a model learns from, and what it takes of the devices (TRL 1.16).
+
+Colocated, every device has a vLLM of its own beside the trained model (trl/generation/vllm_generation.py): a copy of
+all weights, which is given new values whenever answers are due, and a cache. It takes its share of a device's whole
+memory when it starts, and keeps it. A server has devices of its own. No run stands behind these
+figures: they are formulas.
+"""
+
+from math import ceil
+from typing import Literal
+
+from tunekit.planner.facts import Device, Facts, Hardware, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.recipe.methods import GRPOMethod, OnPolicyMethod
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+
+BATCHED_TOKENS = 4096
+"""Tokens that vLLM computes at once, as TRL starts it."""
+
+VALUE_BYTES = 2
+"""Of a weight and in its cache: what is stored in float32 becomes 16-bit there."""
+
+USUAL_SHARE = 0.3
+"""Share of a device's memory that TRL gives vLLM by default. More is taken only where the weights alone need it."""
+
+
+class VLLM(Facts):
+    """How vLLM is used."""
+
+    mode: Literal["colocate", "server"]
+    gpu_memory_utilization: float | None = None
+    """Share of each device's whole memory; None for a server, which is started with a share of its own."""
+
+
+def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
+    """Why vLLM cannot generate for a recipe on a machine, whatever the layout, and what helps; None where it can."""
+    method = recipe.method
+    assert isinstance(method, OnPolicyMethod)
+    if hardware.vllm is False:
+        return "vLLM is not installed", "pip install 'tunekit[vllm]'"
+    if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
+        return f"tunekit uses vLLM on CUDA devices alone; this is {hardware.device.name}", "leave use_vllm out"
+    if isinstance(recipe.adapter, QloraAdapter):
+        why = (
+            "TRL merges the adapter into the 4-bit weights for vLLM and takes it out again, which rounds them each time"
+        )
+        return why, "use adapter.type=lora, or leave use_vllm out"
+    if isinstance(method, GRPOMethod) and method.loss_type == "vespo":
+        why = "vespo needs another correction for what vLLM draws than the one that TRL makes by default"
+        return why, "use another method.loss_type, or leave use_vllm out"
+    return None
+
+
+def why_not_in(recipe: Recipe, layout: Layout) -> str | None:
+    """Why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
+    if layout.offload_param_device != "none":
+        return "vLLM is not given weights that lie beside the device"
+    if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
+        return "TRL merges no adapter into weights that FSDP2 divides, which vLLM would need"
+    return None
+
+
+def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -> VLLM:
+    """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
+    method = recipe.method
+    assert isinstance(method, OnPolicyMethod)
+    asked = method.generation
+    if asked.vllm_mode == "server":
+        return VLLM(mode="server")
+    if asked.vllm_gpu_memory_utilization is not None:
+        return VLLM(mode="colocate", gpu_memory_utilization=asked.vllm_gpu_memory_utilization)
+    num_sequences = -(-recipe.train.global_batch_size // layout.num_batches)
+    fixed = _fixed_bytes(model, num_sequences)
+    a_token = 2 * VALUE_BYTES * model.num_kv_heads * model.head_dim * model.num_layers
+    one = a_token * recipe.data.max_length
+    usual = USUAL_SHARE * device.memory_total_bytes
+    needed = min(fixed + num_sequences * one, max(fixed + one, usual))
+    return VLLM(mode="colocate", gpu_memory_utilization=ceil(100 * needed / device.memory_total_bytes) / 100)
+
+
+def vllm_bytes(vllm: VLLM, device: Device) -> int:
+    """What it takes of each device that trains."""
+    return int((vllm.gpu_memory_utilization or 0) * device.memory_total_bytes)
+
+
+def _fixed_bytes(model: ModelFacts, num_sequences: int) -> int:
+    """Its copy of the weights, a layer's activations of `BATCHED_TOKENS`, and logits of a token of each sequence."""
+    layer = BATCHED_TOKENS * VALUE_BYTES * (3 * model.intermediate_size + 4 * model.hidden_size)
+    return VALUE_BYTES * model.num_params + layer + 12 * model.vocab_size * num_sequences

@@ -1,0 +1,1 @@
+"""Accelerators and machines that are known by name."""

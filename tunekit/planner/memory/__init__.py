@@ -1,0 +1,1 @@
+"""Bytes that a plan needs: weights, states, activations, shards, and files on disk."""

@@ -1,0 +1,376 @@
+"""FSDP2 as Accelerate sets it up: what a device keeps of a model that others hold too, and what it gathers for a time.
+
+Accelerate's `fsdp2_prepare_model` (1.15) makes a unit of each decoder layer and of the embedding; the final norm and
+the head are one more that stays gathered from the forward pass on, with the embedding where the head is tied to it.
+Below an adapter it does not find the final norm, and TRL's head gathers its weight itself. Every unit is divided along
+the first dimension of its tensors, so a tensor with fewer rows than there are devices is padded: an adapter of rank 8
+takes as much as one of rank 512 when 512 devices share it. Weights are gathered and gradients reduced in the compute
+type; the shards of what is trained are float32 (Accelerate casts them up).
+
+Around a layer there are: its weights, the buffer in which the next unit's arrive, and the buffer from which the last
+unit's gradients are reduced. The trace in `tests/planner/oracle_shards.py` is the source of what is there when.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from tunekit.planner.facts import ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.activations import Head, Layers
+from tunekit.planner.memory.phases import Kept, Need, Phase
+from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, unties_head
+from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+
+Count = Mapping[tuple[int, ...], int]
+"""How many tensors there are of each shape."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered and reduced together."""
+
+    frozen: int = 0
+    """As a device holds them, with padding: the same on each."""
+    trained: int = 0
+    whole: int = 0
+    """Of the trained ones all, without padding."""
+
+    def __add__(self, other: "Unit") -> "Unit":
+        return Unit(self.frozen + other.frozen, self.trained + other.trained, self.whole + other.whole)
+
+    def __mul__(self, times: int) -> "Unit":
+        return Unit(self.frozen * times, self.trained * times, self.whole * times)
+
+
+@dataclass(frozen=True)
+class Units:
+    """A model as FSDP2 divides it."""
+
+    first: Unit
+    """The first layer, which is a small one where those behind it have experts."""
+    layer: Unit
+    """The largest."""
+    layers: Unit
+    """All of them."""
+    embedding: Unit
+    head: Unit
+    """The final norm, and the head where it has weights of its own."""
+    tensor: Unit
+    """The largest tensor, whether it is trained or not."""
+    num_layers: int
+    num_shards: int
+
+    @property
+    def all(self) -> Unit:
+        """The whole model."""
+        return self.layers + self.embedding + self.head
+
+    def gathered(self, unit: Unit) -> int:
+        """Parameters of a unit when it is whole on each device, padding included."""
+        return self.num_shards * (unit.frozen + unit.trained)
+
+
+def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: int) -> Units:
+    """What each of `num_shards` devices holds."""
+    shapes = model.shapes
+    full = isinstance(adapter, FullAdapter)
+
+    def unit(tensors: Count) -> Unit:
+        held = _padded(tensors, num_shards)
+        return Unit(trained=held, whole=_size(tensors)) if full else Unit(frozen=held)
+
+    def divided(layer: Count) -> Count:
+        """Accelerate divides no 4-bit weights: they lie whole on each device."""
+        quantised = isinstance(adapter, QloraAdapter)
+        return {shape: times for shape, times in layer.items() if len(shape) != 2} if quantised else layer
+
+    layers = [(unit(divided(tensors)), times) for tensors, times in shapes.layers]
+    first, largest = layers[0][0], max((layer for layer, _ in layers), key=lambda layer: layer.frozen + layer.trained)
+    whole = sum((layer * times for layer, times in layers), Unit())
+    if not isinstance(adapter, FullAdapter):
+        adapted = _adapters(model, adapter, num_shards)
+        whole += adapted
+        each = Unit(0, adapted.trained // model.num_layers, adapted.whole // model.num_layers)
+        first, largest = first + each, largest + each
+    tail = unit(shapes.embedding if unties_head(model, adapter) else shapes.head) + unit(shapes.others)
+    kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
+    # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
+    tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]
+    held = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
+    tensor = max(held, key=lambda unit: unit.frozen)
+    return Units(first, largest, whole, unit(shapes.embedding), tail, tensor, model.num_layers, num_shards)
+
+
+def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
+    """The matrices of all adapters; what is trained besides them is divided without a remainder."""
+    matrices: Counter[tuple[int, ...]] = Counter()
+    for (outputs, inputs, each), times in model.adapter_shapes(adapter.target_modules).items():
+        matrices[each * adapter.rank, inputs] += times
+        matrices[outputs, each * adapter.rank] += times
+    trained = num_trainable_params(model, adapter)
+    others = trained - _size(matrices)
+    return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
+
+
+def _padded(tensors: Count, num_shards: int) -> int:
+    """Parameters that a device holds of tensors that are cut along their first dimension."""
+    return sum(times * -(-shape[0] // num_shards) * prod(shape[1:]) for shape, times in tensors.items())
+
+
+def _size(tensors: Count) -> int:
+    return sum(times * prod(shape) for shape, times in tensors.items())
+
+
+def fsdp2_kept(
+    units: Units,
+    dtype: Dtype,
+    *,
+    undivided: int,
+    optimizer_bytes: float,
+    full: bool,
+    layout: Layout,
+    devices_per_node: int,
+) -> Kept:
+    """What lies there from step to step. With CPU offload all of it is in main memory, and gradients with it.
+
+    Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
+    in the type in which it is trained.
+
+    Args:
+        units: The model, divided.
+        dtype: Type of frozen weights.
+        undivided: Bytes of weights that each device holds whole.
+        optimizer_bytes: Bytes of the optimizer's states for each trained parameter.
+        full: Whether all weights are trained, and not adapters.
+        layout: How the run is spread.
+        devices_per_node: Devices that share a main memory.
+    """
+    mine = units.all
+    trained, frozen = 4 * mine.trained, BYTES[dtype] * mine.frozen
+    states = int(optimizer_bytes * mine.trained)
+    loading = units.num_shards * ((4 if full else 0) * mine.trained + frozen)
+    if layout.offload_param_device == "cpu":
+        host = devices_per_node * (trained + frozen + states + 4 * mine.trained)
+        return Kept(undivided, host_bytes=max(host, loading))
+    return Kept(
+        weights=undivided + frozen + (trained if full else 0),
+        adapters=0 if full else trained,
+        optimizer=states,
+        host_bytes=loading,
+    )
+
+
+def fsdp2_needs(
+    units: Units, layers: Layers, head: Head, dtype: Dtype, *, full: bool, tied: bool, layout: Layout, accumulates: bool
+) -> Iterator[tuple[Phase, Need]]:
+    """What the phases need. A phase comes once for each moment or micro-batch of which any could need the most.
+
+    Args:
+        units: The model, divided.
+        layers: What the decoder layers hold.
+        head: What the final norm and the head hold.
+        dtype: Type of the products.
+        full: Whether all weights are trained, and not adapters.
+        tied: Whether the head uses the weights of the embedding.
+        layout: How the run is spread.
+        accumulates: Whether a step has several micro-batches.
+    """
+    e = BYTES[dtype]
+    # A tensor arrives whole on each device and is cut there: it, and its parts laid out anew, with padding.
+    yield "load", Need(gathered=(4 if full else e) * (units.tensor.whole + units.gathered(units.tensor)))
+    backward = _Backward(units, layers, head, e, full, tied, layout, 0, 0, reduces=True)
+    if accumulates and layout.sync_each_batch:
+        backward = replace(backward, held=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
+    elif accumulates:
+        backward = replace(backward, whole=e * units.all.whole)
+        yield from replace(backward, reduces=False).needs()
+    yield from backward.needs()
+    yield "optimizer", Need(gradients=0 if layout.offload_param_device == "cpu" else 4 * units.all.trained)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A micro-batch, from the end of its forward pass on."""
+
+    units: Units
+    layers: Layers
+    head: Head
+    e: int
+    """Bytes of the compute type."""
+    full: bool
+    tied: bool
+    layout: Layout
+    whole: int
+    """Bytes of gradients that lie there whole before it."""
+    held: int
+    """Bytes of gradients that lie there in shards before it."""
+    reduces: bool
+    """Whether gradients are reduced; otherwise they stay whole."""
+
+    def needs(self) -> Iterator[tuple[Phase, Need]]:
+        """What its phases need."""
+        kept = self.layers.kept + self.layers.shared
+        tail, ahead = self._tail, self._layer
+        stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
+        yield from self._unsharding()
+        # The buffer in which the last unit of the forward pass arrived waits for the next.
+        arrived = tail if self.full and not self.tied else ahead
+        yield (
+            "forward",
+            Need(
+                gradients=self.whole + self.held,
+                activations=kept + self.layers.forward_only + self.head.kept,
+                logits=self.head.forward,
+                gathered=tail + arrived + stays,
+            ),
+        )
+        # The head's gradient in float32, and its copy in the compute type.
+        vocabulary = (4 + self._cast) * self._vocabulary if self.full else 0
+        yield (
+            "head",
+            Need(
+                gradients=self.whole + self.held,
+                activations=kept + self.head.kept,
+                logits=self.head.backward,
+                gathered=tail + vocabulary + (stays or ahead),
+            ),
+        )
+        yield from self._layer_needs()
+        if self.full:
+            yield from self._embedding_needs()
+
+    def _unsharding(self) -> Iterator[tuple[Phase, Need]]:
+        """When weights are copied out of the buffer in which they arrived, and the buffer before it is there still."""
+        layers, num_layers = self.layers, self.units.num_layers
+        keeps = not self.layout.reshard_after_forward
+        before_last = layers.kept * (num_layers - 1) // num_layers
+        tied = self._embedding if self.tied else 0
+        moments = [
+            # The first layer's, behind the embedding's; the last one's, behind that of another layer; and its experts'.
+            (layers.stream, self._embedding + self._first + (self._staying(1) if keeps else self._first) + tied),
+            (before_last, 2 * self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+            (layers.kept + layers.passing, self._layer + (self._staying(num_layers) if keeps else self._layer) + tied),
+        ]
+        if self.full and not self.tied:
+            # The head's.
+            moments.append((layers.kept, self._layer + 2 * self._tail + (self._staying(num_layers) if keeps else 0)))
+        for kept, gathered in moments:
+            yield "forward", Need(self.whole + self.held, kept + layers.shared, 0, gathered)
+
+    def _layer_needs(self) -> Iterator[tuple[Phase, Need]]:
+        layers, num_layers = self.layers, self.units.num_layers
+        # A tied head is whole until the embedding's backward pass, and its gradient waits for that of the embedding.
+        waits = (self._embedding + (self.e * self._vocabulary if self.full else 0)) if self.tied else 0
+        of_tail = 0 if self.tied else self._reducing(self.units.head)
+        before_first = self.units.layers + self.units.first * -1
+        reducing = self._reducing(self.units.layer)
+        # How many layers are left, what has its gradients, and the buffer from which the unit before is reduced.
+        moments: list[tuple[Phase, int, Unit, int]] = [
+            ("last layer", num_layers, Unit(), of_tail),
+            ("first layer", 1, before_first, reducing),
+        ]
+        if num_layers > 2:
+            # The last but one, and the second, or the third where a smaller one comes behind the second: memory falls
+            # or rises evenly between them.
+            lefts = {num_layers - 1, min(3, num_layers - 1), 2}
+            moments += [
+                ("middle layers", left, before_first + self.units.layer * (1 - left), reducing) for left in lefts
+            ]
+        for phase, left, done, reducing in moments:
+            following = self._first if left == 2 else self._layer
+            kept = layers.kept * left // num_layers + layers.recomputed + layers.working if left > 1 else layers.leading
+            # This layer, and the next unit; or all that have not been freed.
+            keeps = not self.layout.reshard_after_forward or left == 1
+            gathered = self._staying(left) if keeps else self._layer + following
+            done += Unit() if self.tied else self.units.head
+            yield (
+                phase,
+                Need(
+                    gradients=self._gradients(done),
+                    activations=kept + layers.shared,
+                    gathered=gathered + reducing + waits,
+                ),
+            )
+
+    def _embedding_needs(self) -> Iterator[tuple[Phase, Need]]:
+        table = self.e * self._vocabulary
+        done = self.units.layers + (Unit() if self.tied else self.units.head)
+        reducing = self._reducing(self.units.first)
+        if self.tied:
+            # Gathered; the gradients of both uses, and their sum.
+            yield "embedding", Need(gradients=self._gradients(done), gathered=self._embedding + 3 * table + reducing)
+            return
+        yield (
+            "embedding",
+            Need(
+                gradients=self._gradients(done),
+                activations=self.layers.stream,
+                gathered=self._embedding + table + reducing,
+            ),
+        )
+        if self.reduces:
+            # What is reduced, before and after, and then cast.
+            after = (self._cast + (4 if self.held or self._offloads else 0)) * self.units.embedding.trained
+            yield (
+                "embedding",
+                Need(
+                    gradients=self._gradients(done + self.units.embedding),
+                    gathered=table + self._reducing(self.units.embedding) + after,
+                ),
+            )
+
+    def _gradients(self, done: Unit) -> int:
+        """Bytes of gradients that stay, when those of `done` have been computed."""
+        if not self.reduces:
+            return self.whole + self.held
+        each = 0 if self.held or self._offloads else 4
+        if self.layout.dp_replicate_size > 1:
+            # What was summed over the replicas stays until the pass ends, besides the copy in float32.
+            each += self._cast
+        return self.held + each * done.trained + max(0, self.whole - self.e * done.whole)
+
+    def _staying(self, num_layers: int) -> int:
+        """Bytes of the first layers and the embedding, gathered."""
+        embedding, others = 0 if self.tied else self._embedding, self._gathered(self.units.layers) - self._first
+        return self._first + others * (num_layers - 1) // max(1, self.units.num_layers - 1) + embedding
+
+    def _gathered(self, unit: Unit) -> int:
+        return self.e * self.units.gathered(unit)
+
+    def _reducing(self, unit: Unit) -> int:
+        """Bytes of the buffer from which a unit's gradients are reduced."""
+        return self.e * self.units.num_shards * unit.trained if self.reduces else 0
+
+    @property
+    def _cast(self) -> int:
+        """Bytes of a gradient in the compute type, where its copy in float32 is another."""
+        return self.e if self.e != 4 else 0
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether gradients leave the device when they are reduced."""
+        return self.layout.offload_param_device == "cpu"
+
+    @property
+    def _first(self) -> int:
+        return self._gathered(self.units.first)
+
+    @property
+    def _layer(self) -> int:
+        return self._gathered(self.units.layer)
+
+    @property
+    def _embedding(self) -> int:
+        return self._gathered(self.units.embedding)
+
+    @property
+    def _tail(self) -> int:
+        """Bytes of the head's weights, and of the final norm's, in the forward pass and the head's backward pass."""
+        return self._embedding if self.tied else self._gathered(self.units.head)
+
+    @property
+    def _vocabulary(self) -> int:
+        """Parameters of the head."""
+        return self.units.embedding.whole if self.tied else self.units.head.whole

@@ -1,0 +1,1 @@
+"""Shapes of a model from its config.json alone."""

@@ -1,0 +1,436 @@
+"""How fast a run is, and so how long it takes and what it costs: the time of a step, and how many there are.
+
+That time comes from the user's own runs on the same device where there are any, or else from published figures as a
+range (`tunekit.planner.throughput.step`); where there is neither, nothing is predicted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tunekit.planner.facts import DataFacts, Device, Facts, Figures, ModelFacts
+from tunekit.planner.layout import Layout
+from tunekit.planner.memory.states import OPTIMIZER_BYTES, Dtype, num_trainable_params, trained_tables
+from tunekit.planner.passes import Passes, generation_bytes, passes_of
+from tunekit.planner.throughput.communication import Range, transfers_of
+from tunekit.planner.throughput.flops import flops_per_token, forward_flops_per_token, head_params, is_counted
+from tunekit.planner.throughput.goodput import Goodput, goodput_of
+from tunekit.planner.throughput.records import RunRecord
+from tunekit.planner.throughput.step import (
+    Before,
+    Generating,
+    Step,
+    communication_words,
+    fed_tokens_per_second,
+    generating,
+    num_workers,
+    peak_of,
+    rate_of,
+    seconds_before,
+    seconds_of,
+    unknown_link,
+)
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.train import Optim
+
+SIMILAR_SIZE = 2
+"""How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes
+the share of the peak that they reach. A choice, not a measurement."""
+
+
+class Speed(Facts):
+    """How fast a run is expected to be. Ranges are None where nothing is known that would give them."""
+
+    model_type: str
+    """With `flops_per_token` what later plans need of this one, once its run is recorded."""
+    flops_per_token: float
+    """Floating-point operations of one token's training step: recomputation and passes of a reference included,
+    generating it not."""
+    model_flops_per_token: float = 0.0
+    """Of these, what is no recomputation, and those of generating it: what counts to the MFU."""
+    peak_flops_per_second: float | None = None
+    """Of one device by its sheet, for the type of the products; None where that is not known."""
+    tokens_per_second: Range | None = None
+    """Tokens without padding, in the training steps alone, on all devices together."""
+    num_devices: int = 1
+    """That the run is spread over."""
+    mfu: Range | None = None
+    """Share of the devices' peak that goes into the model's own operations, recomputation left out."""
+    seconds: Range | None = None
+    """Time of all training steps, with what is computed before them and what failures cost; an upper bound while the
+    rows are not tokenised."""
+    cost_usd: Range | None = None
+    """Price of that time, for all devices."""
+    usd_per_million_tokens: Range | None = None
+    """Price of a million tokens without padding."""
+    num_workers: int = 0
+    """Processes that make micro-batches beside each that computes."""
+    fed_tokens_per_second: float | None = None
+    """Tokens a second of which a device computes micro-batches at most, were they always there."""
+    communication: str | None = None
+    """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
+    generation_share: Range | None = None
+    """Share of the steps' time in which answers are generated; None where there are none, or it is not known."""
+    goodput: Goodput | None = None
+    """What failures cost; None for a run that will hardly see one."""
+    basis: str
+    """What the figures come from, in words."""
+
+    def words(self, *, at_most: bool) -> str:
+        """The figures in one line.
+
+        Args:
+            at_most: Whether time and cost are upper bounds.
+        """
+        if self.tokens_per_second is None:
+            return "not predicted"
+        parts = [_between(self.tokens_per_second, _rounded) + " tokens/s"]
+        if self.seconds is not None:
+            parts.append(_upto(self.seconds, duration, at_most=at_most))
+        if self.cost_usd is not None:
+            parts.append(_upto(self.cost_usd, _price, at_most=at_most) + " USD")
+        return ", ".join(parts)
+
+
+def optimizer_bytes(num_trained: int, optim: Optim) -> float:
+    """Bytes of memory that an optimizer step reads and writes for `num_trained` float32 parameters.
+
+    Weights read and written (8), gradients read for their norm, scaled by it and read again (4 + 8 + 4), states read
+    and written.
+    """
+    return num_trained * (24 + 2 * OPTIMIZER_BYTES[optim])
+
+
+def step_of(
+    recipe: Recipe,
+    model: ModelFacts,
+    data: DataFacts,
+    device: Device,
+    *,
+    dtype: Dtype,
+    mask_length: int | None,
+    padding_free: bool,
+    micro_batch_size: int,
+    gradient_checkpointing: bool,
+    layout: Layout,
+    num_nodes: int,
+    num_cores: int | None = None,
+    passes: Passes | None = None,
+) -> Step | None:
+    """The work of one optimizer step; None for models whose operations are not counted.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        data: Its rows; while they are not tokenised, each is taken as `data.max_length` tokens. So is each answer to a
+            prompt with its prompt, as long as it is not generated.
+        device: Where.
+        dtype: Type of the products.
+        mask_length: Length of a row of the attention mask, None without a mask.
+        padding_free: Whether rows lie one behind the other.
+        micro_batch_size: Rows of a micro-batch.
+        gradient_checkpointing: Whether layers are computed again.
+        layout: How the run is spread over devices.
+        num_nodes: Machines that its processes are on.
+        num_cores: Of each machine; None where that is not known.
+        passes: What the method does in a step; as transformers generates and without a teacher where left out.
+    """
+    if not is_counted(model):
+        return None
+    row = document = longest = float(recipe.data.max_length)
+    batch = recipe.train.global_batch_size
+    passes = passes or passes_of(recipe.method, recipe.adapter, recipe.data, global_batch_size=batch)
+    # Elsewhere TRL's head computes every position.
+    leaves_out = device.kind == "cuda" or passes.head in ("sums", "chunks")
+    head_share = passes.max_scored_share if leaves_out else 1.0
+    computes_again = passes.head == "tiles" or (passes.head == "chunks" and trained_tables(model, recipe.adapter).head)
+    if data.tokenized and data.num_train_tokens and passes.method == "sft":
+        row = document = longest = data.num_train_tokens / data.num_train
+        if recipe.data.packing and data.num_rows:
+            document = min(row, data.num_train_tokens / data.num_rows)
+        if micro_batch_size > 1 and not padding_free and data.longest_tokens:
+            longest = float(data.longest_tokens)
+        if leaves_out:
+            head_share = (data.num_trainable_tokens or 0) / data.num_train_tokens
+    elif data.tokenized and data.num_train_tokens and data.longest_tokens and passes.generation is None:
+        row = document = data.num_train_tokens / data.num_train / passes.sequences_per_row
+        longest = min(longest, float(data.longest_tokens))
+    attended = document if mask_length is None else micro_batch_size * row if padding_free else row
+    sequences = passes.sequences_per_row
+
+    def operations(*, again: bool) -> float:
+        return flops_per_token(
+            model,
+            recipe.adapter,
+            attended_tokens=attended,
+            num_tokens=micro_batch_size * sequences * row,
+            head_share=head_share,
+            gradient_checkpointing=again,
+            whole_head=not computes_again,
+        )
+
+    forward = forward_flops_per_token(model, attended_tokens=attended, head_share=head_share)
+    generation = _generating(recipe, model, passes, dtype, layout, forward_flops=batch * row * forward)
+    num_forwards, without_gradients = passes.num_forwards, passes.num_forwards * forward
+    if passes.teacher is not None:
+        num_forwards += passes.teacher.num_layers / model.num_layers
+        without_gradients += forward_flops_per_token(passes.teacher, attended_tokens=attended, head_share=head_share)
+    generated = 0.0 if generation is None else generation.flops / (batch * row)
+    cores = None if num_cores is None else max(0, num_cores * num_nodes // layout.num_processes - 1)
+    trained = num_trainable_params(model, recipe.adapter)
+    states = OPTIMIZER_BYTES[recipe.train.optim]
+    head_again = 2 * head_params(model) * head_share * computes_again
+    return Step(
+        model_type=model.model_type,
+        num_params=model.num_params,
+        num_layers=model.num_layers,
+        is_sparse=model.num_experts > 0,
+        method=passes.method,
+        adapter=recipe.adapter.type,
+        dtype=dtype,
+        layout=layout,
+        num_nodes=num_nodes,
+        flops_per_token=operations(again=gradient_checkpointing) + without_gradients,
+        model_flops_per_token=operations(again=False) - head_again + without_gradients + generated,
+        num_tokens=batch * sequences * row,
+        max_computed_tokens=batch * sequences * longest,
+        num_micro_batches=max(1, batch // (micro_batch_size * layout.num_batches)),
+        num_trained=trained,
+        optimizer_bytes=optimizer_bytes(trained, recipe.train.optim) / (layout.num_shards * layout.tp_size),
+        checkpoint_bytes=trained * (4 + states),
+        transfers=transfers_of(
+            model,
+            recipe.adapter,
+            dtype,
+            layout,
+            num_nodes=num_nodes,
+            num_tokens=micro_batch_size * sequences * longest,
+            gradient_checkpointing=gradient_checkpointing,
+            passes=passes,
+        ),
+        num_forwards=num_forwards,
+        generating=generation,
+        before=Before(
+            flops=passes.num_forwards_before * data.num_train * sequences * row * forward,
+            num_micro_batches=passes.num_forwards_before * data.num_train / (micro_batch_size * layout.num_batches),
+        )
+        if passes.num_forwards_before
+        else None,
+        # A stream is read in its order, by one process.
+        max_workers=0 if recipe.data.streaming else cores,
+    )
+
+
+def _generating(
+    recipe: Recipe, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, forward_flops: float
+) -> Generating | None:
+    """The work of generating the answers of a step; each token goes through the model once."""
+    generation = passes.generation
+    if generation is None:
+        return None
+    return Generating(
+        num_tokens=generation.completion_tokens / generation.num_steps,
+        read_bytes=generation_bytes(model, recipe.adapter, passes, dtype, layout),
+        flops=forward_flops / generation.num_steps,
+        is_launched=not generation.by_vllm,
+    )
+
+
+def speed_of(
+    step: Step,
+    device: Device,
+    figures: Figures | None,
+    records: Sequence[RunRecord],
+    *,
+    num_steps: int | None,
+    save_steps: int | None = None,
+) -> Speed:
+    """How fast steps are on devices: as in similar recorded runs, or by published shares of their peak.
+
+    Args:
+        step: The work of a step.
+        device: One of the devices it is done on.
+        figures: What its sheet says of it, None where that is not known.
+        records: The user's finished runs, of which the similar ones count.
+        num_steps: Steps of the run, None while they are not known.
+        save_steps: Steps between checkpoints, None for as many as lose least.
+    """
+    peak = peak_of(step, device, figures)
+    known = Speed(
+        model_type=step.model_type,
+        flops_per_token=step.flops_per_token,
+        model_flops_per_token=step.model_flops_per_token,
+        peak_flops_per_second=peak,
+        num_devices=step.num_devices,
+        basis="",
+    )
+    timed = _timed(step, device, figures or Figures(), records)
+    if isinstance(timed, str):
+        return known.model_copy(update={"basis": timed})
+    seconds = timed.seconds
+    tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
+    goodput = None
+    if num_steps is not None and device.kind == "cuda":
+        goodput = goodput_of(
+            num_devices=step.num_devices,
+            num_writers=step.num_writers,
+            num_steps=num_steps,
+            step_seconds=(seconds.low + seconds.high) / 2,
+            checkpoint_bytes=step.checkpoint_bytes,
+            save_steps=save_steps,
+        )
+    lost = 1.0 if goodput is None else 1 / goodput.share
+    total = None if num_steps is None else seconds.times(num_steps * lost).plus(timed.before)
+    price = None if figures is None else figures.usd_per_hour
+    a_second = None if price is None else step.num_devices * price / 3600
+    return known.model_copy(
+        update={
+            "tokens_per_second": tokens,
+            "mfu": None if peak is None else tokens.times(step.model_flops_per_token / step.num_devices / peak),
+            "seconds": total,
+            "cost_usd": None if a_second is None or total is None else total.times(a_second),
+            "usd_per_million_tokens": None if a_second is None else _per_million(tokens, a_second * lost),
+            "num_workers": timed.num_workers,
+            "fed_tokens_per_second": timed.fed_tokens_per_second,
+            "communication": timed.communication,
+            "generation_share": _generation_share(step, timed),
+            "goodput": goodput,
+            "basis": f"{timed.basis}{_parts_words(step, timed)}; steps alone, without evaluations"
+            + (" and checkpoints" if goodput is None else ", with checkpoints and failures"),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of a step, and what they come from in words."""
+
+    seconds: Range
+    generating: Range
+    """Of these, in which answers are generated."""
+    before: Range
+    """Before the first step."""
+    num_workers: int
+    fed_tokens_per_second: float
+    basis: str
+    communication: str | None
+
+
+def _generation_share(step: Step, timed: _Timed) -> Range | None:
+    """The least of generating in the longest of the rest, and the other way round."""
+    if step.generating is None:
+        return None
+    made, whole = timed.generating, timed.seconds
+    rest = Range(low=whole.low - made.low, high=whole.high - made.high)
+    return Range(low=made.low / (made.low + rest.high), high=made.high / (made.high + rest.low))
+
+
+def _parts_words(step: Step, timed: _Timed) -> str:
+    """What of the time is no training, in words."""
+    said = ""
+    if step.generating is not None:
+        said += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
+    if step.before is not None:
+        said += f"; {_between(timed.before, duration)} for the reference before the first step"
+    return said
+
+
+def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]) -> _Timed | str:
+    """How long a step takes, or words on what is not known."""
+    similar = [record for record in records if _is_similar(record, step, device)]
+    as_spread = [record for record in similar if (record.layout, record.num_nodes) == (step.layout, step.num_nodes)]
+    # A process that had a whole processor tells nothing of those that share it.
+    is_shared = device.kind == "cpu" and step.num_devices > 1
+    alone = [] if is_shared else [record for record in similar if record.layout == Layout()]
+    if as_spread:
+        rate, basis = _rate_of([record.flops_per_second for record in as_spread]), _words_of(as_spread, device)
+    elif alone:
+        rate, basis = _rate_of([record.computing_flops_per_second for record in alone]), _words_of(alone, device)
+    else:
+        by_peak = rate_of(step, device, figures)
+        if by_peak is None:
+            return f"how much {device.name} computes in a second is not known; a finished run on it will tell"
+        rate, basis = by_peak
+    generation = generating(step, rate, figures)
+    seconds = seconds_of(step, rate, figures)
+    if as_spread:
+        # What devices waited is in it, and generating.
+        work = step.num_tokens * step.flops_per_token / step.num_devices
+        whole = Range(low=work / rate.high, high=work / rate.low)
+        shares = [record.generation_share for record in as_spread if record.generation_share is not None]
+        if shares and step.generating is not None:
+            seconds, generation = whole, Range(low=whole.low * min(shares), high=whole.high * max(shares))
+        elif generation is not None:
+            seconds = whole.plus(generation)
+    if seconds is None or generation is None:
+        link = unknown_link(step, figures)
+        what = f"the link {link}" if link else f"the memory of {device.name}"
+        return f"how fast {what} is, is not known; a finished run spread like this one will tell"
+    return _Timed(
+        seconds,
+        generating=generation,
+        before=seconds_before(step, rate),
+        num_workers=num_workers(step, rate, figures),
+        fed_tokens_per_second=fed_tokens_per_second(step, rate, figures),
+        basis=basis,
+        communication=communication_words(step, rate, figures),
+    )
+
+
+def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
+    kind = (record.device, record.model_type, record.method, record.adapter, record.dtype)
+    of_a_size = 1 / SIMILAR_SIZE <= record.num_params / step.num_params <= SIMILAR_SIZE
+    alike = record.by_vllm == (step.generating is not None and not step.generating.is_launched)
+    asked = (device.name, step.model_type, step.method, step.adapter, step.dtype)
+    return kind == asked and of_a_size and alike
+
+
+def _rate_of(achieved: Sequence[float]) -> Range:
+    """Operations a second of a device, in the slowest and the fastest of similar runs."""
+    return Range(low=min(achieved), high=max(achieved))
+
+
+def _words_of(records: Sequence[RunRecord], device: Device) -> str:
+    runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
+    number = records[0].layout.num_processes
+    where = "this device" if number == 1 else f"{number} of {device.name}"
+    shares = [record.memory_share for record in records]
+    memory = _between(Range(low=min(shares), high=max(shares)), "{:.0%}".format)
+    return f"from {runs} on {where}, which took {memory} of the planned memory"
+
+
+def _per_million(tokens_per_second: Range, usd_per_second: float) -> Range:
+    return Range(
+        low=1e6 * usd_per_second / tokens_per_second.high,
+        high=1e6 * usd_per_second / tokens_per_second.low,
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time in words: `45 s`, `12 min`, `3 h 20 min`, `5.2 days`."""
+    if seconds < 99.5:
+        return f"{_rounded(seconds)} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{seconds / 86400:,.1f} days"
+
+
+def _rounded(number: float) -> str:
+    """A figure with about three digits; a prediction knows no more."""
+    digits = f"{number:.3g}"
+    return f"{float(digits):,.0f}" if number >= 100 else digits
+
+
+def _price(usd: float) -> str:
+    return "less than 0.01" if usd < 0.01 else f"{usd:,.2f}" if usd < 10 else _rounded(usd)
+
+
+def _between(span: Range, words: Callable[[float], str]) -> str:
+    low, high = words(span.low), words(span.high)
+    return low if low == high else f"{low} to {high}"
+
+
+def _upto(span: Range, words: Callable[[float], str], *, at_most: bool) -> str:
+    return f"at most {words(span.high)}" if at_most else _between(span, words)

@@ -1,0 +1,1 @@
+"""One process of a run: heartbeat, watchdog, signals, exit status and collectives."""

@@ -1,0 +1,100 @@
+"""What the processes of a run tell each other besides what is trained, and what to say where one does not answer."""
+
+import re
+import traceback
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from tunekit.runs.rank import Place
+
+T = TypeVar("T")
+
+FROM_GLOO = re.compile(r"/gloo/|\bgloo\b", re.IGNORECASE)
+"""What gloo's errors have in common: the place in its code where they were raised; they are plain RuntimeErrors."""
+
+
+DATA_WORKER = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
+    r"(?:is killed by signal: (?P<sign>[^.]+)|exited unexpectedly)"
+)
+"""What torch says where one of the processes ended that make micro-batches: RuntimeErrors, raised wherever it is."""
+
+DATA_WORKER_HINT = (
+    "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
+    "/dev/shm fails: make room, or train fewer processes on this machine"
+)
+
+
+def same_everywhere(value: T, place: Place) -> T:
+    """What the main process says, in every process; all call it together."""
+    if place.num_processes == 1:
+        return value
+    import torch
+
+    said = [value]
+    torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+    return said[0]
+
+
+def data_worker_problem(error: BaseException, place: Place) -> str | None:
+    """Which process that makes micro-batches ended, in words; None where the error is another.
+
+    Args:
+        error: What was raised.
+        place: Which process it made them for.
+    """
+    found = DATA_WORKER.search(str(error))
+    if found is None:
+        return None
+    # Where torch sees it twice, the first time it saw more.
+    cause = DATA_WORKER.search(str(error.__cause__)) or found
+    end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
+    return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
+
+
+def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
+    """Of each flag whether it is set in any process; all call it together. They go over the processors' network."""
+    if place.num_processes == 1:
+        return list(flags)
+    import torch
+
+    told = torch.tensor(flags, dtype=torch.uint8)
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+    return [bool(one) for one in told]
+
+
+def of_all(value: T, place: Place) -> list[T]:
+    """What each process says, by rank, in every process; all call it together."""
+    if place.num_processes == 1:
+        return [value]
+    import torch
+
+    said: list[T | None] = [None] * place.num_processes
+    torch.distributed.all_gather_object(said, value)
+    return cast(list[T], said)
+
+
+def exchange_problem(error: RuntimeError, place: Place) -> str | None:
+    """What a process waited for in vain, in words; None where the error is no other process's end or silence.
+
+    Args:
+        error: What was raised.
+        place: Which process this is.
+    """
+    import torch
+
+    told = str(error)
+    if not isinstance(error, torch.distributed.DistError) and not FROM_GLOO.search(told):
+        return None
+    # Without the file of the library, and its advice.
+    words = re.sub(r"^\[.*?\] ", "", told.partition("\n")[0]).partition(". This is typically")[0]
+    if "timed out" in told.lower() or "timeout" in told.lower():
+        return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
+    return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
+
+
+def _function(error: BaseException) -> str:
+    """The innermost function outside torch in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/torch/" not in frame.filename]
+    return f"{(outside or frames)[-1].name}()"

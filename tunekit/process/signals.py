@@ -1,0 +1,358 @@
+"""Signals and requests that a run ends, and what a process does about them: nothing is lost, and nothing torn.
+
+Where steps are computed, a wish is only noted, for the end of the step; all else ends where it is, by a
+KeyboardInterrupt. The second wish ends everything so. Python raises that wherever the program happens to be: in a
+destructor or a callback from C it is dropped, and in an exchange that nobody answers it never comes to be raised. So
+the wish is remembered, asked for again at the end of each step, and acted upon by a thread of its own, which learns of
+signals although the main thread does not return from C.
+"""
+
+import _thread
+import contextlib
+import ctypes
+import functools
+import math
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tunekit.errors import Stopped
+from tunekit.runs.run import Run
+from tunekit.runs.stop_request import EXIT_CODES, Request, request, requested
+
+LISTEN_SECONDS = 0.5
+"""How often the run folder is looked at for a wish of others."""
+
+SIGN_SECONDS = 10.0
+"""How often a process that supervises others shows that it lives."""
+
+MARGIN_SECONDS = 3.0
+"""How long before it is killed a run has ended; a fifth of its time where that is less."""
+
+SAME_SECONDS = 1.0
+"""Two SIGTERM within this time are one wish that came on two ways: from a scheduler, and from the launcher."""
+
+STUCK_SECONDS = 2.0
+"""How long a process has to end by itself that is to end at once."""
+
+CHILD_SECONDS = 0.5
+"""How long a process that was forked waits to see whether a SIGTERM was meant for all."""
+
+PR_SET_PDEATHSIG = 1
+"""Linux's number of what sends a process a signal when its parent is gone."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to end. SIGHUP comes when a terminal or an ssh connection is closed."""
+
+
+class Wishes:
+    """Whether a run is to end, as this process knows it, from the beginning of a `with` block to its end.
+
+    Signals are heard where the block is in the main thread: Python tells no other of them. A signal is left alone that
+    the process was started to ignore, but for Slurm's SIGUSR1, or for which the program has a handler of its own.
+
+    Args:
+        run: The run.
+        grace_seconds: How long after SIGTERM the process is killed.
+        tell: Called with each wish, in another thread.
+        give_up: What to do, in another thread, where the process should have ended and does not.
+        signs: Whether it is this process that shows to other hosts that the run lives, by the time of its status.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        grace_seconds: float,
+        *,
+        tell: Callable[[Request], None] | None = None,
+        give_up: Callable[[], None] | None = None,
+        signs: bool = False,
+    ) -> None:
+        self.asked: Request | None = None
+        """The first wish."""
+        self.now = False
+        """Whether the run is to end at once."""
+        self.is_late = False
+        """Whether it is because no time was left."""
+        self.at_boundaries = False
+        """Whether a wish waits for the end of a step, or of another part that all processes share."""
+        self.is_saving = False
+        """Whether a checkpoint is being written."""
+        self.save_seconds = 0.0
+        """How long that takes."""
+        self._run = run
+        self._grace_seconds = grace_seconds
+        self._tell = tell
+        self._give_up = give_up
+        self._signs = signs
+        self._signed = 0.0
+        self._deadline = math.inf
+        self._terminated = math.inf
+        self._roused_by: int | None = None
+        self._since_now = math.inf
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_wakeup = -1
+        self._told: Request | None = None
+        self._thread = threading.Thread(target=self._watch, name="wishes", daemon=True)
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the run may still take to end, infinite where nobody kills it."""
+        return self._deadline - time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, a wish is waited for that another process follows."""
+        self.at_boundaries = True
+        try:
+            yield
+        finally:
+            self.at_boundaries = False
+
+    def end_now(self) -> None:
+        """Wish it from here: there is nothing left to wait for."""
+        if self.asked is not None:
+            self._take(Request(True, self.asked.by, None, time.time()))
+
+    def learn(self, by: str) -> None:
+        """Know what another process was asked, and all have agreed to follow."""
+        if self.asked is None:
+            self._take(Request(False, by, None, time.time()))
+
+    def check(self) -> None:
+        """End here if that is wished and nothing is to be waited for.
+
+        Raises:
+            KeyboardInterrupt: It is.
+        """
+        if self.now or (self.asked is not None and not self.at_boundaries):
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Self:
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._listens = threading.current_thread() is threading.main_thread()
+        if self._listens:
+            self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            for sign in SIGNALS:
+                before = signal.getsignal(sign)
+                if _is_free(sign, before):
+                    self._previous[sign] = signal.signal(sign, self._on_signal)
+        _follow_forks()
+        # The main process of a scheduler's takes it away, while others may begin.
+        self._earlier = requested(self._run) if self._give_up is not None else None
+        self._forks = _Forks(self._grace_seconds)
+        _forks.append(self._forks)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        _forks.remove(self._forks)
+        for sign, handler in self._previous.items():
+            signal.signal(sign, handler)
+        if self._listens:
+            signal.set_wakeup_fd(self._previous_wakeup)
+        os.write(self._pipe[1], b"\0")
+        self._thread.join()
+        for end in self._pipe:
+            os.close(end)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._drain()
+        self.check()
+
+    def _drain(self) -> None:
+        """Note the signals that came, each once, in whichever thread sees it first."""
+        with self._lock:
+            try:
+                came = os.read(self._pipe[0], 4096)
+            except BlockingIOError:
+                return
+            if self._previous_wakeup >= 0:
+                os.write(self._previous_wakeup, came)
+            for number in came:
+                if number == self._roused_by:
+                    self._roused_by = None
+                elif number in self._previous:
+                    self._note(signal.Signals(number))
+
+    def _note(self, sign: signal.Signals) -> None:
+        """Know of a signal."""
+        now = sign == signal.SIGINT and self.asked is not None
+        if sign == signal.SIGTERM:
+            now = time.monotonic() - self._terminated > SAME_SECONDS
+            self._terminated = min(self._terminated, time.monotonic())
+        # torchrun kills what it handed Ctrl-C on to, after half a minute.
+        is_timed = sign == signal.SIGTERM or (sign == signal.SIGINT and "TORCHELASTIC_RUN_ID" in os.environ)
+        grace = self._grace_seconds if is_timed else None
+        self._take(Request(now, sign.name, grace, time.time()))
+
+    def _take(self, wish: Request) -> None:
+        """Know of a wish of this process's or of another's."""
+        with self._lock:
+            if self.asked is None:
+                self.asked = wish
+                self._forks.are_told[0] = 1
+            if wish.grace_seconds is not None:
+                self._deadline = min(self._deadline, time.monotonic() + wish.grace_seconds)
+            if wish.now and not self.now:
+                self.now = True
+                self._since_now = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            select.select([self._pipe[0]], [], [], LISTEN_SECONDS)
+            self._drain()
+            self._give_sign()
+            known = self.known
+            heard = requested(self._run)
+            if heard is not None and heard != self._earlier:
+                self._take(heard)
+            self._mind_time()
+            wish = self.known
+            if wish is None:
+                continue
+            if heard is None or (wish.now and not heard.now) or (heard.grace_seconds is None and self._is_timed):
+                seconds = self.seconds_left if self._is_timed else None
+                request(self._run, now=wish.now, by=wish.by, grace_seconds=seconds)
+            if wish != self._told and self._tell is not None:
+                self._told = wish
+                self._tell(wish)
+            if self._ended.is_set():
+                break
+            if wish != known:
+                self._rouse()
+            if time.monotonic() - self._since_now > STUCK_SECONDS and self._give_up is not None:
+                self._give_up()
+
+    def _give_sign(self) -> None:
+        if self._signs and time.monotonic() - self._signed > SIGN_SECONDS:
+            self._signed = time.monotonic()
+            # A status that is just being replaced has a time of its own.
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self._run.path / "status.json")
+
+    @property
+    def known(self) -> Request | None:
+        """All that is wished."""
+        with self._lock:
+            if self.asked is None or not self.now:
+                return self.asked
+            return Request(True, self.asked.by, self.asked.grace_seconds, self.asked.time)
+
+    @property
+    def _is_timed(self) -> bool:
+        return math.isfinite(self._deadline)
+
+    def _mind_time(self) -> None:
+        """End while there is time to, where the step or the checkpoint took too long."""
+        margin = min(MARGIN_SECONDS, self._grace_seconds / 5)
+        needed = margin + (0 if self.is_saving else self.save_seconds)
+        if self.asked is not None and not self.now and self.seconds_left < needed:
+            self.is_late = True
+            self.end_now()
+
+    def _rouse(self) -> None:
+        """Have the main thread look, as a signal would."""
+        if self._previous and (self.now or not self.at_boundaries):
+            sign = next(iter(self._previous))
+            self._roused_by = sign
+            _thread.interrupt_main(sign)
+
+
+def before_a_run(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal while there is no run that could be stopped."""
+    sign = signal.Signals(signum)
+    raise Stopped(f"interrupted by {sign.name}", hint=None, exit_code=EXIT_CODES[sign.name])
+
+
+def _is_free(sign: signal.Signals, handler: Any) -> bool:
+    """Whether a signal is for runs to handle."""
+    if sign == signal.SIGINT:
+        return handler is not signal.SIG_IGN
+    if sign in (signal.SIGTERM, signal.SIGHUP):
+        # What nohup starts ignores SIGHUP.
+        return handler in (signal.SIG_DFL, signal.default_int_handler, before_a_run)
+    # Slurm sends it also to what has no use for it, so that jobs ignore it to begin with.
+    return handler is signal.SIG_DFL or (handler is signal.SIG_IGN and "SLURM_JOB_ID" in os.environ)
+
+
+class _Forks:
+    """What holds for processes that are forked from this one, such as those that make micro-batches.
+
+    They get the signals too that are sent to all of a job's or a terminal's processes, and are needed for the step that
+    is still computed; but SIGTERM is also how this process ends them. They end when it is gone, however it ended.
+
+    Args:
+        grace_seconds: How long they go on at most once all are asked to end.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.are_told = mmap.mmap(-1, 1)
+        """Shared with them: whether this process was asked to end."""
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._is_in_thread = False
+        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def before(self) -> None:
+        """Note which thread forks: the kernel ends a process with the thread that it is from."""
+        self._is_in_thread = threading.get_ident() == self._thread
+
+    def begin_child(self) -> None:
+        """In a new process: leave the parent's signals to it, and end with it."""
+        signal.set_wakeup_fd(-1)
+        for sign in SIGNALS:
+            if signal.getsignal(sign) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+                signal.signal(sign, self._on_sigterm if sign == signal.SIGTERM else _ignore)
+        if self._libc is not None and self._is_in_thread:
+            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        time.sleep(CHILD_SECONDS)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.are_told[0]:
+            signal.alarm(math.ceil(self.grace_seconds))
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal that is meant for another process. What is started by this one does not inherit that."""
+
+
+_forks: list[_Forks] = []
+"""Of this process: one where a run is worked on, else none."""
+
+
+def _before_fork() -> None:
+    for forks in _forks[-1:]:
+        forks.before()
+
+
+def _in_child() -> None:
+    for forks in _forks[-1:]:
+        forks.begin_child()
+    _forks.clear()
+
+
+@functools.cache
+def _follow_forks() -> None:
+    """Have this process's forks looked after, from the first run on. Python has no way to end that."""
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -1,0 +1,355 @@
+"""What ends a run that stands still, says which process it is, and leaves the stacks of all.
+
+Each process watches itself, from a thread of its own, so that it needs no supervisor: whatever started it, a process
+that has not moved for as long as the plan allows writes its stacks to `RUN/stacks/rank-N.txt` and its error to
+`RUN/errors`, and ends. When one process hangs, all of them stand still, since they wait for it. So each looks at what
+the others say of themselves (`tunekit.process.heartbeat`) before it says anything: who is behind the others is the one
+that hangs, and so is who gives no sign of life at all. While one that is behind moves, the others go on waiting.
+
+The supervisor sees besides who gives no sign of life where nobody else is left to see it.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import psutil
+
+from tunekit.errors import ExchangeError, RunError, StandstillError
+from tunekit.planner.plan import Plan
+from tunekit.process.heartbeat import BEAT_SECONDS, Beat, Heart, beats_of, last_signs
+from tunekit.runs.process_id import is_alive
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record, errors_of
+from tunekit.runs.run import SEEN_SECONDS, Run
+
+STACKS = "stacks"
+"""Folder of a run folder with what every process was doing when one stood still."""
+
+HUNG_CODE = 124
+"""Exit code of a process that stood still, as that of `timeout`."""
+
+ASK = signal.SIGUSR2
+"""The signal on which a process writes its stacks, whatever it is at."""
+
+STEADY = ("data", "forward", "backward", "optimizer", "logging", "evaluation")
+"""What a process must move in all the time, once its first step is over."""
+
+EXCHANGING = ("/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
+"""Files of torch from which it exchanges outside of Python: buffers before a pass, and gradients in a backward pass."""
+
+LOOK_SECONDS = 5 * BEAT_SECONDS
+"""How long others on this host are looked at, to see who gives a sign of life and who moves."""
+
+TELL_SECONDS = 15
+"""How long a process that only waited stays for the word of the one that it waited for."""
+
+PULSE_MARGIN_SECONDS = 60
+"""How much longer than a process may stand still the supervisor waits for a sign of life."""
+
+
+def limit_of(plan: Plan, beat: Beat) -> int:
+    """How long a process may stand still where it is, in seconds."""
+    return plan.timeout_seconds if beat.is_warm and beat.at in STEADY else plan.patience_seconds
+
+
+def where(beat: Beat) -> str:
+    """What a process is at, in words."""
+    if beat.at == "data":
+        return f"waiting for the rows of step {beat.step}"
+    return f"in {beat.at} of step {beat.step}" if beat.step else f"in {beat.at}"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a process that stands still sees of its run.
+
+    Attributes:
+        mine: Where it is itself.
+        waits: Whether it stands in an exchange, as far as its stack tells.
+        others: Where those of the others are that have not ended.
+        silent: Ranks of others that give no sign of life.
+        moving: Ranks of others that move.
+        num_processes: All that there are, the ended ones too.
+    """
+
+    mine: Beat
+    waits: bool
+    others: Sequence[Beat]
+    silent: Collection[int]
+    moving: Collection[int]
+    num_processes: int
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether it waits for one that moves, which is as it should be."""
+        return any(other.rank in self.moving and other.position <= self.mine.position for other in self.others)
+
+    def verdict(self, seconds: float, stacks: Path) -> RunError:
+        """Who hangs, as one says it who stands still.
+
+        Args:
+            seconds: How long it has stood.
+            stacks: Where the stacks are.
+        """
+        mine, hint = self.mine, f"what every process was doing stands in {stacks}"
+        silent = [other for other in self.others if other.rank in self.silent]
+        if silent:
+            words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
+            return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
+        there = {mine.rank, *(other.rank for other in self.others)}
+        gone = [rank for rank in range(self.num_processes) if rank not in there]
+        behind = [other for other in self.others if other.position < mine.position]
+        waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
+        if gone:
+            return ExchangeError(f"{waited} for {_ranks(gone)}, which had ended", hint=hint)
+        if behind:
+            slowest = min(behind, key=lambda other: other.position)
+            return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
+        if self.waits:
+            return ExchangeError(f"{waited} for the other processes", hint=hint)
+        return StandstillError(f"rank {mine.rank} stood still for {seconds:.0f} s, {where(mine)}", hint=hint)
+
+
+def no_sign_of(beat: Beat) -> str:
+    """What to say of a process that gives no sign of life."""
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
+
+
+def gone_words(run: Run) -> str:
+    """Which processes of this host are gone without a word, to be said behind what one says that has lost them."""
+    gone = [
+        f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
+        for beat in beats_of(run)
+        if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
+    ]
+    return "".join(gone)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+class Watchdog:
+    """Ends this process once it has stood still for too long, from the beginning of a `with` block to its end.
+
+    Args:
+        record: Where it says why.
+        heart: Which tells how far the process is.
+        plan: How long it may.
+        supervised: Whether another process says how the run ended.
+    """
+
+    def __init__(self, record: Record, heart: Heart, plan: Plan, *, supervised: bool) -> None:
+        self._record = record
+        self._heart = heart
+        self._plan = plan
+        self._supervised = supervised
+        self._folder = record.run.path / STACKS
+        self._began = time.time()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(exist_ok=True)
+        self._file = self._folder / f"rank-{self._record.place.rank}.txt"
+        self._stacks = self._file.open("a", encoding="utf-8")
+        faulthandler.register(ASK, file=self._stacks, all_threads=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        faulthandler.unregister(ASK)
+        self._stacks.close()
+        # A process that takes itself for another one, which is then to be said, may have taken the file away.
+        with contextlib.suppress(OSError):
+            if not self._file.stat().st_size:
+                self._file.unlink()
+                self._folder.rmdir()
+
+    def _watch(self) -> None:
+        heart, plan = self._heart, self._plan
+        last, stood, looked = heart.now(), 0.0, time.monotonic()
+        tick = min(BEAT_SECONDS, plan.timeout_seconds / 10)
+        while not self._ended.wait(tick):
+            now, before, looked = heart.now(), looked, time.monotonic()
+            # While this whole process was stopped, as by Ctrl-Z, nobody could have moved.
+            stood += min(looked - before, 2 * tick)
+            if now.has_moved_since(last):
+                last, stood = now, 0.0
+            elif stood > limit_of(plan, now):
+                self._on_standstill(now, stood)
+                stood, looked = 0.0, time.monotonic()
+
+    def _on_standstill(self, stood_at: Beat, seconds: float) -> None:
+        """End this process, unless it waits for one that moves or moves itself after all."""
+        run = self._record.run
+        sight = self._look(stood_at)
+        if self._ended.is_set() or sight.is_patient or self._heart.now().has_moved_since(stood_at):
+            return
+        self._write_stacks(f"{where(stood_at)} for {seconds:.0f} s")
+        ask_for_stacks([beat for beat in sight.others if beat.rank not in sight.silent])
+        ask_children()
+        error = sight.verdict(seconds, self._folder)
+        if isinstance(error, ExchangeError):
+            # Whom it waited for has more to say. Its supervisor would end it as soon as this one is gone.
+            _wait_for(lambda: any(words["rank"] != stood_at.rank for words in errors_of(run)), TELL_SECONDS)
+        if self._ended.is_set():
+            return
+        self._record.write_error(error)
+        if not self._supervised:
+            self._tell(error, main_is_silent=0 in sight.silent)
+        self._stacks.flush()
+        end_children(self._began)
+        os._exit(HUNG_CODE)
+
+    def _look(self, mine: Beat) -> Sight:
+        """What there is to see of the others, who are looked at for some beats."""
+        place, run = self._record.place, self._record.run
+        if place.num_processes == 1:
+            return Sight(mine, waits=False, others=(), silent=(), moving=(), num_processes=1)
+        signs, before = last_signs(run), {beat.rank: beat for beat in beats_of(run)}
+        elsewhere = any(beat.host != mine.host for beat in before.values())
+        # A file system of a network shows late what another host writes.
+        self._ended.wait(SEEN_SECONDS if elsewhere else LOOK_SECONDS)
+        later_signs, after = last_signs(run), {beat.rank: beat for beat in beats_of(run)}
+        others = [beat for rank, beat in after.items() if rank != mine.rank and rank < place.num_processes]
+        return Sight(
+            mine,
+            waits=is_waiting(self._heart.thread),
+            others=others,
+            silent=[beat.rank for beat in others if later_signs.get(beat.rank) == signs.get(beat.rank)],
+            moving=[beat.rank for beat in others if beat.rank in before and beat.has_moved_since(before[beat.rank])],
+            num_processes=place.num_processes,
+        )
+
+    def _write_stacks(self, why: str) -> None:
+        print(f"\n{datetime.now():%Y-%m-%d %H:%M:%S} {why}", file=self._stacks, flush=True)
+        faulthandler.dump_traceback(self._stacks, all_threads=True)
+
+    def _tell(self, error: RunError, *, main_is_silent: bool) -> None:
+        """Say how the run ended where no supervisor does, in the first process that has something to say."""
+        run, place = self._record.run, self._record.place
+        first = errors_of(run)[0]
+        if place.is_main or main_is_silent:
+            reason = str(error) if first["rank"] == place.rank else f"{first['problem']}; {first['hint']}"
+            # Whoever listens may be what it stands in.
+            Record(run, Place()).end("failed", reason)
+        if first["rank"] == place.rank:
+            # While a run works, what is written to the other one goes to its log.
+            print(error, file=sys.__stderr__, flush=True)
+
+
+class Pulse:
+    """What a supervisor hears of its processes, on whatever host they are.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._plan = run.plan
+        self._signs: dict[int, int] = {}
+        self._silent: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def silent(self, ranks: Collection[int]) -> list[Beat]:
+        """Those of some ranks that have given no sign of life for longer than they may stand still.
+
+        It costs nothing but once in a while, and counts no time in which this process was stopped itself.
+        """
+        passed = time.monotonic() - self._looked
+        if passed < BEAT_SECONDS:
+            return []
+        self._looked += passed
+        signs = last_signs(self._run)
+        for rank, sign in signs.items():
+            fresh = sign != self._signs.get(rank)
+            self._silent[rank] = 0.0 if fresh else self._silent[rank] + min(passed, 2 * BEAT_SECONDS)
+        self._signs = signs
+        # Files are read only where one of them is old.
+        least = min(self._plan.timeout_seconds, self._plan.patience_seconds) + PULSE_MARGIN_SECONDS
+        if not any(self._silent[rank] > least for rank in signs if rank in ranks):
+            return []
+        return [beat for beat in beats_of(self._run) if beat.rank in ranks and self._is_over(beat)]
+
+    def _is_over(self, beat: Beat) -> bool:
+        return self._silent.get(beat.rank, 0.0) > limit_of(self._plan, beat) + PULSE_MARGIN_SECONDS
+
+    def tell(self, silent: Sequence[Beat]) -> None:
+        """Have all others write their stacks, and write the error that the silent ones cannot write themselves."""
+        names = {beat.rank for beat in silent}
+        ask_for_stacks([beat for beat in beats_of(self._run) if beat.rank not in names])
+        time.sleep(BEAT_SECONDS)
+        for beat in silent:
+            words = f"{no_sign_of(beat)} for {self._silent[beat.rank]:.0f} s"
+            error = StandstillError(words, hint=f"what the others were doing stands in {self._run.path / STACKS}")
+            Record(self._run, Place(rank=beat.rank)).write_error(error)
+
+
+def ask_for_stacks(beats: Sequence[Beat]) -> None:
+    """Have those processes of this host write their stacks that listen for it."""
+    for beat in beats:
+        if beat.host == os.uname().nodename and is_alive(beat.pid, beat.identity):
+            _ask(beat.pid)
+
+
+def ask_children() -> None:
+    """Have the processes write their stacks that this one forked, such as those that make its rows: to its own file."""
+    for child in psutil.Process().children(recursive=True):
+        _ask(child.pid)
+
+
+def _ask(pid: int) -> None:
+    """Send the signal, which would end a process that does not listen."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+        if int(caught.split()[1], 16) >> (ASK - 1) & 1:
+            os.kill(pid, ASK)
+
+
+def end_children(since: float) -> None:
+    """End the processes that this one started since a time, in seconds since the epoch: nobody else would."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.create_time() >= since - 1:
+                child.kill()
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread stands in an exchange between processes, as far as its stack tells."""
+    frame = sys._current_frames().get(thread)
+    for depth, file in enumerate(_files(frame)):
+        if "/torch/" not in file:
+            return False
+        if "/torch/distributed/" in file or (depth == 0 and file.endswith(EXCHANGING)):
+            return True
+    return False
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _wait_for(holds: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not holds() and time.monotonic() < until:
+        time.sleep(BEAT_SECONDS / 4)

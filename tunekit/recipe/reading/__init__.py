@@ -1,0 +1,1 @@
+"""YAML text and overrides to plain values and back, with their locations."""

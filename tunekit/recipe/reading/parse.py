@@ -1,0 +1,315 @@
+"""YAML text -> plain values, each with its place; and plain values -> YAML text.
+
+YAML has traps, and they are all sprung here. `1e-4` is a number and `no` is a word (the scalars of YAML 1.2, not of
+1.1, which PyYAML would read as a word and as false). A key given twice is refused, and so are tags, which could run
+code. Anchors, aliases and merges (`<<`) work within limits, so that a small file cannot unfold into a huge one.
+
+PyYAML splits the text into nodes with positions; what a node means is decided here.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from tunekit.recipe.reading.source_locations import Key, Place, Places, Problem
+
+MAX_BYTES = 256 * 1024
+"""Longest recipe file, in bytes. A recipe is a page; a file of this size is something else, such as data."""
+
+MAX_KEPT_LENGTH = 16 * 1024
+"""Longest text whose nodes are kept for when it is read again, in characters; they take a hundred times its room."""
+
+MAX_VALUES = 50_000
+"""Most keys and values that a recipe may have once its aliases are followed."""
+
+MAX_DEPTH = 50
+"""Deepest nesting of sections and lists."""
+
+_PLAIN = "plain"
+_QUOTED = "quoted"
+_NULL = re.compile(r"(?:null|Null|NULL|~|)\Z")
+_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
+_INT = re.compile(r"[-+]?[0-9]+\Z")
+_BASED_INT = re.compile(r"0(?:o[0-7]+|x[0-9a-fA-F]+)\Z")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z")
+_SPECIAL_FLOAT = re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")
+_MAX_DIGITS = 100
+
+_COLON_HINT = (
+    "put a value that contains ': ' in quotes; else look just above for wrong indentation, "
+    "or for a ':' that is missing or has no space after it"
+)
+_CLOSE_HINT = "close it, with commas between the items"
+_UNTIL = "<until>"
+_INDENT_HINT = "indent keys of one section alike, and close quotes and brackets above"
+
+
+class YAMLProblem(Exception):
+    """The text cannot be read on: it carries the one problem that says why."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+class _Nodes(Reader, Scanner, Parser, Composer, BaseResolver):
+    """PyYAML's reader up to nodes. A node's tag is `plain`, `quoted`, empty, or what the user wrote after a `!`."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+        self.depth = 0
+
+    def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:
+        """Say how a value without a tag was written; its meaning is settled later."""
+        if kind is not ScalarNode:
+            return ""
+        return _PLAIN if implicit[0] else _QUOTED
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        """Compose a node, refusing to go too deep."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="nested too deep", problem_mark=self.get_mark())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _Reading:
+    """One text being read: what was found so far."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.places = Places(start=place)
+        self.problems: list[Problem] = []
+        self.num_values = 0
+        self.open_nodes: set[int] = set()
+
+    def at(self, mark: Any) -> Place:
+        """The place of a PyYAML mark; that of the whole source where it has no lines."""
+        return _at(self.place, mark.line, mark.column)
+
+    def value(self, node: Node, key: Key) -> Any:
+        """The plain value of a node, with the places of all that is in it."""
+        self.count(node)
+        if id(node) in self.open_nodes:
+            raise YAMLProblem(Problem(self.at(node.start_mark), "an anchor contains an alias to itself", key))
+        self.places.values[key] = self.at(node.start_mark)
+        if node.tag not in (_PLAIN, _QUOTED, ""):
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self.problems.append(
+                Problem(self.at(node.start_mark), f"tags such as {tag} are refused", key, "write the plain value")
+            )
+            return None
+        if isinstance(node, ScalarNode):
+            return self.scalar(node, key)
+        self.open_nodes.add(id(node))
+        value = self.mapping(node, key) if isinstance(node, MappingNode) else self.sequence(node, key)
+        self.open_nodes.discard(id(node))
+        return value
+
+    def count(self, node: Node) -> None:
+        """Count a value that is read, and stop when aliases unfold into too many."""
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            what = f"more than {MAX_VALUES:,} values once aliases are followed"
+            raise YAMLProblem(Problem(self.at(node.start_mark), what))
+
+    def scalar(self, node: ScalarNode, key: Key) -> Any:
+        if node.tag == _QUOTED:
+            return node.value
+        if len(node.value) > _MAX_DIGITS and (_INT.match(node.value) or _BASED_INT.match(node.value)):
+            self.problems.append(Problem(self.at(node.start_mark), "a number of too many digits", key))
+            return None
+        return plain_scalar(node.value)
+
+    def sequence(self, node: Node, key: Key) -> list[Any]:
+        assert isinstance(node, SequenceNode)
+        return [self.value(item, (*key, position)) for position, item in enumerate(node.value)]
+
+    def mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
+        """The keys of a mapping: its own, and below them those that it merges in."""
+        own: dict[str, tuple[Node, Node]] = {}
+        merged: dict[str, tuple[Node, Node]] = {}
+        for name_node, value_node in node.value:
+            if name_node.tag == _PLAIN and name_node.value == "<<":
+                for name, pair in self.merged_pairs(value_node, key).items():
+                    merged.setdefault(name, pair)
+                continue
+            known = self.key_name(name_node, key)
+            if known is None:
+                continue
+            if known in own:
+                first = own[known][0].start_mark
+                where = f"line {first.line + 1}, column {first.column + 1}"
+                self.problems.append(
+                    Problem(
+                        self.at(name_node.start_mark),
+                        f"given twice, first at {where}",
+                        (*key, known),
+                        "keep one of them",
+                    )
+                )
+                continue
+            own[known] = (name_node, value_node)
+        result = {}
+        for name, (name_node, value_node) in {**merged, **own}.items():
+            self.places.keys[(*key, name)] = self.at(name_node.start_mark)
+            result[name] = self.value(value_node, (*key, name))
+        return result
+
+    def key_name(self, node: Node, key: Key) -> str | None:
+        """A key's text; None, and a problem, where it is not text."""
+        if node.tag in (_PLAIN, _QUOTED) and isinstance(node, ScalarNode):
+            name = node.value if node.tag == _QUOTED else plain_scalar(node.value)
+            if isinstance(name, str):
+                return name
+            what = f"a key must be text, got {node.value or 'nothing'}"
+            hint = "put it in quotes" if node.value else "write the key before the ':'"
+        else:
+            what, hint = "a key must be text, got a mapping, a list or a tag", "write a plain name before the ':'"
+        self.problems.append(Problem(self.at(node.start_mark), what, key, hint))
+        return None
+
+    def merged_pairs(self, node: Node, key: Key) -> dict[str, tuple[Node, Node]]:
+        """What `<<: *anchor` or `<<: [*one, *other]` brings in; the earlier of two wins."""
+        sources = node.value if isinstance(node, SequenceNode) else [node]
+        pairs: dict[str, tuple[Node, Node]] = {}
+        for source in sources:
+            if not isinstance(source, MappingNode):
+                hint = "write `<<: *name`, where &name stands before a mapping"
+                self.problems.append(Problem(self.at(source.start_mark), "'<<' merges mappings only", key, hint))
+                continue
+            if id(source) in self.open_nodes:
+                raise YAMLProblem(Problem(self.at(source.start_mark), "an anchor contains an alias to itself", key))
+            self.open_nodes.add(id(source))
+            for name_node, value_node in source.value:
+                self.count(name_node)
+                if name_node.tag == _PLAIN and name_node.value == "<<":
+                    for name, pair in self.merged_pairs(value_node, key).items():
+                        pairs.setdefault(name, pair)
+                    continue
+                known = self.key_name(name_node, key)
+                if known is not None:
+                    pairs.setdefault(known, (name_node, value_node))
+            self.open_nodes.discard(id(source))
+        return pairs
+
+
+def read_yaml(text: str, place: Place) -> tuple[Any, Places, list[Problem]]:
+    """The plain value of a YAML text with the places of its parts, and what is wrong with it.
+
+    Args:
+        text: The text, without a byte-order mark.
+        place: Where it begins. Positions count from there; a place without lines stands for the whole text.
+
+    Raises:
+        YAMLProblem: The text is not YAML, holds several documents, or unfolds into too much.
+    """
+    reading = _Reading(place)
+    try:
+        node = _kept_node_of(text) if len(text) <= MAX_KEPT_LENGTH else node_of(text)
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        at = _at(place, before.count("\n"), len(before) - before.rfind("\n") - 1)
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed in YAML"
+        raise YAMLProblem(Problem(at, what, hint="remove it")) from error
+    except yaml.MarkedYAMLError as error:
+        raise YAMLProblem(_syntax_problem(error, place)) from error
+    return (None if node is None else reading.value(node, ())), reading.places, reading.problems
+
+
+@lru_cache(maxsize=4)
+def _kept_node_of(text: str) -> Node | None:
+    """The root of a YAML text, which is kept: a run's recipe is read many times while it works. Nobody changes it."""
+    return node_of(text)
+
+
+def node_of(text: str) -> Node | None:
+    """The root of a YAML text as PyYAML composes it, with the positions of all parts; None where it has no content.
+
+    Only for a text that `read_yaml` has read.
+    """
+    return _Nodes(text).get_single_node()
+
+
+def plain_scalar(text: str) -> bool | int | float | str | None:
+    """What an unquoted scalar means by the core schema of YAML 1.2; `012` is twelve, `0x1f` is 31."""
+    if _NULL.match(text):
+        return None
+    if _BOOL.match(text):
+        return text[0] in "tT"
+    if len(text) <= _MAX_DIGITS and _INT.match(text):
+        return int(text)
+    if len(text) <= _MAX_DIGITS and _BASED_INT.match(text):
+        return int(text, 0)
+    if _FLOAT.match(text):
+        return float(text)
+    if _SPECIAL_FLOAT.match(text):
+        return float(text.replace(".", "", 1))
+    return text
+
+
+def _at(start: Place, line: int, column: int) -> Place:
+    """A position (from 0) in the text that begins at `start`; `start` itself where that has no lines."""
+    return Place(start.rank, line + 1, column + 1, start.source) if start.line else start
+
+
+_SYNTAX = [
+    (r"found character '\\t'", "a tab cannot stand here", "use spaces"),
+    (r"mapping values are not allowed", "a ':' that cannot stand here", _COLON_HINT),
+    (r"could not find expected ':'", "a ':' is missing", "write `key: value`, with a space after the ':'"),
+    (r"expected <block end>", "does not line up with what is above it", _INDENT_HINT),
+    (r"sequence entries are not allowed", "a '-' that cannot stand here", "begin the list on a line of its own"),
+    (r"found unexpected end of stream", "a quote is opened here and never closed", "close it"),
+    (
+        r"expected ',' or '\]'",
+        f"a '[' is opened here and not closed{_UNTIL}",
+        _CLOSE_HINT,
+    ),
+    (
+        r"expected ',' or '}'",
+        f"a '{{' is opened here and not closed{_UNTIL}",
+        _CLOSE_HINT,
+    ),
+    (
+        r"found undefined alias '(.*)'",
+        r"the alias *\1 has no anchor &\1 before it",
+        "quote a value that begins with '*'",
+    ),
+    (r"found duplicate anchor '(.*)';", r"the anchor &\1 is set twice", "give each its own name"),
+    (r"found character '(.)'", r"a value cannot begin with '\1'", "put it in quotes"),
+    (r"found unknown escape character '(.*)'", r"unknown escape '\\\1' in double quotes", "use single quotes"),
+    (r"but found another document", "a second document begins here", "keep one recipe a file, without '---'"),
+    (r"found undefined tag handle", "tags are refused", "write the plain value, in quotes if it begins with '!'"),
+    (r"nested too deep", f"nested deeper than {MAX_DEPTH} levels", "close what is open further up"),
+]
+"""PyYAML's complaints, what they mean, and what helps."""
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
+    """PyYAML's complaint in words that help, at the place to look at."""
+    complaint = f"{error.context or ''} {error.problem or ''}".strip()
+    mark, end = error.problem_mark, error.problem_mark
+    opened_at_context = ("end of stream", "expected ':'", "expected ',' or")
+    if error.context_mark is not None and any(words in complaint for words in opened_at_context):
+        mark = error.context_mark
+    at = place if mark is None else _at(place, mark.line, mark.column)
+    for pattern, what, hint in _SYNTAX:
+        found = re.search(pattern, complaint)
+        if found is not None:
+            until = "" if end is None else f" before line {end.line + 1}, column {end.column + 1}"
+            return Problem(at, found.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
+    return Problem(at, f"not YAML: {complaint}", hint="put a value with special characters in quotes")

@@ -1,0 +1,198 @@
+"""pydantic's complaints in the user's words, at the user's keys.
+
+pydantic reports where in its own types a value failed (`adapter.lora.target_modules.list[str]`) and in terms of Python.
+A recipe's author knows neither: the keys are taken back to those of the recipe, the branches of a union become one
+sentence that lists what is allowed, and what was meant is suggested where it can be guessed.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from tunekit.recipe.fields import (
+    choices_of,
+    holders_along,
+    members,
+    sections_of,
+    tag_of,
+    takes_list,
+    takes_one,
+    variant,
+)
+from tunekit.recipe.reading.phrases import builtin_names, expected, near, show, spelling_hint
+from tunekit.recipe.reading.source_locations import Key, Places, Problem, dotted
+from tunekit.recipe.reading.suggest import unknown_key
+from tunekit.recipe.schema import NAME_PATTERN, Recipe
+from tunekit.recipe.sections.section import FUNCTION_PATTERN, Conflicts, FunctionPath, Section
+
+_TYPE_ERRORS = {
+    "int_type",
+    "int_from_float",
+    "float_type",
+    "string_type",
+    "bool_type",
+    "list_type",
+    "dict_type",
+    "literal_error",
+    "model_type",
+    "model_attributes_type",
+}
+"""pydantic's ways to say that a value is of another kind than the field."""
+
+_FUNCTION = "must be module:function, such as my_module:my_function"
+_MANY = 8
+"""More choices than this are counted rather than listed."""
+
+
+def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]:
+    """What pydantic says of a recipe, as problems, one a key."""
+    found: dict[Key, Problem] = {}
+    for error in errors:
+        key, section, field = _locate(error["loc"])
+        conflicts = error.get("ctx", {}).get("error")
+        if isinstance(conflicts, Conflicts):
+            for one in conflicts.found:
+                place = places.of_key((*key, *one.key))
+                found.setdefault((*key, *one.key), Problem(place, one.what, (*key, *one.key), one.hint))
+            continue
+        found.setdefault(key, _problem(error, key, section, field, places))
+    # A union complains once for each of its branches; the branch that went deepest is the one that was meant.
+    return [bad for key, bad in found.items() if not any(key != other and key == other[: len(key)] for other in found)]
+
+
+def _locate(loc: tuple[int | str, ...]) -> tuple[Key, type[Section] | None, FieldInfo | None]:
+    """The recipe's key for one of pydantic's locations, its section (None if undecided) and its field if it has one."""
+    key: Key = ()
+    section: type[Section] | None = Recipe
+    field: FieldInfo | None = None
+    parts = list(loc)
+    while parts:
+        part = parts.pop(0)
+        if section is None:  # Inside a value: list positions are the user's, names are the branches of a union.
+            key = (*key, part) if isinstance(part, int) else key
+            continue
+        key = (*key, part)
+        field = section.model_fields.get(str(part))
+        below = sections_of(field) if field is not None else []
+        if parts and field is not None and takes_list(field):
+            if takes_one(field):
+                del parts[0]  # Whether it is one section or a list.
+            if parts and isinstance(parts[0], int):
+                key = (*key, parts.pop(0))
+        if parts and len(below) > 1:
+            section = variant(below, {"type": parts.pop(0)})
+        elif parts or field is None:
+            section = below[0] if below else None if field is not None else section
+    return key, section, field
+
+
+def _problem(
+    error: ErrorDetails, key: Key, section: type[Section] | None, field: FieldInfo | None, places: Places
+) -> Problem:
+    """One of pydantic's errors as a problem."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden" and section is not None:
+        what, hint = unknown_key(key, [section], _variants_beside(key, section))
+        return Problem(places.of_key(key), what, key, hint)
+    if kind == "missing":
+        names = tuple(part for part in key if isinstance(part, str))
+        hint = f"`tunekit explain {dotted(names)}` says what it takes"
+        return Problem(places.of_key(key), "is required, but missing", key, hint)
+    if kind in ("union_tag_not_found", "union_tag_invalid") and field is not None:
+        return _tag_problem(kind, value, key, field, places)
+    what, hint = _complaint(kind, value, context, error["msg"], key, field)
+    return Problem(places.of_value(key), what, key, hint)
+
+
+def _variants_beside(key: Key, section: type[Section]) -> list[type[Section]]:
+    """The other variants of the section in which a key stands."""
+    above = holders_along(key[:-1])
+    variants = list(dict.fromkeys(kind for holder in above[-1] for kind in holder.sections)) if above else []
+    return [other for other in variants if other is not section] if section in variants else []
+
+
+def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Places) -> Problem:
+    tags = [str(tag_of(section)) for section in sections_of(field)]
+    if kind == "union_tag_not_found" and not isinstance(value, dict):
+        what, hint = _wrong_kind(value, key, field)
+        return Problem(places.of_value(key), what, key, hint)
+    above, key = key, (*key, "type")
+    if kind == "union_tag_not_found":
+        return Problem(places.of_key(key), "is required, but missing", key, f"choose one of {', '.join(tags)}")
+    tag = value.get("type")
+    takes = f"one of {', '.join(tags)}"
+    if isinstance(above[-1], int) and key not in places.values and len(value) == 1:  # A lone word.
+        tags.remove("function")
+        key, takes = above, f"module:function or one of {', '.join(tags)}"
+    return Problem(places.of_value(key), f"must be {takes}, got {show(tag)}", key, _meant(tag, tags))
+
+
+def _complaint(
+    kind: str, value: Any, context: dict[str, Any], message: str, key: Key, field: FieldInfo | None
+) -> tuple[str, str | None]:
+    """What is wrong with a value, and the hint."""
+    got = f"got {show(value)}"
+    match kind:
+        case _ if kind in _TYPE_ERRORS:
+            return _wrong_kind(value, key, field)
+        case "greater_than":
+            return f"must be greater than {context['gt']:g}, {got}", None
+        case "greater_than_equal":
+            return f"must be at least {context['ge']:g}, {got}", None
+        case "less_than":
+            return f"must be less than {context['lt']:g}, {got}", None
+        case "less_than_equal":
+            return f"must be at most {context['le']:g}, {got}", None
+        case "finite_number":
+            return f"must be a finite number, {got}", None
+        case "too_short":
+            return "must not be an empty list", None
+        case "string_too_short":
+            return "must not be empty", None
+        case "string_too_long":
+            return f"must be at most {context['max_length']} characters long, got {len(value)}", None
+        case "string_pattern_mismatch" if context["pattern"] == NAME_PATTERN:
+            return f"may hold letters, digits, '.', '_' and '-', a letter or digit first, {got}", None
+        case "string_pattern_mismatch" if context["pattern"] == FUNCTION_PATTERN:
+            return f"{_FUNCTION}, {got}", None
+        case "value_error":
+            return str(context["error"]), None
+    return f"{message[0].lower()}{message[1:]}, {got}", None
+
+
+def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str | None]:
+    """What to say of a value of another kind than the field takes."""
+    kinds = list(members(field.annotation)) if field is not None else []
+    is_item = isinstance(key[-1], int)
+    if is_item:  # An item of a list: judge it by what the list takes.
+        kinds = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
+    several = field is not None and takes_list(field) and not is_item
+    sections = sections_of(field) if field is not None else []
+    if field is not None and several and not takes_one(field):
+        return f"must be a list of sections, got {show(value)}", spelling_hint(builtin_names(kinds), value)
+    if sections:
+        keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
+        shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+        glued = re.match(r"(\w+)[ :]", value) if isinstance(value, str) else None
+        hint = f"write `{glued[1]}: ...`, a ':' and a space after the key" if glued and glued[1] in keys else None
+        takes = f"a section (with {shown})" + (" or a list of sections" if several else "")
+        return f"must be {takes}, got {show(value)}", hint
+    choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
+    takes = expected(kinds)
+    if len(choices) > _MANY:
+        takes = f"one of {len(choices)} names (`tunekit explain {dotted(key)}` lists them)"
+        takes += " or module:function" if FunctionPath in kinds else ""
+    if FunctionPath in kinds and isinstance(value, str) and ":" in value:
+        return f"{_FUNCTION}, got {show(value)}", None
+    hint = _meant(value, choices) or spelling_hint(builtin_names(kinds), value)
+    if value is None and not isinstance(key[-1], int):
+        hint = "leave the key out for its default"
+    return f"must be {takes}, got {show(value)}", hint
+
+
+def _meant(value: Any, choices: list[str]) -> str | None:
+    likely = near(value, choices) if isinstance(value, str) else None
+    return f"did you mean '{likely}'?" if likely else None

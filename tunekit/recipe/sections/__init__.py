@@ -1,0 +1,1 @@
+"""Sections of a recipe as pydantic models."""

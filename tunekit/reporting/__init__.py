@@ -1,0 +1,1 @@
+"""Pages and tables about finished and running runs."""

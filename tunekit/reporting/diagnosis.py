@@ -1,0 +1,149 @@
+"""Why a run ended before it was done: what its processes wrote down, put together for whoever looks at it later.
+
+Nothing is guessed from a log. An error says of itself of which kind it is and which changes of the recipe mend it (see
+`tunekit.errors`); a run that wrote none was ended from outside, or its machine was.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tunekit import errors
+from tunekit.errors import TunekitError, kind_named
+from tunekit.process.processes import LOG
+from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.liveness import DIED, STUCK
+from tunekit.runs.record import errors_of
+from tunekit.runs.run import Run
+from tunekit.training.checkpointing.edit_effects import effects_of
+
+Cause = Literal["memory", "non_finite", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"]
+"""What a failure comes down to: `hung`, where a process stood still; `lost`, where others were waited for in vain;
+`killed`, where processes are gone without a word; `defect`, an exception that nobody thought of, of tunekit, of a
+library or of the user's own functions."""
+
+CAUSES: tuple[tuple[type[TunekitError], Cause], ...] = (
+    (errors.MemoryShortError, "memory"),
+    (errors.NonFiniteError, "non_finite"),
+    (errors.DiskError, "disk"),
+    (errors.StandstillError, "hung"),
+    (errors.ExchangeError, "lost"),
+    (errors.HostLostError, "lost"),
+    (errors.DataWorkerError, "rows"),
+    (errors.DataError, "rows"),
+    (errors.DependencyError, "package"),
+    (errors.ModelError, "model"),
+)
+"""What each kind of error comes down to; the first that fits counts."""
+
+REPEATED: tuple[Cause, ...] = ("memory", "non_finite", "rows")
+"""Causes that come again at the same place where nothing is changed."""
+
+TAIL_BYTES = 8192
+"""Of a log that is shown."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a run ended before it was done.
+
+    Attributes:
+        cause: What it comes down to.
+        what: What went wrong and where, in words.
+        hint: What to do about it; None where nobody knows.
+        rank: The process that failed first; None where none told.
+        changes: Changes of the recipe that mend it, each as `key=value`; none where they are not known, or where
+            nothing of the recipe is at fault.
+        can_go_on: Whether it can be gone on with from a checkpoint, with these changes if there are any, and would not
+            fail there again.
+        trace: Where in a program it failed, as a traceback or as the stacks of processes; None where that says nothing.
+        log: The end of what the libraries said.
+    """
+
+    cause: Cause
+    what: str
+    hint: str | None
+    rank: int | None
+    changes: tuple[str, ...]
+    can_go_on: bool
+    trace: str | None
+    log: str
+
+
+def diagnose_run(run: Run) -> Diagnosis | None:
+    """Why a run ended before it was done, or stands still; None for one that is well, or was stopped."""
+    state, status = run.state, run.status()
+    if state not in ("failed", DIED, STUCK):
+        return None
+    told = next(iter(errors_of(run)), None)
+    log = _tail(_log_of(run, None if told is None else told["rank"]))
+    if told is None:
+        cause, what = _without_word(run, state, status)
+        return Diagnosis(cause, what, None, None, (), _can_go_on(run, ()), None, log)
+    changes, cause = tuple(told.get("changes", ())), _cause_of(told["kind"])
+    return Diagnosis(
+        cause=cause,
+        what=told["problem"] if told["traceback"] is None else f"{told['kind']}: {told['problem']}",
+        hint=told["hint"],
+        rank=told["rank"],
+        changes=changes,
+        can_go_on=(bool(changes) or cause not in REPEATED) and _can_go_on(run, changes),
+        trace=told["traceback"] or _stacks_of(run),
+        log=log,
+    )
+
+
+def _cause_of(kind: str) -> Cause:
+    found = kind_named(kind)
+    if found is None:
+        return "package" if kind in (ModuleNotFoundError.__name__, ImportError.__name__) else "defect"
+    return next((cause for error, cause in CAUSES if issubclass(found, error)), "other")
+
+
+def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, str]:
+    """What there is to say of a run whose processes wrote no error."""
+    where = f"in step {status['step'] + 1}" if status["phase"] == "training" else f"while {status['phase']}"
+    if state == STUCK:
+        return "hung", f"{where}: the processes that trained are gone, and process {status['pid']} waits for them"
+    if state == DIED:
+        return "killed", (
+            f"{where}: process {status['pid']} on {status['host']} is gone without a word: somebody ended it, main "
+            "memory ran out, or the machine went down"
+        )
+    reason = str(status["exit_reason"])
+    is_killed = any(f"was ended by {one.name}" in reason for one in signal.Signals)
+    return "killed" if is_killed or "no word of why" in reason else "other", reason
+
+
+def _can_go_on(run: Run, changes: Sequence[str]) -> bool:
+    if newest_complete(run.path).path is None or run.plan.layout.why_not_resumed is not None:
+        return False
+    try:
+        return all(effect.effect == "takes effect" for effect in effects_of(run, changes))
+    except TunekitError:
+        return False
+
+
+def _stacks_of(run: Run) -> str | None:
+    """What every process was doing when one stood still; None where none did."""
+    files = sorted((run.path / "stacks").glob("rank-*.txt"))
+    return "\n".join(f"{file.stem}:\n{_tail(file)}" for file in files) or None
+
+
+def _log_of(run: Run, rank: int | None) -> Path:
+    own = run.path / ("log.txt" if not rank else f"log-{rank}.txt")
+    launcher = run.path / LOG
+    return launcher if rank is None and launcher.is_file() and launcher.stat().st_size else own
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - TAIL_BYTES))
+        text = stream.read().decode("utf-8", errors="replace")
+    return text if size <= TAIL_BYTES else text.partition("\n")[2]

@@ -1,0 +1,63 @@
+"""What can be done with a run that has ended, for whoever looks at it. Nothing heavy is loaded."""
+
+import shlex
+from collections.abc import Sequence
+
+from tunekit.runs.train_command import command_anew
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
+from tunekit.runs.resume_request import read_continuation
+from tunekit.runs.run import Run
+
+ENDED_EARLY = ("failed", "interrupted", "died")
+"""States of a run that is over and did not train to its end."""
+
+
+def has_checkpoints(run: Run) -> bool:
+    """Whether anything of a run was saved, whole or not."""
+    began = read_continuation(run).weights is not None
+    return began or any((run.path / CHECKPOINTS).glob("checkpoint-*"))
+
+
+def can_go_on(run: Run) -> bool:
+    """Whether a run has a whole checkpoint."""
+    return newest_complete(run.path).path is not None
+
+
+def begins_with_weights(run: Run) -> bool:
+    """Whether a run began with the weights of a checkpoint that is still there."""
+    weights = read_continuation(run).weights
+    return weights is not None and (run.path / weights).is_dir()
+
+
+def prospects(run: Run) -> str | None:
+    """What can be done next, in a sentence; None for a run that is not over."""
+    state, name = run.state, shlex.quote(str(run.path))
+    if state not in ("finished", *ENDED_EARLY):
+        return None
+    newest = newest_complete(run.path)
+    if state == "finished":
+        return None if newest.path is None else f"`tunekit resume {name} train.max_steps=N` trains it further"
+    anew = f"`{begin_anew(run)}` begins anew"
+    if newest.path is not None:
+        back = "" if not newest.skipped else f" ({'; '.join(newest.skipped)})"
+        num_steps = run.status()["num_steps"]
+        return f"`tunekit resume {name}` goes on from step {newest.step} of {num_steps}{back}"
+    if newest.skipped:
+        words = "; ".join(newest.skipped)
+        return f"no checkpoint is whole ({words}): `tunekit resume {name} --weights-only`, or {anew}"
+    if begins_with_weights(run):
+        return f"`tunekit resume {name}` begins again with the weights that it began with"
+    return f"there is no checkpoint to go on from: {anew}"
+
+
+def begin_anew(run: Run, changes: Sequence[str] = ()) -> str:
+    """The command that begins a run once more, with changes of its recipe or as it is."""
+    return command_anew(run.path, changes, in_place=run.state != "finished" and not has_checkpoints(run))
+
+
+def next_command(run: Run) -> str:
+    """The command that has a run that ends early done after all, with what to call it."""
+    no_layout = run.plan.layout.why_not_resumed is not None
+    if not no_layout and (can_go_on(run) or begins_with_weights(run)):
+        return f"go on with: tunekit resume {shlex.quote(str(run.path))}"
+    return f"begin anew: {begin_anew(run)}"

@@ -1,0 +1,369 @@
+"""Which checkpoints of a run are whole, and which of them are kept.
+
+The libraries write many files, from several processes, one after another, into a folder `.saving-N`. Behind them all
+comes a manifest with the size and the SHA-256 of each, and then the folder gets its name, `checkpoint-N`, in one step.
+So a checkpoint that is there was written to its end, and one that has changed since does not agree with its manifest.
+Such a one is set aside as `checkpoint-N.bad`: it is never gone on from and never deleted.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
+
+from tunekit.errors import RunError
+from tunekit.planner.facts import Facts
+from tunekit.runs.train_command import command_anew
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run folder that they are in."""
+
+MANIFEST = "manifest.json"
+"""File of a checkpoint that is written last."""
+
+FORMAT = 1
+"""Number of what a manifest says and a checkpoint holds."""
+
+READ = ("recipe.yaml", "plan.yaml", "fingerprints.json")
+"""Files of a checkpoint by which it is decided how a run goes on. They are small."""
+
+COPIES = ("recipe.yaml", "plan.yaml", "fingerprints.json")
+"""Files of the run folder of which a checkpoint holds a copy, as they were then."""
+
+READERS = 8
+"""Files that are read at once to check them."""
+
+
+class Written(Facts):
+    """A file as it was written."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+
+
+class Best(Facts):
+    """The best evaluation so far."""
+
+    metric: str
+    value: float
+    step: int
+
+
+class Manifest(Facts):
+    """What a checkpoint is, and what is in it."""
+
+    format: int
+    step: int
+    num_processes: int
+    strategy: str
+    dtype: str
+    """Type of the products. A gradient scaler belongs to float16."""
+    recipe: str
+    """SHA-256 of the recipe."""
+    made_of: str | None
+    """SHA-256 of the fingerprints of model, tokenizer and rows; None in runs that were made without."""
+    versions: Mapping[str, str]
+    """Of tunekit and of the libraries that wrote it."""
+    best: Best | None
+    files: Mapping[str, Written]
+    """All but the manifest, by their paths in the folder."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest whole checkpoint, and what was passed over.
+
+    Attributes:
+        step: Its step; 0 where there is none.
+        path: Its folder.
+        skipped: Newer ones, each with what is wrong.
+        best: The best evaluation as it tells it.
+    """
+
+    step: int = 0
+    path: Path | None = None
+    skipped: tuple[str, ...] = ()
+    best: Best | None = None
+
+
+def draft_of(run_folder: Path, step: int) -> Path:
+    """The folder in which a checkpoint is made, as a folder of the name that it will have."""
+    return run_folder / CHECKPOINTS / f".saving-{step}"
+
+
+def is_being_made(run_folder: Path) -> bool:
+    """Whether the files of a checkpoint are being written, or a save that was cut off has left some."""
+    return any((run_folder / CHECKPOINTS).glob(".saving-*"))
+
+
+def checkpoint_of(run_folder: Path, step: int) -> Path:
+    """The folder that it is then."""
+    return run_folder / CHECKPOINTS / f"checkpoint-{step}"
+
+
+def files_in(folder: Path) -> list[str]:
+    """Paths of the files of a checkpoint without its manifest, in their order."""
+    return sorted(
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if file.is_file() and file.relative_to(folder).as_posix() != MANIFEST
+    )
+
+
+def to_disk(path: Path) -> None:
+    """Have a file or a folder written to its disk, and not only given to the system."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def as_written(file: Path) -> Written:
+    """What a file holds, by reading it."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+        return Written(size=stream.tell(), sha256=digest.hexdigest())
+
+
+def publish(run_folder: Path, manifest: Manifest) -> Path:
+    """Write the manifest of a checkpoint whose files are on the disk, and make it visible: in the main process only.
+
+    One of the same step that is there already is taken away only then.
+    """
+    draft, to = draft_of(run_folder, manifest.step), checkpoint_of(run_folder, manifest.step)
+    made = draft / to.name
+    sketch = made / f".{MANIFEST}"
+    sketch.write_text(json.dumps(manifest.model_dump(mode="json"), indent=2), encoding="utf-8")
+    to_disk(sketch)
+    sketch.replace(made / MANIFEST)
+    for folder in (*(path for path in made.rglob("*") if path.is_dir()), made):
+        to_disk(folder)
+    before = to.with_name(f".replaced-{manifest.step}")
+    if to.exists():
+        to.rename(before)
+    made.rename(to)
+    to_disk(to.parent)
+    draft.rmdir()
+    shutil.rmtree(before, ignore_errors=True)
+    return to
+
+
+def publish_result(draft: Path, to: Path) -> None:
+    """Make the result of a run visible, once all of it is on the disk: in the main process only."""
+    for path in (*draft.rglob("*"), draft):
+        to_disk(path)
+    before = to.with_name(f".replaced-{to.name}")
+    if to.exists():
+        # One that was cut off here may have left a part of what it replaced.
+        shutil.rmtree(before, ignore_errors=True)
+        to.rename(before)
+    draft.rename(to)
+    to_disk(to.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def clear_drafts(run_folder: Path) -> None:
+    """Take away what a save that was cut off has left, and bring back what it was about to replace."""
+    checkpoints = run_folder / CHECKPOINTS
+    for folder in checkpoints.glob(".replaced-*"):
+        newer = checkpoints / folder.name.replace(".replaced-", "checkpoint-")
+        if not newer.exists():
+            folder.rename(newer)
+    for pattern in (".replaced-*", ".saving-*", ".superseded-*"):
+        for folder in checkpoints.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_complete(run_folder: Path) -> Newest:
+    """The newest checkpoint of a run whose files are there in their sizes. What they hold is not read, but for READ."""
+    return _newest(run_folder, contents=False)
+
+
+def take_newest(run_folder: Path) -> Newest:
+    """The newest checkpoint of a run that holds what was written, after those that do not were set aside.
+
+    Raises:
+        RunError: There are checkpoints, but none is whole.
+    """
+    clear_drafts(run_folder)
+    newest = _newest(run_folder, contents=True)
+    if newest.path is None and newest.skipped:
+        raise RunError(
+            f"{run_folder} has no checkpoint that is whole: {'; '.join(newest.skipped)}",
+            hint=f"begin anew: {command_anew(run_folder)}",
+        )
+    return newest
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """The manifest of a whole checkpoint."""
+    return Manifest.model_validate_json((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def superseded(run_folder: Path, limit: int, best: Best | None) -> list[Path]:
+    """Checkpoints that are not kept: whole ones beyond the newest `limit`, but for the best."""
+    whole = [(step, folder) for step, folder in _found(run_folder) if fault_of(folder, contents=False) is None]
+    return [folder for step, folder in whole[limit:] if best is None or step != best.step]
+
+
+def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[str]:
+    """Delete what is not kept, and return what went wrong, in words."""
+    problems = []
+    for folder in superseded(run_folder, limit, best):
+        try:
+            # What is deleted in part is none that was damaged.
+            gone = folder.rename(folder.with_name(folder.name.replace("checkpoint-", ".superseded-")))
+            shutil.rmtree(gone)
+        except OSError as error:
+            problems.append(f"{folder.name} is superseded and cannot be deleted: {error.strerror}")
+    return problems
+
+
+def fault_of(folder: Path, *, contents: bool) -> str | None:
+    """What is wrong with a checkpoint, if anything is.
+
+    Args:
+        folder: The checkpoint.
+        contents: Whether every file is read and compared, which takes as long as reading it, and not its size alone. Of
+            READ it always is.
+    """
+    if folder.is_symlink():
+        return "it is a link to another folder"
+    try:
+        manifest = manifest_of(folder)
+    except FileNotFoundError:
+        return "not written to its end"
+    except (ValidationError, UnicodeDecodeError):
+        return f"{MANIFEST} is damaged"
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    if manifest.format != FORMAT:
+        return f"{MANIFEST} has format {manifest.format}, of another version of tunekit"
+    if checkpoint_of(folder.parent.parent, manifest.step).name != folder.name:
+        return f"{MANIFEST} is one of step {manifest.step}"
+    fault = next(_faults_of_files(folder, manifest), None) or next(_missing_state(folder, manifest), None)
+    if fault is not None:
+        return fault
+    return _fault_of_contents(folder, manifest, [name for name in manifest.files if contents or name in READ])
+
+
+def _newest(run_folder: Path, *, contents: bool) -> Newest:
+    skipped: list[str] = []
+    for step, folder in _found(run_folder):
+        fault = fault_of(folder, contents=contents)
+        if fault is None:
+            return Newest(step, folder, tuple(skipped), manifest_of(folder).best)
+        kept = f"; kept as {_set_aside(folder).name}" if contents else ""
+        skipped.append(f"{folder.name}: {fault}{kept}")
+    return Newest(skipped=tuple(skipped))
+
+
+def _found(run_folder: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by their names, the newest first."""
+    found = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
+    return sorted(((step, folder) for step, folder in found if step is not None), reverse=True)
+
+
+def _step_of(folder: Path) -> int | None:
+    match = re.fullmatch(r"checkpoint-(0|[1-9]\d*)", folder.name)
+    return int(match[1]) if match else None
+
+
+def _set_aside(folder: Path) -> Path:
+    """Give a damaged checkpoint another name, and return it."""
+    names = (f"{folder.name}.bad{number}" for number in ["", *(f"-{n}" for n in range(2, 1000))])
+    aside = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
+    folder.rename(aside)
+    return aside
+
+
+def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that are not there as the manifest says."""
+    for name, written in manifest.files.items():
+        if not is_inside(folder, name):
+            yield f"{MANIFEST} names {name!r}, which is not in its folder"
+        file = folder / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != written.size:
+            yield f"{name} has {file.stat().st_size:,} bytes instead of {written.size:,}"
+
+
+def is_inside(folder: Path, name: str) -> bool:
+    """Whether a name is one of a file in a folder, and no link is on the way to it."""
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+        return False
+    return not any((folder / part).is_symlink() for part in (path, *path.parents))
+
+
+def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -> str | None:
+    """A file of these that holds something else than was written."""
+
+    def fault(name: str) -> str | None:
+        try:
+            found = as_written(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return None if found == manifest.files[name] else f"{name} does not hold what was written"
+
+    with ThreadPoolExecutor(READERS) as readers:
+        return next((words for words in readers.map(fault, names) if words is not None), None)
+
+
+def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """What a run cannot go on without and the manifest does not list, by the names that the engines give it."""
+    for what, patterns in _state(manifest):
+        if not any(re.fullmatch(pattern, name) for pattern in patterns for name in manifest.files):
+            yield f"{what} is missing"
+
+
+def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What a run cannot go on without, and patterns of the files of which one has it."""
+    yield "the state of the trainer (trainer_state.json)", (r"trainer_state\.json",)
+    yield "the state of the scheduler (scheduler.pt)", (r"scheduler\.pt",)
+    num = manifest.num_processes
+    for rank in range(num):
+        name = "rng_state.pth" if num == 1 else f"rng_state_{rank}.pth"
+        yield f"the state of random numbers of rank {rank} ({name})", (re.escape(name),)
+        yield f"what rank {rank} carries besides (carried-{rank}.pt)", (rf"carried-{rank}\.pt",)
+    if manifest.strategy.startswith("zero"):
+        yield from _zero_state(manifest)
+    elif manifest.strategy == "fsdp2":
+        for what, name in (("weights", "pytorch_model_fsdp_0"), ("optimizer", "optimizer_0")):
+            yield f"the index of the {what} ({name}/.metadata)", (rf"{name}/\.metadata",)
+            yield f"the state of the {what} ({name})", (rf"{name}/.*\.distcp",)
+    else:
+        weights = (r"model\.safetensors", r"model\.safetensors\.index\.json", r"adapter_model\.safetensors")
+        yield "the state of the weights (model.safetensors)", weights
+        yield "the state of the optimizer (optimizer.pt)", (r"optimizer\.pt",)
+    if manifest.dtype == "float16" and not manifest.strategy.startswith("zero"):
+        yield "the state of the gradient scaler (scaler.pt)", (r"scaler\.pt",)
+
+
+def _zero_state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield "the name of DeepSpeed's folder (latest)", ("latest",)
+    parts = range(manifest.num_processes)
+    if manifest.strategy == "zero3":
+        for rank in parts:
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            yield f"the state of the weights of rank {rank} ({name})", (rf"[^/]+/{re.escape(name)}",)
+    else:
+        yield "the state of the weights (mp_rank_00_model_states.pt)", (r"[^/]+/mp_rank_00_model_states\.pt",)
+    for rank in parts:
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        yield f"the state of the optimizer of rank {rank} ({name})", (rf"[^/]+/(bf16_)?{re.escape(name)}",)

@@ -1,0 +1,201 @@
+"""What an evaluation came to, as it is kept in the run folder: figures before and after, each with its interval.
+
+A run folder holds a file for each in `evaluations/`. Nothing here loads a model: whoever shows them reads them so.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import RunError
+from tunekit.redact import without_secrets
+from tunekit.runs.metrics import number
+from tunekit.runs.run import Run, find_run
+from tunekit.runs.small_files import read_object
+
+FOLDER = "evaluations"
+"""Folder of a run that holds them."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its interval of 95%, which is None where there is no telling: of a single row, or none known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def words(self, digits: str, *, sign: bool = False) -> str:
+        """It as people read it: `0.53 [0.41, 0.64]`."""
+        plus = "+" if sign else ""
+        said = number(self.value, plus + digits)
+        if self.low is None or self.high is None:
+            return said
+        return f"{said} [{number(self.low, plus + digits)}, {number(self.high, plus + digits)}]"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of a model over some rows.
+
+    Attributes:
+        name: What it is called in metrics.
+        words: What it is called by people.
+        digits: How it is written.
+        of: The rows, or the task.
+        num_rows: How many rows it is of.
+        higher_is_better: Whether more of it is better; None where neither is.
+        interval: How its intervals were made: `bootstrap`, `Wilson` (the difference: `bootstrap`), or `normal`.
+        after: The model's own.
+        before: That of the model before training.
+        difference: After less before; paired, row by row, where `interval` does not say otherwise.
+    """
+
+    name: str
+    words: str
+    digits: str
+    of: str
+    num_rows: int
+    higher_is_better: bool | None
+    interval: str
+    after: Estimate
+    before: Estimate | None = None
+    difference: Estimate | None = None
+
+    @property
+    def verdict(self) -> str:
+        """What the difference says, in a word or two; empty where nothing can be said."""
+        gap = self.difference
+        if gap is not None and gap.value == 0 and gap.low is None:
+            return "no difference"
+        if gap is None or gap.low is None or gap.high is None or self.higher_is_better is None:
+            return ""
+        if gap.low <= 0 <= gap.high:
+            return "no clear difference"
+        return "better" if (gap.low > 0) == self.higher_is_better else "worse"
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Before, after and the difference, as people read them."""
+        before = "" if self.before is None else self.before.words(self.digits)
+        gap = "" if self.difference is None else self.difference.words(self.digits, sign=True)
+        return before, self.after.words(self.digits), gap
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model scores, and what the model before its training does.
+
+    Attributes:
+        model: Its name.
+        step: The checkpoint that it is; None for a result, or a model that no run made.
+        before: Name of the model that it is compared with; None where there is none.
+        what: What it was evaluated on, in a few words.
+        scores: The figures.
+        settings: With what it was computed: device, type, seed, lengths.
+        notes: What the user should know, a sentence each.
+        began: When, in seconds since 1970.
+        seconds: How long it took.
+        path: The file in the run folder; None where no run made the model.
+    """
+
+    model: str
+    step: int | None
+    before: str | None
+    what: str
+    scores: tuple[Score, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    began: float = 0.0
+    seconds: float = 0.0
+    path: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, held: dict[str, Any]) -> "Evaluation":
+        """An evaluation from what `to_dict` made of it."""
+        scores = [
+            {
+                **one,
+                **{name: Estimate(**one[name]) if one[name] else None for name in ("after", "before", "difference")},
+            }
+            for one in held["scores"]
+        ]
+        return cls(**{**held, "scores": tuple(Score(**one) for one in scores), "notes": tuple(held["notes"])})
+
+
+def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
+    """Write an evaluation into the folder of its run; whoever reads finds all of it or nothing.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    folder = run.path / FOLDER
+    stem = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', made.what).strip('-.')[:60]}-{_stamp(made.began)}"
+    try:
+        folder.mkdir(exist_ok=True)
+        path = next(
+            path
+            for path in (folder / f"{stem}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 1000))
+            if not path.exists()
+        )
+        kept = replace(made, path=str(path))
+        draft = folder / f".{path.name}-{os.getpid()}"
+        held = {**without_secrets(kept.to_dict()), "path": path.name}
+        draft.write_text(json.dumps(held, indent=2, ensure_ascii=False), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror}", hint="let the folder be written") from error
+    return kept
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+
+
+def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
+    """The evaluations of a run, the oldest first.
+
+    Args:
+        run: The run, its folder, or its name in `runs/`.
+
+    Raises:
+        RunError: There is no such run, or a file in `evaluations/` is none of an evaluation.
+    """
+    found = run if isinstance(run, Run) else find_run(str(run))
+    read = []
+    for path in (found.path / FOLDER).glob("[!.]*.json"):
+        try:
+            made = Evaluation.from_dict(read_object(path))
+        except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"{path} is no evaluation, or damaged", hint="delete it, and evaluate again") from error
+        read.append(replace(made, path=str(path)))
+    return sorted(read, key=lambda made: made.began)
+
+
+def newest_scores(evaluations: Iterable[Evaluation], step: int | None = None) -> list[tuple[Evaluation, Score]]:
+    """Of each figure the one that was computed last, of a run's result or of one of its checkpoints.
+
+    Args:
+        evaluations: The oldest first.
+        step: The checkpoint; None for the result.
+    """
+    newest: dict[tuple[str, str], tuple[Evaluation, Score]] = {}
+    for made in evaluations:
+        for score in made.scores if made.step == step else ():
+            newest.pop((score.of, score.name), None)
+            newest[score.of, score.name] = (made, score)
+    return list(newest.values())
+
+
+def sliced(of: str, limit: int | None) -> str:
+    """What rows are called of which only the first ones are taken: `held-out[:100]`."""
+    return of if limit is None else f"{of}[:{limit}]"

@@ -1,0 +1,169 @@
+"""What happens in a run, one JSON line an event, written as it happens and read while it grows.
+
+Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
+
+- `phase`: `phase`, one of PHASES
+- `queue`: `place`, counted from 1, among the runs that wait for the same devices, `behind`, the names of those that
+  come first or have them now, and `devices`, by UUID (see `tunekit.launching.device_queue`)
+- `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.launching.ssh_hosts`)
+- `engine`: what trains, as it was found when training began (see `tunekit.training.verify`)
+- `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as `message`
+- `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see `tunekit.training.check_packing`)
+- `tracker`: `name` of a tracker that the run is reported to, and where it is shown there as `message`
+- `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
+  for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
+  `model_flops_per_second` and `mfu` of all processes (None where the peak of the device is not known), and by the main
+  process's clock `step_seconds`, of these `optimizer_seconds` and, where the model learns from its own answers,
+  `generation_seconds`, and `data_seconds` between the steps
+- `eval`: `step`, `eval_loss` and the method's own measures
+- `completions`: `step`, and of the prompt whose answers' rewards were furthest apart when answers were generated last,
+  `prompt`, and `best` and `worst`, each with `answer`, its `rewards` by name and its `advantage`; some 50 times a run
+- `sample`: `when` (`before` or `after`), `prompt`, `answer`
+- `checkpoint`: `step`, `path`
+- `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
+- `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with what is wrong with them, `changes` to what was
+  before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
+- `ranks`: `step`, and `ranks`, a `tunekit.training.timing.RankReport` of each process; with every checkpoint. Of several
+  processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
+  `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.communication`). Part of it
+  may overlap with computing; `exposed_share` (on CUDA) does not
+- `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
+  stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
+  figures of several steps, its name as `trend` (see `tunekit.training.health_warnings`); for a tracker that failed, `tracker`
+- `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
+  what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
+  as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what
+  weights, adapters, gradients and optimizer states took of the main process in the first step; and `ranks`
+- `stop`: the run is to end; `by` whom or which signal, whether `now`, and what becomes of it as `message`
+- `error`: `message`
+
+A step is told of twice where a run went on from a checkpoint before it: the later word counts.
+"""
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import RunError
+from tunekit.files import open_regular, parse_json
+from tunekit.redact import without_secrets
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "failed", "interrupted")
+"""What a run can be at: `queued` where a cluster is to start it, at first or again, or where it waits in the
+line for devices; the last three are final."""
+
+FINAL_PHASES = PHASES[-3:]
+
+FIELDS: dict[str, tuple[tuple[str, type], ...]] = {
+    "phase": (("phase", str),),
+    "log": (("step", int),),
+    "eval": (("step", int),),
+    "sample": (("when", str), ("prompt", str), ("answer", str)),
+    "warning": (("message", str),),
+    "error": (("message", str),),
+    "ranks": (("step", int), ("ranks", list)),
+}
+"""Fields by type that events of a kind are read by in many places."""
+
+
+class EventLog:
+    """Appends events to a file and hands each to a listener.
+
+    Args:
+        path: The file, `events.jsonl` of a run folder.
+        listener: Called with each event after it is written.
+    """
+
+    def __init__(self, path: Path, listener: Listener | None = None) -> None:
+        self.path = path
+        self.listener = listener
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Write one event. Numbers that JSON has no word for (NaN, infinities) are written as text.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is then.
+        """
+        entry: Event = {"event": event, "time": round(time.time(), 3), **without_secrets(fields)}
+        line = json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False) + "\n"
+        content = line.encode("utf-8")
+        with self.path.open("ab", buffering=0) as stream:
+            end = stream.tell()
+            if stream.write(content) < len(content):
+                stream.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        if self.listener is not None:
+            self.listener(entry)
+
+
+def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """Events written since a byte offset, and the offset to read on from. A line still being written is left.
+
+    Raises:
+        RunError: A line is damaged; it is named.
+    """
+    try:
+        stream = open_regular(path)
+    except FileNotFoundError:
+        return [], offset
+    except OSError as error:
+        raise unreadable(path, error) from error
+    with stream:
+        stream.seek(offset)
+        whole, newline, _ = stream.read().rpartition(b"\n")
+    lines = whole.splitlines()
+    try:
+        events = [parse_event(line) for line in lines]
+    except ValueError as error:
+        raise _damaged(path, offset, lines) from error
+    return events, offset + len(whole) + len(newline)
+
+
+def unreadable(path: Path, error: OSError) -> RunError:
+    """What to raise where the file of a run's events is none, or another user's."""
+    return RunError(f"{path} cannot be read: {error.strerror}", hint="put it back from a copy")
+
+
+def parse_event(line: bytes) -> Event:
+    """The event of a line.
+
+    Raises:
+        ValueError: It is none.
+    """
+    event = parse_json(line)
+    if not is_event(event):
+        raise ValueError("it is no event")
+    return dict(event)
+
+
+def is_event(event: object) -> bool:
+    """Whether what a line says is an event, with what everything that reads events relies on."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    fields = FIELDS.get(event["event"], ())
+    return isinstance(event.get("time"), int | float) and all(isinstance(event.get(key), kind) for key, kind in fields)
+
+
+def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
+    """What is said of lines behind a byte offset of which one at least is no JSON."""
+    with open_regular(path) as stream:
+        number = stream.read(offset).count(b"\n")
+    for line in lines:
+        number += 1
+        try:
+            parse_event(line)
+        except ValueError as error:
+            return RunError(f"{path}:{number}: the line is damaged: {error}", hint="delete it, or put the file back")
+    raise AssertionError("all lines are JSON")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,356 @@
+"""Before a run: rows become the token ids and labels that it will train on, counted, and the recipe is completed."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
+from tunekit.data.formats.row_formats import Row, counted
+from tunekit.data.sources.load import LoadedData, Rows
+from tunekit.data.reports.measure import report_data
+from tunekit.data.reports.measure_rows import report_rows
+from tunekit.data.packing.mixture import mix
+from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
+from tunekit.data.sources.remote import is_url, without_user
+from tunekit.data.reports.report import DataReport
+from tunekit.data.sources.rows import Skipped
+from tunekit.errors import DataError
+from tunekit.methods import distillation
+from tunekit.models.load import load_tokenizer
+from tunekit.planner.facts import DataFacts, SourceFacts
+from tunekit.recipe.methods import DistillationMethod, KTOMethod, Method, OnPolicyMethod, RewardedMethod, RewardMethod
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward, Reward
+from tunekit.recipe.schema import DataSource, Recipe, Sources
+from tunekit.redact import redacted, without_secrets
+
+NUM_SAMPLE_PROMPTS = 3
+"""Prompts taken from the rows where the recipe names none."""
+
+NUM_SAMPLES = 3
+"""Sequences of each source that the report of a run shows."""
+
+STREAM_SKIPPED = "stream_skipped.jsonl"
+"""File of the bad rows that a stream left out, in the data folder of a run."""
+
+FILES = {"train": "train.arrow", "eval": "eval.arrow"}
+"""Files of the sequences in the data folder of a run, by split."""
+
+PLACES = "train_places.npz"
+"""File of where the rows that are trained on stand in their sources."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a run trains and evaluates on, and what was counted in it."""
+
+    splits: tuple[Split, ...]
+    """What is trained and evaluated on; of a stream its first rows."""
+    facts: DataFacts
+    report: DataReport
+    streaming: bool = False
+    """Whether the training rows are a stream."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should see before the training starts, a sentence each."""
+        ends = (f"{source.source}: end token: {source.end_token_words}" for source in self.report.sources)
+        return (*self.report.notes, *ends)
+
+    def save(self, folder: Path) -> None:
+        """Put the tokens where the processes of the run read them, and beside them what is known of the rows."""
+        folder.mkdir()
+        for split in self.splits[int(self.streaming) :]:
+            split.prepared.link_to(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
+        (folder / "report.json").write_text(
+            json.dumps(without_secrets(self.report.to_dict()), ensure_ascii=False), encoding="utf-8"
+        )
+        (folder / "report.html").write_text(redacted(self.report.to_html()), encoding="utf-8")
+        _save_skipped(folder, self.report.skipped)
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """The rows of a run that TRL tokenises itself, and what was counted in them."""
+
+    splits: tuple[AlignmentSplit, ...]
+    facts: DataFacts
+    notes: tuple[str, ...]
+    """What the user should see before the training starts, a sentence each."""
+    skipped: tuple[Skipped, ...]
+
+    def save(self, folder: Path) -> None:
+        """Put the rows where the processes of the run read them."""
+        folder.mkdir()
+        for split in self.splits:
+            split.save(folder / FILES[split.name])
+            if split.name == "train":
+                split.places.save(folder / PLACES)
+        _save_skipped(folder, self.skipped)
+
+
+def _save_skipped(folder: Path, skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        lines = (json.dumps(without_secrets(asdict(bad)), ensure_ascii=False) + "\n" for bad in skipped)
+        (folder / "skipped.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def prepare(
+    recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
+) -> PreparedData:
+    """Tokenise, mask, mix and pack the rows, or find them in the cache, and look at what came out.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+        num_samples: Sequences of each source to take as samples.
+
+    Raises:
+        DataError: No token would be trained on, or the rows do not fit the chat template.
+    """
+    tokenizer = load_tokenizer(recipe.model)
+    splits = prepare_data(recipe.data, data, tokenizer, on_progress)
+    report = report_data(
+        splits,
+        tokenizer,
+        max_length=recipe.data.max_length,
+        packing=recipe.data.packing,
+        batch_size=recipe.train.micro_batch_size or recipe.train.global_batch_size,
+        num_samples=num_samples,
+        notes=data.notes,
+        skipped=data.skipped,
+    )
+    return PreparedData(splits, _facts(splits), report, recipe.data.streaming)
+
+
+def _facts(splits: tuple[Split, ...]) -> DataFacts:
+    """What the plan needs to know."""
+    train, reports = splits[0].prepared, splits[0].prepared.reports
+    return DataFacts(
+        num_train=train.num_sequences,
+        num_eval=splits[1].prepared.num_sequences if len(splits) > 1 else None,
+        tokenized=True,
+        format=splits[0].rows[0].format,
+        sources=tuple(
+            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens)
+            for share in train.shares
+        ),
+        num_train_tokens=train.num_tokens,
+        num_trainable_tokens=train.num_trainable_tokens,
+        longest_tokens=max(report.longest_tokens for report in reports),
+        num_rows=sum(report.num_rows for report in reports),
+        num_truncated=sum(report.num_truncated for report in reports),
+        num_split=sum(report.num_split for report in reports),
+        num_dropped=sum(report.num_dropped for report in reports),
+    )
+
+
+def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None = None) -> PreparedRows:
+    """Measure the rows of a method whose trainer tokenises them, and leave out those that are too long.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+
+    Raises:
+        DataError: No row is left, the rows do not fit the chat template, or rated answers are all alike.
+        ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
+    """
+    tokenizer = load_tokenizer(recipe.model)
+    if isinstance(recipe.method, DistillationMethod):
+        teacher = recipe.method.teacher
+        distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
+    splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
+    train, shares = splits[0], splits[0].shares
+    evaluated = sum(len(source.kept) for source in splits[1].sources) if len(splits) > 1 else None
+    facts = DataFacts(
+        num_train=sum(share.num_sequences for share in shares),
+        num_eval=evaluated,
+        tokenized=True,
+        format=train.sources[0].rows.format,
+        sources=tuple(
+            SourceFacts(name=share.source, num_rows=share.num_sequences, size=share.num_tokens) for share in shares
+        ),
+        num_train_tokens=sum(share.num_tokens for share in shares),
+        num_trainable_tokens=sum(source.num_trainable_tokens for source in train.sources),
+        longest_tokens=max(source.longest_tokens for source in train.sources),
+        num_rows=sum(len(source.rows) for source in train.sources),
+        num_truncated=sum(source.num_truncated for source in train.sources),
+        num_split=0,
+        num_dropped=sum(source.num_dropped for source in train.sources),
+        num_good=train.num_good if isinstance(recipe.method, KTOMethod) else None,
+    )
+    if facts.num_good in (0, facts.num_train):
+        raise _one_sided(train, facts)
+    bare = [f"{rows.source}: {BARE_PROMPTS}" for rows in data.train if are_bare(rows, tokenizer)]
+    notes = (*data.notes, *bare, *_left_out(recipe, splits))
+    return PreparedRows(splits, facts, notes, data.skipped)
+
+
+def report_on_rows(
+    recipe: Recipe, data: LoadedData, on_progress: Progress | None = None, *, num_samples: int = NUM_SAMPLES
+) -> DataReport:
+    """Measure the rows of a method whose trainer tokenises them, and look at what came out.
+
+    Args:
+        recipe: The recipe.
+        data: Its rows.
+        on_progress: Told how far the rows of a source are.
+        num_samples: Rows of each source to take as samples.
+
+    Raises:
+        DataError: No row is left, or the rows do not fit the chat template.
+    """
+    prepared = prepare_rows(recipe, data, on_progress)
+    return report_rows(
+        prepared.splits,
+        load_tokenizer(recipe.model),
+        max_length=recipe.data.max_length,
+        num_samples=num_samples,
+        notes=prepared.notes,
+        skipped=prepared.skipped,
+    )
+
+
+def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
+    """Answers that are all good, or all bad."""
+    label, what = ("true", "good") if facts.num_good else ("false", "bad")
+    first = train.sources[0]
+    hint = "to imitate good answers alone use method sft, with data.format=prompt_completion"
+    return DataError(
+        f"{first.rows.place(first.kept[0])}: label is {label}, and so it is in all {counted(facts.num_train, 'row')}: "
+        f"kto learns the difference between good and bad answers, and all are {what}",
+        hint=hint if facts.num_good else "add rows with good answers (label true)",
+    )
+
+
+def room_of(recipe: Recipe) -> Room:
+    """How long rows of answers, or of prompts alone, may be."""
+    method, max_length = recipe.method, recipe.data.max_length
+    if isinstance(method, RewardMethod):
+        # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
+        return Room(max_length, max_length, cuts=False)
+    if isinstance(method, OnPolicyMethod):
+        # TRL cuts no prompt, so that each has to leave room for the longest answer.
+        return Room(max_length, max_length - method.max_completion_length)
+    # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
+    return Room(max_length, max_length - 1)
+
+
+def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]:
+    room = room_of(recipe)
+    for source in (source for split in splits for source in split.sources if source.num_dropped):
+        left_out = counted(source.num_dropped, "row")
+        yield f"{source.rows.source}: {left_out} left out: {room.too_long}"
+
+
+def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
+    """What is known of the rows before they are tokenised: how many there are, and how much text."""
+    sources = list(_counted_sources(recipe, data)) if len(data.train) > 1 else []
+    return DataFacts(
+        num_train=sum(source.num_rows for source in sources) or len(data.train[0]),
+        num_eval=sum(len(rows) for rows in data.eval) if data.eval else None,
+        format=data.train[0].format,
+        sources=tuple(sources),
+    )
+
+
+def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
+    chosen = mix([rows.rows.sizes_bytes for rows in data.train], mixing_of(recipe.data))
+    for number, rows in enumerate(data.train):
+        taken = chosen.index[chosen.source == number]
+        size = int(rows.rows.sizes_bytes[taken].sum())
+        yield SourceFacts(name=rows.source, num_rows=len(taken), size=size)
+
+
+def record(recipe: Recipe, data: LoadedData) -> Recipe:
+    """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
+    prompts = recipe.output.sample_prompts
+    if isinstance(recipe.method, RewardMethod):
+        prompts = []
+    elif prompts is None:
+        prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
+    output = recipe.output.model_copy(update={"sample_prompts": prompts})
+    return absolute(recipe).model_copy(update={"output": output})
+
+
+def absolute(recipe: Recipe) -> Recipe:
+    """The recipe with absolute paths."""
+    section = recipe.data.model_copy(
+        update={
+            "train": _absolute_sources(recipe.data.train),
+            "eval": None if recipe.data.eval is None else _absolute_sources(recipe.data.eval),
+        }
+    )
+    model, method = _absolute_model(recipe.model), _absolute_method(recipe.method)
+    return recipe.model_copy(update={"model": model, "data": section, "method": method})
+
+
+def _absolute_model(section: ModelSection) -> ModelSection:
+    path = section.path if section.path == "pico" else _absolute(section.path)
+    return section.model_copy(update={"path": path, "chat_template": _absolute(section.chat_template)})
+
+
+def _absolute_method(method: Method) -> Method:
+    if isinstance(method, DistillationMethod):
+        return method.model_copy(update={"teacher": _absolute_model(method.teacher)})
+    if not isinstance(method, RewardedMethod):
+        return method
+    rewards: list[Reward] = []
+    for one in method.rewards:
+        match one:
+            case JsonSchemaReward():
+                rewards.append(one.model_copy(update={"path": _absolute(one.path)}))
+            case ModelReward():
+                rewards.append(one.model_copy(update={"model": _absolute_model(one.model)}))
+            case _:
+                rewards.append(one)
+    return method.model_copy(update={"rewards": rewards})
+
+
+def _absolute_sources(given: Sources) -> Sources:
+    return [_absolute_source(source) for source in given] if isinstance(given, list) else _absolute_source(given)
+
+
+def _absolute_source(source: DataSource) -> DataSource:
+    if is_url(source.path):
+        # What a run writes down is shown to others, so it keeps no password.
+        return source.model_copy(update={"path": redacted(without_user(source.path))})
+    path = _absolute(source.path)
+    if path == source.path and any(sign in path for sign in "*?["):
+        path = str(Path(path).resolve())
+    return source.model_copy(update={"path": path})
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+
+def _question(prompt: str | list[Row]) -> str | None:
+    """A prompt as a text; None for a conversation of more than one question."""
+    if isinstance(prompt, str):
+        return prompt
+    return prompt[0]["content"] if [turn["role"] for turn in prompt] == ["user"] else None
+
+
+def _prompts(rows: Rows) -> list[str]:
+    """The first different prompts of the rows: first user turns, or prompts that are plain text."""
+    prompts: dict[str, None] = {}
+    for row in rows.rows:
+        prompt = None
+        if rows.format == "messages":
+            prompt = next((turn["content"] for turn in row["messages"] if turn["role"] == "user"), None)
+        elif rows.format == "prompt_completion" and isinstance(row["prompt"], str):
+            prompt = row["prompt"]
+        elif rows.format in ("preference", "unpaired_preference", "prompts"):
+            prompt = _question(row["prompt"])
+        if prompt:
+            prompts.setdefault(prompt)
+        if len(prompts) == NUM_SAMPLE_PROMPTS:
+            break
+    return list(prompts)

@@ -1,0 +1,421 @@
+"""Reads `events.jsonl` while it grows: each byte once, in memory that does not grow with the run.
+
+A curve of 100,000 steps is kept as the extremes of equal stretches of it, so that a peak of a single step is still seen
+at any zoom that a screen has. What a run took back, by going on from a checkpoint before, is taken out of the curves.
+
+    reader = EventReader(run.path / "events.jsonl")
+    while reader.read():
+        print(reader.series["loss"].last)
+"""
+
+import json
+import os
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import isfinite
+from operator import lt
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tunekit.files import open_regular
+from tunekit.runs.events import Event, is_event, parse_event, unreadable
+
+MAX_POINTS = 2000
+"""Points that are kept of a curve; a screen has about as many columns."""
+
+MAX_TOLD = 200
+"""Events of a kind that are kept, the newest."""
+
+CHUNK_BYTES = 1 << 18
+"""What is read at once: while it is taken in, nothing else of the process goes on."""
+
+MAX_LINE_BYTES = 1 << 24
+"""Longest line that is read as an event."""
+
+HEAD_BYTES = 256
+"""Of the beginning of the file, by which another one in its place is told."""
+
+TAIL_BYTES = 1 << 16
+"""Of the end of the file, which is all that a list of runs looks at."""
+
+MAX_RECENT = 256
+"""Losses that are kept as they were logged: a checkpoint is told of when it is written, some steps after its own."""
+
+_NUMBERS = frozenset({int, float})
+
+_NO_MEASURES = frozenset({"event", "time", "step"})
+
+
+class Point(NamedTuple):
+    """A value that was logged.
+
+    Attributes:
+        step: The step.
+        time: When, in seconds since the epoch.
+        value: What.
+    """
+
+    step: int
+    time: float
+    value: float
+
+
+class Series:
+    """A curve of at most `MAX_POINTS` points: all of them while they are few, then extremes of equal stretches.
+
+    A stretch is the steps with the same `step // width`. Of one that has more than two points, the least and the
+    greatest are kept. Once there are too many, stretches become twice as wide. The newest point is always there.
+    """
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._times = array("d")
+        self._values = array("d")
+        self._width = 1
+        # The stretch that the newest point is in, which is not in the columns yet.
+        self._stretch = -1
+        self._least = self._most = self._last = Point(-1, 0.0, 0.0)
+
+    def __len__(self) -> int:
+        return len(self._steps) + len(self._open())
+
+    def __iter__(self) -> Iterator[Point]:
+        yield from map(Point, self._steps, self._times, self._values)
+        yield from self._open()
+
+    @property
+    def last(self) -> Point:
+        """The newest point, as it was logged."""
+        return self._last
+
+    @property
+    def width(self) -> int:
+        """Steps that a stretch has; 1 while no point was left out."""
+        return self._width
+
+    def add(self, step: int, time: float, value: float) -> None:
+        """Add a point. Those of this step and later ones, which were told before, no longer count."""
+        if step <= self._last.step:
+            self.cut(step)
+        point = self._last = Point(step, time, value)
+        self._take(step // self._width, point, point)
+
+    def extend(self, steps: Sequence[int], times: Sequence[float], values: Sequence[float]) -> None:
+        """Add points of which each has a later step than the one before: what `add` does, a stretch at a time."""
+        if steps[0] <= self._last.step:
+            self.cut(steps[0])
+        start, end = 0, len(steps)
+        while start < end:
+            stretch = steps[start] // self._width
+            after = bisect_left(steps, (stretch + 1) * self._width, start, end) if self._width > 1 else start + 1
+            some = values[start:after]
+            low, high = (start + some.index(choose(some)) for choose in (min, max))
+            least = most = Point(steps[low], times[low], values[low])
+            if high != low:
+                most = Point(steps[high], times[high], values[high])
+            # Where that makes stretches wider, what follows may belong to this one.
+            self._take(stretch, least, most)
+            start = after
+        self._last = Point(steps[-1], times[-1], values[-1])
+
+    def at(self, step: int) -> Point | None:
+        """The newest point that is kept of a step and of those before it; None where there is none."""
+        before = [point for point in self._open() if point.step <= step]
+        if before:
+            return before[-1]
+        place = bisect_left(self._steps, step + 1) - 1
+        return Point(self._steps[place], self._times[place], self._values[place]) if place >= 0 else None
+
+    def _take(self, stretch: int, least: Point, most: Point) -> None:
+        """Take in the extremes of the newest stretch, or of a part of it."""
+        if stretch == self._stretch:
+            if least.value < self._least.value:
+                self._least = least
+            if most.value > self._most.value:
+                self._most = most
+            return
+        if self._stretch >= 0:
+            self._close(sorted({self._least, self._most}))
+            if len(self._steps) > MAX_POINTS - 3:
+                self._widen()
+                stretch = least.step // self._width
+        self._stretch, self._least, self._most = stretch, least, most
+
+    def cut(self, step: int) -> None:
+        """Take out what is told of a step and of all later ones."""
+        kept = [point for point in self._open() if point.step < step]
+        if not kept:
+            first = bisect_left(self._steps, step)
+            for column in (self._steps, self._times, self._values):
+                del column[first:]
+            kept = self._reopened()
+        self._stretch = kept[-1].step // self._width if kept else -1
+        if not kept:
+            self._last = Point(-1, 0.0, 0.0)
+            return
+        self._least, self._most = (choose(kept, key=lambda point: point.value) for choose in (min, max))
+        self._last = kept[-1]
+
+    def _open(self) -> list[Point]:
+        """The points of the newest stretch."""
+        return sorted({self._least, self._most, self._last}) if self._stretch >= 0 else []
+
+    def _reopened(self) -> list[Point]:
+        """The points of the last stretch in the columns, taken out of them."""
+        points: list[Point] = []
+        while self._steps and (not points or self._steps[-1] // self._width == points[0].step // self._width):
+            points.insert(0, Point(self._steps.pop(), self._times.pop(), self._values.pop()))
+        return points
+
+    def _close(self, points: Iterable[Point]) -> None:
+        """Put points into the columns."""
+        for point in points:
+            self._steps.append(point.step)
+            self._times.append(point.time)
+            self._values.append(point.value)
+
+    def _widen(self) -> None:
+        """Make stretches twice as wide until half of the points are gone."""
+        points = list(map(Point, self._steps, self._times, self._values))
+        while len(points) > MAX_POINTS // 2:
+            self._width *= 2
+            stretches = (list(some) for _, some in groupby(points, key=lambda point: point.step // self._width))
+            points = [
+                point
+                for some in stretches
+                for point in sorted({choose(some, key=lambda one: one.value) for choose in (min, max)})
+            ]
+        self._steps, self._times, self._values = array("q"), array("d"), array("d")
+        self._close(points)
+
+
+class EventReader:
+    """What happened in a run so far, and at each `read` what happened since. Not for several threads at once.
+
+    Attributes:
+        path: The file, `events.jsonl` of a run folder; it need not be there yet.
+        series: The curves by the names of the log; those of evaluations begin with `eval_`. `peak_memory_bytes`, of the
+            process that used most so far, has a point for each `ranks` event.
+        told: The newest events of every other kind but `sample`, by kind, the oldest first.
+        answers: What each sampled prompt was answered, by `when`.
+        began: Time of the first event; None before there is one.
+        num_events: How many events there were.
+        num_broken: Lines that are no event, which are passed over.
+        read_bytes: How much was read of the file in its place.
+        file_bytes: How large that was when it was looked at last.
+        is_behind: Whether there was more than was to be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.series: dict[str, Series] = {}
+        self.told: dict[str, deque[Event]] = {}
+        self.answers: dict[str, dict[str, str]] = {}
+        self.began: float | None = None
+        self.num_events = self.num_broken = self.read_bytes = self.file_bytes = 0
+        self.is_behind = False
+        self._recent: deque[tuple[int, float]] = deque(maxlen=MAX_RECENT)
+        self._losses: dict[int, tuple[float | None, float | None]] = {}
+        self._rest = self._head = b""
+        self._seen: tuple[int, int, int] | None = None
+
+    def read(self, max_bytes: int | None = None) -> bool:
+        """Take in what was written since the last time; whether that is anything.
+
+        A file that was replaced or cut short meanwhile is read from its beginning, and all before forgotten.
+
+        Args:
+            max_bytes: About how much is read at most; what is left comes the next time.
+        """
+        try:
+            stream = open_regular(self.path)
+        except FileNotFoundError:
+            was_there = self._seen is not None
+            self._forget()
+            return was_there
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        with stream:
+            status = os.fstat(stream.fileno())
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if seen == self._seen:
+                return False
+            is_other = self._seen is not None and not self._goes_on(status, stream.read(len(self._head)))
+            if is_other:
+                self._forget()
+            stream.seek(self.read_bytes)
+            self.file_bytes = status.st_size
+            before = self.num_events
+            # What is written from here on waits: a fast writer keeps nobody busy.
+            end = min(status.st_size, self.read_bytes + (max_bytes or status.st_size))
+            while self.read_bytes < end:
+                piece = stream.read(min(CHUNK_BYTES, end - self.read_bytes))
+                if not piece:
+                    break
+                self._head += piece[: HEAD_BYTES - len(self._head)]
+                self.read_bytes += len(piece)
+                self._take(piece)
+            self.is_behind = self.read_bytes < status.st_size
+            self._seen = (status.st_ino, self.read_bytes, 0) if self.is_behind else seen
+        return is_other or self.num_events > before
+
+    def newest(self, kind: str) -> Event | None:
+        """The newest event of a kind that has no curve; None where there is none."""
+        return self.told[kind][-1] if kind in self.told else None
+
+    def all(self, kind: str) -> list[Event]:
+        """The newest events of a kind that has no curve, the oldest first."""
+        return list(self.told.get(kind, ()))
+
+    def losses_at(self, step: int) -> tuple[float | None, float | None]:
+        """The loss and the evaluation's loss of a checkpoint: the last ones before it where its step has none.
+
+        None where none was told. Of a step with no checkpoint among the newest `MAX_TOLD`, and many steps ago, it is a
+        loss near it.
+        """
+        if step in self._losses:
+            return self._losses[step]
+        points = (self.series[name].at(step) if name in self.series else None for name in ("loss", "eval_loss"))
+        loss, evaluated = (None if point is None else point.value for point in points)
+        return loss, evaluated
+
+    def _goes_on(self, status: os.stat_result, head: bytes) -> bool:
+        """Whether the file is still the one that was read."""
+        assert self._seen is not None
+        return status.st_ino == self._seen[0] and status.st_size >= self.read_bytes and head == self._head
+
+    def _take(self, piece: bytes) -> None:
+        lines, newline, self._rest = (self._rest + piece).rpartition(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            # No event: what comes until the end of the line is none either, and is not kept.
+            self._rest = b"\0"
+        if not newline:
+            return
+        for names, some in groupby(self._valid(lines), key=_measures_of):
+            events = list(some)
+            steps = [event["step"] for event in events] if names else []
+            if names and all(map(lt, steps, steps[1:])):
+                self._add_values(names, steps, events)
+            else:
+                for event in events:
+                    self._add(event)
+
+    def _valid(self, lines: bytes) -> Iterator[Event]:
+        """The events of some lines."""
+        for event in _events(lines):
+            if event is None:
+                self.num_broken += 1
+                continue
+            self.num_events += 1
+            if self.began is None:
+                self.began = event["time"]
+            yield event
+
+    def _add(self, event: Event) -> None:
+        kind = event["event"]
+        names = _measures_of(event)
+        if names:
+            self._add_values(names, [event["step"]], [event])
+            return
+        if kind == "sample":
+            answers = self.answers.setdefault(str(event.get("prompt")), {})
+            answers[str(event.get("when"))] = str(event.get("answer"))
+            while len(self.answers) > MAX_TOLD:
+                del self.answers[next(iter(self.answers))]
+            return
+        if kind == "ranks" and isinstance(event.get("step"), int):
+            peaks = [rank["peak_memory_bytes"] for rank in event["ranks"] if "peak_memory_bytes" in rank]
+            measured = {"step": event["step"], "time": event["time"], "peak_memory_bytes": max(peaks, default=None)}
+            self._add_values(tuple(measured), [event["step"]], [measured])
+        if kind == "checkpoint" and isinstance(event.get("step"), int):
+            self._keep_losses(event["step"])
+        if kind in ("restart", "resume") and isinstance(event.get("step"), int):
+            # With nothing but its weights, the checkpoint's steps begin again.
+            kept = -1 if event.get("weights_only") else event["step"]
+            for series in self.series.values():
+                series.cut(kept + 1)
+            self.series = {name: series for name, series in self.series.items() if len(series)}
+        self.told.setdefault(kind, deque(maxlen=MAX_TOLD)).append(event)
+
+    def _add_values(self, names: Sequence[str], steps: Sequence[int], events: Sequence[Event]) -> None:
+        """Add to the curves what events say that have the same names, in their order, and later and later steps."""
+        columns = dict(zip(names, zip(*(event.values() for event in events), strict=True), strict=True))
+        for name in names:
+            if name in _NO_MEASURES:
+                continue
+            at, times, values = steps, columns["time"], columns[name]
+            # Numbers that are not finite are written as text.
+            if not (_NUMBERS.issuperset(map(type, values)) and all(map(isfinite, values))):
+                points = zip(steps, times, values, strict=True)
+                kept = [point for point in points if type(point[2]) in _NUMBERS and isfinite(point[2])]
+                if not kept:
+                    continue
+                at, times, values = zip(*kept, strict=True)
+            if name not in self.series:
+                self.series[name] = Series()
+            self.series[name].extend(at, times, values)
+            if name == "loss":
+                self._recent.extend(zip(at[-MAX_RECENT:], values[-MAX_RECENT:], strict=True))
+
+    def _keep_losses(self, step: int) -> None:
+        """Remember the losses of a checkpoint, since curves lose points while they grow."""
+        self._losses.pop(step, None)
+        near, evaluated = self.losses_at(step)
+        self._losses[step] = (next((value for at, value in reversed(self._recent) if at <= step), near), evaluated)
+        while len(self._losses) > MAX_TOLD:
+            del self._losses[next(iter(self._losses))]
+
+
+def last_events(path: Path) -> list[Event]:
+    """The last events of a file, as many as end in its last `TAIL_BYTES`; of a file that is not there, none."""
+    try:
+        with open_regular(path) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            tail = stream.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(path, error) from error
+    lines = tail.split(b"\n")[:-1]
+    if size > TAIL_BYTES:
+        # Its beginning may lie before.
+        lines = lines[1:]
+    return [event for event in map(_event, lines) if event is not None]
+
+
+def _measures_of(event: Event) -> tuple[str, ...]:
+    """The names of what an event says of a step, in their order; none of one that has no curves."""
+    return tuple(event) if event["event"] in ("log", "eval") and isinstance(event.get("step"), int) else ()
+
+
+def _events(lines: bytes) -> Iterator[Event | None]:
+    """The events of some lines, with None for each that is none; empty lines do not count."""
+    try:
+        # Together they take half of the time. No text of theirs goes over the end of a line.
+        found = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+    except (ValueError, RecursionError):
+        found = []
+    if len(found) == lines.count(b"\n") + 1:
+        yield from map(_checked, found)
+    else:
+        yield from (_event(line) for line in lines.split(b"\n") if line.strip())
+
+
+def _event(line: bytes) -> Event | None:
+    """An event by its line; None where it is none."""
+    try:
+        return parse_event(line)
+    except ValueError:
+        return None
+
+
+def _checked(event: Any) -> Event | None:
+    """What stood in a line as an event; None where it is none."""
+    return event if is_event(event) else None

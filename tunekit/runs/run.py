@@ -1,0 +1,469 @@
+"""A run folder: what was asked, how it was to be done, what happened, and what came out.
+
+    recipe.yaml    the complete recipe, defaults filled in and paths absolute
+    plan.yaml      the plan with its reasons
+    recipe-1.yaml  the earlier ones, with plan-1.yaml, where the run was gone on with otherwise; resume.json says how
+    status.json    phase, step, process, and why it ended
+    tags.json      words that the user has given it
+    job.json       which job of a cluster it is, where it is one
+    events.jsonl   everything that happened (see `tunekit.runs.events`)
+    log.txt        what the libraries said
+    log-1.txt ...  the same from the other processes, where there are several
+    console.log    what a detached run printed
+    launcher.log   what else these wrote; errors/ has the words of those that failed
+    data/          the token ids and labels that are trained on, and skipped.jsonl where rows were left out
+    ranks/         what each process is at, while it lives
+    stacks/        what every process was doing when one stood still
+    made_with.json versions, commit and threads that it was made with
+    code.json      the code that comes with its models, where the recipe allows it, by SHA-256
+    trackers/      what belongs to trackers that it is reported to: their files, the run's names there, log.txt
+    left_out.json  steps that were not finite, and are left out whenever they come again
+    checkpoints/   the last two, each with a manifest once it is whole
+    model/         the result with tokenizer, chat template and model card
+
+A `Run` only reads and writes this folder: it is the same from the process that trains and from any other.
+"""
+
+import html
+import json
+import os
+import shlex
+import threading
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.planner.plan import Plan
+from tunekit.recipe.load import dump_recipe, reload_recipe
+from tunekit.recipe.reading.phrases import near, plain_word
+from tunekit.recipe.schema import Recipe
+from tunekit.redact import without_secrets
+from tunekit.runs.process_id import identity_of
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
+from tunekit.runs.events import FINAL_PHASES, Event, read_events
+from tunekit.files import has_controls, is_inside, is_name
+from tunekit.runs.scheduler_job import read_job, state_of
+from tunekit.runs.liveness import DIED, beats_in, state_of_processes
+from tunekit.runs.metrics import judged_by, rows_of, words_of
+from tunekit.runs.names import matching, stem_of
+from tunekit.runs.small_files import damaged, read_list, read_object, read_plan
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+RUNS = Path("runs")
+"""Where runs are kept, in the working directory."""
+
+TAGS = "tags.json"
+"""File of a run folder with the user's own words for it."""
+
+MAX_TAG_LETTERS = 40
+
+STATUS: dict[str, tuple[type, ...]] = {
+    "phase": (str,),
+    "step": (int,),
+    "num_steps": (int, type(None)),
+    "started": (int, float),
+    "pid": (int,),
+    "identity": (str, type(None)),
+    "host": (str,),
+    "exit_reason": (str, type(None)),
+}
+"""What every status holds, by type."""
+
+SEEN_SECONDS = 30
+"""How long another machine has to see a new file of a run, which the file system of a network may show late."""
+
+
+class Run:
+    """A run, by its folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        RunError: It is not the folder of a run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "status.json").is_file():
+            raise RunError(f"{self.path} is not the folder of a run", hint="`tunekit runs` lists the runs")
+
+    @classmethod
+    def create(cls, plan: Plan) -> "Run":
+        """A new folder with the recipe and the plan in it.
+
+        Raises:
+            RunError: `output.dir` exists and is not empty, or cannot be made.
+        """
+        path = _new_folder(plan.recipe)
+        (path / "recipe.yaml").write_text(dump_recipe(plan.recipe), encoding="utf-8")
+        (path / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        num_steps = plan.schedule.num_steps if plan.schedule else None
+        status = {
+            "phase": "starting",
+            "step": 0,
+            "num_steps": num_steps,
+            "started": time.time(),
+            **_this_process(),
+            "exit_reason": None,
+            "comes_from": None if plan.origin is None else plan.origin.chain,
+        }
+        _write_status(path, status)
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was asked for."""
+        return reload_recipe(self.path / "recipe.yaml")
+
+    @property
+    def plan(self) -> Plan:
+        """How it was to be done."""
+        return read_plan(self.path / "plan.yaml", self.recipe)
+
+    @property
+    def model_path(self) -> Path:
+        """Folder of the trained model or adapter."""
+        return self.path / "model"
+
+    def status(self) -> dict[str, Any]:
+        """Phase, step, process and why the run ended, as last written.
+
+        Raises:
+            RunError: The file that says so is damaged.
+        """
+        file = self.path / "status.json"
+        status = read_object(file)
+        for key, kinds in STATUS.items():
+            if not isinstance(status.get(key), kinds):
+                raise damaged(file, f"{key} is {status[key]!r}" if key in status else f"it has no {key}")
+        return status
+
+    def update_status(self, **changes: Any) -> None:
+        """Change the status; readers see the old or the new one, never half of one."""
+        _write_status(self.path, {**self.status(), **changes})
+
+    @property
+    def tags(self) -> list[str]:
+        """Words that the user has given the run, in their order."""
+        try:
+            return [str(tag) for tag in read_list(self.path / TAGS)]
+        except FileNotFoundError:
+            return []
+
+    def begin(self) -> None:
+        """Say that the run starts, or goes on, and lives as long as this process."""
+        self.update_status(phase="starting", exit_reason=None, place_in_line=None, **_this_process())
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is this process that has made the run or goes on with it, and has said so."""
+        status, this = self.status(), _this_process()
+        return status["phase"] == "starting" and all(status[key] == this[key] for key in this)
+
+    @property
+    def state(self) -> str:
+        """The phase; `died` where the processes or the cluster's job are gone and had not said that they were done.
+
+        `stuck` where the process that is to say so lives, and does not.
+        """
+        status = self.status()
+        state = self._state_by(status)
+        if state == DIED and (later := self.status()) != status:
+            # It said how it ended, and was gone, between the look at its status and that at its processes.
+            state = self._state_by(later)
+        return state
+
+    def _state_by(self, status: dict[str, Any]) -> str:
+        """What the run is at whose status was read."""
+        phase = str(status["phase"])
+        job = read_job(self.path)
+        if job is not None and phase != "finished":
+            return state_of(job, phase)
+        # A job that was printed waits until somebody submits it; in the line for devices a process does.
+        if phase in FINAL_PHASES or (phase == "queued" and status.get("place_in_line") is None):
+            return phase
+        return state_of_processes(self.path, status)
+
+    @property
+    def doing(self) -> str | None:
+        """What its first process said last that it does: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+
+        None where no process has said anything yet.
+        """
+        return next((beat["at"] for beat in beats_in(self.path) if beat["rank"] == 0), None)
+
+    def events(self) -> list[Event]:
+        """Everything that happened so far."""
+        return read_events(self.path / "events.jsonl")[0]
+
+    def result(self) -> dict[str, Any]:
+        """The summary of a finished run; empty before."""
+        return next((event for event in reversed(self.events()) if event["event"] == "result"), {})
+
+    def samples(self) -> list[dict[str, str]]:
+        """Prompts with the answers before and after training."""
+        answers: dict[str, dict[str, str]] = {}
+        for event in self.events():
+            if event["event"] == "sample":
+                answers.setdefault(event["prompt"], {})[event["when"]] = event["answer"]
+        return [{"prompt": prompt, **both} for prompt, both in answers.items()]
+
+    def metrics(self) -> "pandas.DataFrame":
+        """What was logged, one row per step; evaluation columns are empty where there was none."""
+        import pandas
+
+        rows: dict[int, Event] = {}
+        for event in self.events():
+            if event["event"] in ("log", "eval"):
+                fields = {key: value for key, value in event.items() if key not in ("event", "time")}
+                rows.setdefault(event["step"], {}).update(fields)
+        frame = pandas.DataFrame([rows[step] for step in sorted(rows)])
+        if frame.empty:
+            return pandas.DataFrame({"loss": []}, index=pandas.Index([], name="step"))
+        numbers: pandas.DataFrame = frame.set_index("step").apply(pandas.to_numeric, errors="coerce")
+        return numbers
+
+    def plot(self) -> "Figure":
+        """Training and evaluation loss over the steps, or what tells more of a method: its reward, or its margins.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ModuleNotFoundError as error:
+            raise DependencyError(
+                "plots need matplotlib", hint="install it with: pip install 'tunekit[notebook]'"
+            ) from error
+
+        metrics = self.metrics()
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        learned = judged_by(metrics.columns.tolist())
+        for column, label, style in ((learned, "training", "-"), (f"eval_{learned}", "evaluation", "o-")):
+            if column in metrics:
+                axes.plot(metrics[column].dropna(), style, label=label)
+        per_token = " (nats per token)" if learned == "loss" else ""
+        axes.set(title=self.name, xlabel="step", ylabel=f"{words_of(learned)}{per_token}")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        # Closed, pyplot does not draw it a second time behind a notebook's cell; it can still be shown and saved.
+        pyplot.close(figure)
+        return figure
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    def __str__(self) -> str:
+        status = self.status()
+        return f"{self.name}: {self.state}, step {status['step']} of {status['num_steps']}, in {self.path}"
+
+    def _repr_html_(self) -> str:
+        result = self.result()
+        rows = [("state", self.state), ("folder", str(self.path))]
+        measures = result.get("measures", {})
+        rows += [
+            (label, f"{result[key]:.4f}")
+            for key, label in (("first_loss", "first loss"), ("last_loss", "last loss"), ("eval_loss", "eval loss"))
+            if result.get(key) is not None and "reward" not in measures
+        ]
+        rows += rows_of(measures)
+        cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in rows)
+        samples = "".join(
+            f"<tr><td>{html.escape(sample['prompt'])}</td><td>{html.escape(sample.get('before', ''))}</td>"
+            f"<td>{html.escape(sample.get('after', ''))}</td></tr>"
+            for sample in self.samples()
+        )
+        table = f"<table><tr><th>prompt</th><th>before</th><th>after</th></tr>{samples}</table>" if samples else ""
+        return f"<table>{cells}</table>{table}"
+
+
+def list_runs(root: Path = RUNS) -> list[Run]:
+    """The runs in a folder, the newest first; not what is only linked to from there, nor what is being deleted.
+
+    One whose status is damaged is left out: the others can be worked with.
+    """
+    started = {run: since for run in _runs_in(root) if (since := _started(run)) is not None}
+    return sorted(started, key=lambda run: started[run], reverse=True)
+
+
+def damaged_runs(root: Path = RUNS) -> list[Run]:
+    """The runs in a folder whose status cannot be read."""
+    return [run for run in _runs_in(root) if _started(run) is None]
+
+
+def _runs_in(root: Path) -> list[Run]:
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
+    return [Run(path) for path in found if (path / "status.json").is_file()]
+
+
+def _started(run: Run) -> float | None:
+    """When a run was started; None where its status does not say so, or is gone by now."""
+    try:
+        return float(run.status()["started"])
+    except (RunError, FileNotFoundError, KeyError, TypeError, ValueError):
+        return None
+
+
+def find_run(name: str, *, exact: bool = False) -> Run:
+    """A run by its folder or its name in `runs/`: the newest of that name, else the only one whose name starts so.
+
+    Args:
+        name: Its folder, its name with or without the time behind it, or the beginning of that.
+        exact: Whether the beginning of a name is not enough, as for what changes a run.
+
+    Raises:
+        RunError: There is none, or the name is the beginning of several.
+    """
+    return runs_named(name, exact=exact)[0]
+
+
+def runs_named(name: str, *, exact: bool = False) -> list[Run]:
+    """The runs that a name means as in `find_run`, the newest first: several where runs of one name began at times.
+
+    Raises:
+        RunError: There is none, or the name is the beginning of several.
+    """
+    if not is_name(name):
+        raise RunError(f"{name!r} is no name of a run", hint="`tunekit runs` lists them; a folder's path works too")
+    if (Path(name) / "status.json").is_file():
+        return [Run(name)]
+    if (RUNS / name / "status.json").is_file() and Path(name).name == name:
+        if not is_inside(RUNS / name, RUNS):
+            where = (RUNS / name).resolve()
+            raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
+        return [Run(RUNS / name)]
+    runs = {run.name: run for run in list_runs()}
+    found = matching(name, list(runs), noun="run", exact=exact)
+    if not found:
+        hint = "`tunekit runs` lists them; a folder's path works too"
+        likely = _likely(name, runs)
+        raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
+    return [runs[one] for one in found]
+
+
+def _likely(name: str, runs: Iterable[str]) -> str | None:
+    """The name most like one that no run has, without the time behind it: what holds it, else what is written alike."""
+    stems = list(dict.fromkeys(map(stem_of, runs)))
+    holding = (stem for stem in stems if plain_word(name) in plain_word(stem))
+    return next(holding, None) or near(name, stems)
+
+
+def set_tags(run: Run, tags: Iterable[str]) -> list[str]:
+    """Give a run words to find it by, in the place of those that it had, and return them.
+
+    Args:
+        run: The run.
+        tags: The words. Spaces around them do not count, nor does a word that is given again.
+
+    Raises:
+        RunError: One is empty, too long, or holds what is no letter of a line, or the folder cannot be written.
+    """
+    words = list(dict.fromkeys(tag.strip() for tag in tags))
+    for word in words:
+        if not word or len(word) > MAX_TAG_LETTERS or has_controls(word):
+            raise RunError(
+                f"{word[:MAX_TAG_LETTERS]!r} is no tag", hint=f"use words of 1 to {MAX_TAG_LETTERS} letters on one line"
+            )
+    draft = run.path / f".{TAGS}-{os.getpid()}-{threading.get_ident()}"
+    try:
+        draft.write_text(json.dumps(words, ensure_ascii=False), encoding="utf-8")
+        draft.replace(run.path / TAGS)
+    except OSError as error:
+        raise RunError(
+            f"{run.path / TAGS} cannot be written: {error.strerror}", hint="let the folder be written"
+        ) from error
+    return words
+
+
+def check_free(recipe: Recipe) -> None:
+    """Refuse a recipe whose run folder holds something, or is none of a run's own.
+
+    Raises:
+        RunError: It does, or is not.
+    """
+    if recipe.output.dir is None:
+        return
+    path = Path(recipe.output.dir)
+    _check_own(path)
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if (path / "status.json").is_file():
+        state = Run(path).state
+        hint = f"{_use_of(path, state)}; or name a new folder"
+        raise RunError(f"output.dir: {path} holds a run, which is {state}", hint=hint)
+    raise RunError(f"output.dir: {path} exists and is not empty", hint="name a new folder, or leave it out")
+
+
+def _use_of(path: Path, state: str) -> str:
+    """What can be done with the run of a folder."""
+    folder = shlex.quote(str(path))
+    if state not in (*FINAL_PHASES, DIED):
+        return f"wait for its end, or stop it first: tunekit stop {folder}"
+    if state != "finished" and not any((path / CHECKPOINTS).glob("checkpoint-*")):
+        return "--resume here begins it again"
+    if newest_complete(path).path is None:
+        return f"`tunekit runs show {folder}` says what is left of it"
+    if state == "finished":
+        return f"`tunekit resume {folder} train.max_steps=...` trains it further"
+    return f"`tunekit resume {folder}`, or --resume here, goes on with it"
+
+
+def _new_folder(recipe: Recipe) -> Path:
+    if recipe.output.dir is not None:
+        check_free(recipe)
+        path = Path(recipe.output.dir)
+        _make(path, exist_ok=True)
+        return path
+    stem = f"{recipe.output.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for attempt in range(1, 1000):
+        path = RUNS / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            _make(path, exist_ok=False)
+        except FileExistsError:
+            continue
+        return path
+    raise RunError(f"{RUNS / stem} and a thousand more exist", hint="set output.dir")
+
+
+def _check_own(path: Path) -> None:
+    """Refuse a run folder that is none of a run's own, whatever is in it."""
+    if has_controls(str(path)):
+        raise RunError(f"output.dir: {str(path)!r} holds control characters", hint="name another folder")
+    if path.is_symlink():
+        raise RunError(f"output.dir: {path} is a link to {path.readlink()}", hint="name the folder that is meant")
+    if path.resolve() in (Path(path.resolve().anchor), Path.home().resolve()):
+        raise RunError(f"output.dir: {path} is no folder of a run's own", hint="name a new folder in it")
+
+
+def _make(path: Path, *, exist_ok: bool) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise RunError(f"{path} cannot be made: {error.strerror}", hint="set output.dir to another place") from error
+
+
+def _write_status(path: Path, status: dict[str, Any]) -> None:
+    draft = path / f".status-{os.getpid()}-{threading.get_ident()}.json"
+    draft.write_text(json.dumps({**without_secrets(status), "updated": time.time()}, indent=2), encoding="utf-8")
+    draft.replace(path / "status.json")
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "identity": identity_of(os.getpid()), "host": os.uname().nodename}

@@ -1,0 +1,1 @@
+"""TensorBoard, Weights & Biases, MLflow and Trackio, served by a process of their own."""

@@ -1,0 +1,229 @@
+"""Trackers, which show figures of many runs: how a run is called there, where its files are, and what has to be there.
+
+What names the run for a tracker (its project, its id) is decided once and kept in the folder `trackers` of the run
+folder, so that a run that is gone on with goes on there. Addresses and secrets are not kept: the environment has them.
+"""
+
+import importlib.util
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from tunekit.errors import DependencyError, RunError
+from tunekit.recipe.schema import Tracker
+from tunekit.redact import redacted
+from tunekit.runs.run import Run
+from tunekit.runs.small_files import damaged, read_object
+
+TRACKERS = "trackers"
+"""Folder of a run folder with the files of its trackers, and `log.txt`, what their libraries said."""
+
+PROJECT = "tunekit"
+"""Project of runs for which the environment names none."""
+
+REACH_SECONDS = 10
+"""How long a server may take to answer before a run begins."""
+
+INSTALL = "pip install 'tunekit[tracking]'"
+
+TITLES: dict[Tracker, str] = {
+    "tensorboard": "TensorBoard",
+    "wandb": "Weights & Biases",
+    "mlflow": "MLflow",
+    "trackio": "trackio",
+}
+"""What trackers are called where people read it."""
+
+
+def folder_of(run: Run) -> Path:
+    """Where a run keeps what belongs to its trackers."""
+    return run.path / TRACKERS
+
+
+def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables by which a tracker knows a run: as it is known already, else as they are set, else tunekit's own.
+
+    Args:
+        run: The run.
+        tracker: The tracker.
+        environment: What is set.
+    """
+    folder = folder_of(run).resolve()
+    match tracker:
+        case "tensorboard":
+            elsewhere = environment.get("TENSORBOARD_LOGGING_DIR")
+            return {"TENSORBOARD_LOGGING_DIR": str(Path(elsewhere, run.name) if elsewhere else folder / "tensorboard")}
+        case "wandb":
+            wanted = {
+                "WANDB_PROJECT": PROJECT,
+                "WANDB_RUN_ID": secrets.token_hex(4),
+                "WANDB_RESUME": "allow",
+                "WANDB_DIR": str(folder),
+                "WANDB_CONSOLE": "off",
+                "WANDB_DISABLE_CODE": "true",
+                "WANDB_SILENT": "true",
+            }
+        case "mlflow":
+            wanted = {
+                "MLFLOW_EXPERIMENT_NAME": PROJECT,
+                "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
+                # What fails is tried again by the reporter itself.
+                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+                "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+            }
+        case "trackio":
+            wanted = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
+    given = {name: environment[name] for name in wanted.keys() & environment.keys()}
+    return {**wanted, **given, **kept_of(run, tracker).names}
+
+
+NAMES: dict[Tracker, tuple[str, ...]] = {
+    "tensorboard": (),
+    "wandb": ("WANDB_PROJECT", "WANDB_RUN_ID"),
+    "mlflow": ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"),
+    "trackio": ("TRACKIO_PROJECT",),
+}
+"""Variables that name a run for its tracker."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a run for one of its trackers.
+
+    Attributes:
+        names: Variables that name it there.
+        num_sent: Events with figures that were handed on so far, from the first one on.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    num_sent: int = 0
+
+    def save(self, run: Run, tracker: Tracker) -> None:
+        """Put it into the run folder."""
+        path = _path_of(run, tracker)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
+        draft.replace(path)
+
+
+def kept_of(run: Run, tracker: Tracker) -> Kept:
+    """What is kept of a run for a tracker; nothing of one that it was not reported to yet."""
+    path = _path_of(run, tracker)
+    try:
+        return Kept(**read_object(path))
+    except FileNotFoundError:
+        return Kept()
+    except TypeError as error:
+        raise damaged(path, error) from error
+
+
+def _path_of(run: Run, tracker: Tracker) -> Path:
+    return folder_of(run) / f"{tracker}.json"
+
+
+def names_of(tracker: Tracker, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name a run for a tracker, as they are set."""
+    return {name: environment[name] for name in NAMES[tracker] if name in environment}
+
+
+def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse trackers that could not be reported to, before anything expensive.
+
+    Args:
+        trackers: Which.
+        environment: Where their own variables are.
+
+    Raises:
+        DependencyError: The library of one is not installed.
+        RunError: There is no login, or no answer from its server.
+    """
+    for tracker in trackers:
+        if importlib.util.find_spec(tracker) is None:
+            raise DependencyError(f"output.report_to: {tracker} is not installed", hint=INSTALL)
+    for tracker in trackers:
+        match tracker:
+            case "wandb":
+                _check_wandb()
+            case "mlflow":
+                _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
+            case "trackio":
+                _check_trackio(environment)
+
+
+def _check_wandb() -> None:
+    # wandb's settings start a service of its own, which is not to stay in this process.
+    asked = subprocess.run(
+        [sys.executable, "-m", "tunekit.tracking.wandb_account"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if asked.returncode:
+        words = redacted(asked.stderr.strip().rpartition("\n")[2])
+        raise RunError(
+            f"output.report_to: wandb does not start: {words}", hint=f"mend it, or install it anew: {INSTALL}"
+        )
+    account = json.loads(asked.stdout.strip().rpartition("\n")[2])
+    if "problem" in account:
+        raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="mend its WANDB_ variables")
+    if account["mode"] != "online":
+        return
+    if not account["has_login"]:
+        raise RunError(
+            f"output.report_to: wandb has no login for {account['server']}",
+            hint="run `wandb login`, set WANDB_API_KEY, or keep its files in the run folder with WANDB_MODE=offline",
+        )
+    _reach("wandb", account["server"], hint="set WANDB_MODE=offline, and send the run later with `wandb sync`")
+
+
+def _check_mlflow(uri: str) -> None:
+    if uri.startswith(("http://", "https://")):
+        _reach(
+            "mlflow",
+            f"{uri.rstrip('/')}/health",
+            hint="mend or unset MLFLOW_TRACKING_URI; unset, runs are kept locally",
+        )
+
+
+def _check_trackio(environment: Mapping[str, str]) -> None:
+    server, space = environment.get("TRACKIO_SERVER_URL"), environment.get("TRACKIO_SPACE_ID")
+    if server:
+        _reach("trackio", server, hint="mend or unset TRACKIO_SERVER_URL; unset, runs are kept in their folders")
+    elif space:
+        from huggingface_hub import constants, get_token
+
+        hint = "unset TRACKIO_SPACE_ID: then runs are kept in their folders"
+        where = f"output.report_to: trackio's space {space}"
+        if constants.HF_HUB_OFFLINE:
+            raise RunError(f"{where} cannot be reached: HF_HUB_OFFLINE is set", hint=hint)
+        if get_token() is None:
+            raise RunError(f"{where} needs a login to the hub", hint=f"run `hf auth login`, or {hint}")
+        _reach("trackio", constants.ENDPOINT, hint=hint)
+
+
+def _reach(tracker: Tracker, url: str, *, hint: str) -> None:
+    """Refuse a server that does not answer. That it asks for a login is an answer."""
+    parts = urlsplit(url)
+    plain = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+    try:
+        urlopen(plain, timeout=REACH_SECONDS).close()
+        return
+    except HTTPError as error:
+        if error.code < 500:
+            return
+        why = f"it answers {error.code} {error.reason}"
+    except URLError as error:
+        why = str(error.reason)
+    except (OSError, HTTPException, ValueError) as error:
+        why = str(error)
+    raise RunError(f"output.report_to: {tracker} cannot be reached at {plain}: {why}", hint=hint)

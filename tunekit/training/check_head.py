@@ -1,0 +1,313 @@
+"""A last look before training: does the fused head give the log-probabilities that the model gives itself?
+
+A fused head scores tokens by the last hidden states and the head's weight, with a scale and soft cap that TRL knows by
+name (trl 1.16, `add_fused_lm_head`). A model that does anything else between the two would be trained on another loss,
+without a word. So a few rows are scored by both, in the model as it is trained, and where they differ by more than
+rounding the model's own logits are scored instead.
+
+What rounding explains: both sides multiply the same hidden states with the same weight, sum in different orders and, in
+16 bits, round logits to steps of the type, the model after each of its operations. An error of a log-probability is
+that of one logit and of the logarithm of their sum, both below some steps of the token's largest logit (`ROUNDING` of
+`tunekit.models.fusion.proof`). Such errors are independent, and their sum over n tokens grows with the root of n alone:
+what is systematic, such as a scale, adds up, and is seen in the sum long before it is seen in a token.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import RunError
+from tunekit.planner.models.model_config import num_experts_of
+from tunekit.planner.plan import Plan
+from tunekit.runs.record import Record
+from tunekit.training.probe_rows import in_evaluation, probe_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+    from transformers import Trainer
+
+    from tunekit.methods.head import Head
+
+SUM_SHARE = 4
+"""A root of the sum of squares is held to a fourth of what a single token is allowed: it is no outlier."""
+
+
+def check_head(trainer: "Trainer", plan: Plan, record: Record, *, vocabulary: int) -> None:
+    """Compare a trainer's fused head with the model's logits, and use these where they differ.
+
+    Called by all processes together, which come to the same decision.
+
+    Args:
+        trainer: The trainer, once its model is where it is trained.
+        plan: The type that the model computes in.
+        record: Where a warning goes.
+        vocabulary: Number of tokens to make rows of, where there are none yet.
+
+    Raises:
+        RunError: They differ, and the run cannot do without the fused head.
+    """
+    from trl import DistillationTrainer
+
+    from tunekit.methods.head import fused_heads
+
+    if isinstance(trainer, DistillationTrainer):
+        _check_distillation(trainer, plan, vocabulary)
+        return
+    heads = fused_heads(trainer)
+    if not heads:
+        return
+    _settle_routers(trainer, plan, vocabulary)
+    why = _why_not_trls(trainer, heads[0])
+    why = why or _why_not_fused(trainer, trainer.model, heads[0].bound, plan, vocabulary)
+    if why is None:
+        return
+    problem = f"{type(_language_model(trainer, trainer.model)).__name__} {why}"
+    _check_own_logits(trainer, heads[0], problem)
+    for head in heads:
+        head.scorer = "model"
+    num_bytes = trainer.args.per_device_train_batch_size * plan.recipe.data.max_length * vocabulary * 4
+    record.write(
+        "warning",
+        message=f"{problem}; its own logits are scored: a micro-batch makes up to {num_bytes / 2**30:.2g} GiB, "
+        "several times, beyond the plan's memory estimate",
+        head="model",
+    )
+
+
+def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
+    """Turn the loss of routers off for a model that computes none.
+
+    TRL goes by two fields of the configuration (trl 1.16, `aux_loss_enabled`), which dense models of a family with
+    experts have too (Granite 4), and models that balance their experts by other means (Llama 4).
+
+    Raises:
+        RunError: It is asked for.
+    """
+    if not vars(trainer).get("aux_loss_enabled"):
+        return
+    model = _language_model(trainer, trainer.model)
+    text_config = model.config.get_text_config()
+    if num_experts_of(text_config.to_dict()):
+        with in_evaluation(trainer, trainer.model):
+            batch, _ = _rows(trainer, vocabulary)
+            output = trainer.model(**batch, use_cache=False, output_router_logits=True)
+        if output.get("aux_loss") is not None:
+            return
+    if plan.recipe.method.trainer_args.get("router_aux_loss_coef"):
+        raise RunError(
+            f"method.trainer_args.router_aux_loss_coef: {type(model).__name__} computes no loss of routers",
+            hint="leave it out",
+        )
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = False, 0.0
+    text_config.output_router_logits = False
+
+
+def _why_not_trls(trainer: Any, head: "Head") -> str | None:
+    """Why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
+    text_config = head.bound["text_config"]
+    if head.scorer != "trl" or not vars(trainer).get("aux_loss_enabled"):
+        return None
+    if "num_experts" in text_config.to_dict() or "num_experts" in text_config.attribute_map:
+        return None
+    return "has no `num_experts` in its configuration, by which TRL's head computes the loss of routers"
+
+
+def _check_distillation(trainer: Any, plan: Plan, vocabulary: int) -> None:
+    """See that both models of a distillation have the logits that TRL's divergence makes of their last hidden states.
+
+    Its formula is that of TRL's fused head, which each model is given for as long as it is looked at.
+
+    Raises:
+        RunError: One of them has not.
+    """
+    from trl.trainer.utils import add_fused_lm_head
+
+    for field, wrapped in (("model", trainer.model), ("method.teacher", trainer.teacher_model)):
+        model = _language_model(trainer, wrapped)
+        replaced = vars(model).get("forward")
+        add_fused_lm_head(model, trainer.temperature)
+        try:
+            bound = inspect.getclosurevars(model.forward.__func__).nonlocals
+            why = _why_not_fused(trainer, wrapped, bound, plan, vocabulary)
+        finally:
+            del model.forward
+            if replaced is not None:
+                model.forward = replaced
+        if why is not None:
+            raise RunError(
+                f"{field}: {type(model).__name__} {why}; TRL's distillation compares such logits alone",
+                hint="distil with another family, or train on the teacher's answers with method.type=sft",
+            )
+
+
+def _check_own_logits(trainer: Any, head: "Head", problem: str) -> None:
+    """See that nothing asks for what the model's own logits are not.
+
+    Raises:
+        RunError: Something does.
+    """
+    if head.bound["cast_lm_head_to_fp32"]:
+        raise RunError(
+            f"{problem}; its own logits cannot be computed in float32 alone",
+            hint="leave method.trainer_args.cast_lm_head_to_fp32 out",
+        )
+    if vars(trainer).get("precompute_ref_logps"):
+        raise RunError(
+            f"{problem}; the reference's log-probabilities were computed beforehand, by a fused head",
+            hint="set method.precompute_ref_log_probs=false",
+        )
+
+
+def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: Plan, vocabulary: int) -> str | None:
+    """Why a model needs its own logits, in words that are the same in all processes; None where it does not.
+
+    Args:
+        trainer: The trainer.
+        wrapped: The model, as the trainer calls it.
+        bound: What its fused head has taken from it.
+        plan: The type that it computes in.
+        vocabulary: Number of tokens to make rows of, where there are none yet.
+    """
+    import torch
+
+    from tunekit.methods.head import experts_of_layer
+    from tunekit.models.fusion.proof import ROUNDING
+
+    model = _language_model(trainer, wrapped)
+    why = _why_unknown(model)
+    if why is not None:
+        return why
+    routed = {"output_router_logits": True} if vars(trainer).get("aux_loss_enabled") else {}
+    with in_evaluation(trainer, wrapped):
+        batch, labels = _rows(trainer, vocabulary)
+        output = wrapped(**batch, **routed, use_cache=False)
+        logits = output.logits
+        if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
+            return "has routers whose loss is not that of Mixtral's, which a fused head computes"
+        try:
+            with _hidden_states_checked(model):
+                scored = wrapped(**batch, **routed, labels=labels, use_cache=False, fused_lm_head=True)
+        except _NotForHeadError as error:
+            return str(error)
+    dtype = getattr(torch, plan.dtype)
+    eps = torch.finfo(dtype).eps
+    allowed = ROUNDING[dtype] * eps
+    own = (logits[:, :-1].float() / bound["temperature"])[scored.label_mask]
+    share, nats = _difference(own, labels[:, 1:][scored.label_mask], scored.log_probs[scored.label_mask], eps)
+    balance = abs(float(output.aux_loss) - float(scored.aux_loss)) / abs(float(output.aux_loss)) if routed else 0.0
+    found = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
+    share, nats, balance = trainer.accelerator.gather(found).amax(0).tolist()
+    if not balance <= allowed:
+        return (
+            f"computes another loss of its routers than Mixtral's, by {balance:.2g} of it (rounding is {allowed:.2g})"
+        )
+    if share <= allowed:
+        return None
+    return (
+        "computes other logits than its head's weight gives of its last hidden states: log-probabilities differ by up "
+        f"to {nats:.2g} nats, {share:.2g} of the largest logit (rounding is {allowed:.2g})"
+    )
+
+
+def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
+    """Whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
+    return bool(router_logits) and all(one.dim() == 2 and one.shape[-1] == num_experts for one in router_logits)
+
+
+def _difference(
+    own: "torch.Tensor", labels: "torch.Tensor", log_probs: "torch.Tensor", eps: float
+) -> tuple[float, float]:
+    """How far log-probabilities are from those of the model's logits: as a share of the largest logits, and in nats.
+
+    Args:
+        own: Logits by the model, `(tokens, vocabulary)`.
+        labels: The tokens, `(tokens,)`.
+        log_probs: Of the tokens, by the fused head, which are float32 whatever the logits are.
+        eps: Step of the type of the logits.
+    """
+    import torch
+
+    own = own.double()
+    wanted = own.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    off = wanted - log_probs.double()
+    # A word that neither can choose is no difference. Nor is what the model itself does not know: the guard sees it.
+    off = off.where((wanted != log_probs) & ~wanted.isnan(), 0)
+    largest = own.masked_fill(~own.isfinite(), 0).abs().amax(-1)
+    # A log-probability of small logits is rounded to its own steps.
+    largest = largest + wanted.where(off != 0, 0).abs().clamp(max=1e3) * (torch.finfo(torch.float32).eps / eps)
+    largest = largest.clamp_min(torch.finfo(torch.float32).tiny)
+    worst = float((off.abs() / largest).max()) if len(off) else 0.0
+    together = float(off.sum().abs() / largest.square().sum().sqrt()) if len(off) else 0.0
+    return max(worst, SUM_SHARE * together), float(off.abs().max()) if len(off) else 0.0
+
+
+def _why_unknown(model: Any) -> str | None:
+    """Why a fused head cannot be tried on a model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+    from torch import nn
+
+    embeddings = model.get_output_embeddings()
+    if isinstance(embeddings, BaseTunerLayer):
+        return "has an adapter on its head, which the head's weight is without"
+    if not isinstance(embeddings, nn.Linear | ModulesToSaveWrapper):
+        return f"has no linear layer as its head, but {type(embeddings).__name__}"
+    return None
+
+
+class _NotForHeadError(Exception):
+    """The head's weight cannot be multiplied with what the model below it returned."""
+
+
+@contextmanager
+def _hidden_states_checked(model: Any) -> "Iterator[None]":
+    """Within it, the model below the head returns hidden states that its weight takes.
+
+    Raises:
+        _NotForHeadError: It does not.
+    """
+    from tunekit.models.fusion.proof import whole_shape
+
+    taken = whole_shape(model.get_output_embeddings().weight)[-1]
+
+    def check(module: "Module", _: Any, output: Any) -> None:
+        if "last_hidden_state" not in output:
+            below = f"{type(module).__name__}, the model below its head"
+            raise _NotForHeadError(f"returns no last hidden states from {below}")
+        width = output.last_hidden_state.shape[-1]
+        if width != taken:
+            raise _NotForHeadError(f"has last hidden states of {width} columns, and a head that takes {taken}")
+
+    handle = model.base_model.register_forward_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _language_model(trainer: Any, wrapped: Any) -> Any:
+    """The model that has the head, below adapters and wrappers."""
+    from transformers import PreTrainedModel
+
+    model = trainer.accelerator.unwrap_model(wrapped)
+    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+
+def _rows(trainer: Any, vocabulary: int) -> "tuple[dict[str, torch.Tensor], torch.Tensor]":
+    """A batch of the first rows' tokens, as the trainer gives it to the model, and the labels of all of them."""
+    import torch
+    from accelerate.utils import send_to_device
+    from trl import SFTTrainer
+
+    ids = probe_rows(trainer, vocabulary)
+    if isinstance(trainer, SFTTrainer):
+        batch = dict(trainer.data_collator([{"input_ids": row} for row in ids]))
+        labels = batch.pop("labels")
+    else:
+        tokens = torch.tensor(ids)
+        batch, labels = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, tokens
+    batch.pop("scored_positions", None)
+    batch, labels = send_to_device((batch, labels), trainer.accelerator.device)
+    return batch, labels

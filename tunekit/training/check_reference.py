@@ -1,0 +1,225 @@
+"""A last look before training: is the model that is trained the one that it is held to?
+
+Before the first step both are the same, whatever keeps the reference: the model without a new adapter, a copy of an
+adapter, a second model, or log-probabilities that were computed beforehand. So the same tokens have the same
+log-probabilities in both, the loss of DPO is ln 2 and the divergence of GRPO 0. Where they are not, something else is
+held to than the recipe says, or something else is trained, and nothing that is logged later would tell.
+
+What the reference gave is kept in the folder of the run. A run that goes on from a checkpoint has another model by
+then, and its reference is compared with that.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import RunError
+from tunekit.methods.reference import COPY
+from tunekit.planner.memory.reference import Reference
+from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import DPOMethod, GRPOMethod, RLOOMethod
+from tunekit.runs.available_actions import begin_anew
+from tunekit.runs.record import Record
+from tunekit.runs.small_files import read_list
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+NUMBERS = "reference.json"
+"""File of a run folder with what the reference gave before the first step."""
+
+NUM_ROWS = 2
+"""Rows of each process that are looked at, one at a time: differences of several could cancel in their mean."""
+
+PROBE_TOKENS, PROBE_SCORED = 24, 12
+"""Tokens that are looked at where no answers are there yet, and how many of them are taken for an answer."""
+
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Nats per token that are rounding, in float32 and in 16 bits.
+
+Mostly both models do the same sums on the same numbers and get the same bits. Log-probabilities that were computed
+beforehand come from batches of other lengths, and DoRA divides by a norm that it multiplies by again: sums in another
+order, which differ by some of the 2**-23 that float32 resolves, of logits of some tens, and by some of the 2**-8 of
+bfloat16. Another adapter, another template or dropout changes a token by a tenth of a nat and more."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the model and its reference gave for the same answers; the same numbers in all processes."""
+
+    differences: list[float]
+    """Log-probability of each answer by the model less that by the reference, in nats."""
+    references: list[float]
+    """The latter."""
+    num_tokens: list[int]
+    """Tokens of each answer."""
+    loss: float | None
+    """Loss of the answers, where it is made of these."""
+
+    def per_token(self, differences: list[float]) -> float:
+        """The largest of differences, in nats per token; infinite where one is not a number."""
+        shares = [abs(one) / number for one, number in zip(differences, self.num_tokens, strict=True)]
+        return max((share if math.isfinite(share) else math.inf for share in shares), default=0.0)
+
+
+def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int, goes_on: bool) -> None:
+    """Compare the model with what it is held to, and write down what was found. Called by all processes together.
+
+    Args:
+        trainer: The trainer, once its model is where it is trained.
+        plan: What the model is held to.
+        record: Where the finding goes.
+        vocabulary: Number of tokens to make probes of.
+        goes_on: Whether the model comes from a checkpoint: then the reference is compared with what it was.
+
+    Raises:
+        RunError: They are not the same, or the reference is not the one that it was.
+    """
+    if plan.reference == "none":
+        return
+    rewarded = isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
+    with _as_it_was(trainer):
+        found = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
+    tolerance = FLOAT32_TOLERANCE if plan.dtype == "float32" else HALF_TOLERANCE
+    if goes_on:
+        _compare_with_earlier(found, record, tolerance)
+        return
+    off = found.per_token(found.differences)
+    expected = _expected_loss(plan, trainer)
+    # As far as differences of the answers' log-probabilities can move it.
+    far = 1e-6 + tolerance * 2 * max(found.num_tokens)
+    is_off = expected is not None and found.loss is not None and not abs(found.loss - expected) <= far
+    if off > tolerance or is_off:
+        raise RunError(_words(plan.reference, found, off, expected), hint=_causes(trainer, plan.reference))
+    largest = max(map(abs, found.differences), default=0.0)
+    record.write("reference", kind=plan.reference, max_difference=largest, loss=found.loss)
+    if record.place.is_main:
+        (record.run.path / NUMBERS).write_text(json.dumps(found.references), encoding="utf-8")
+
+
+def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> None:
+    file = record.run.path / NUMBERS
+    if not file.is_file():
+        return
+    earlier: list[float] = read_list(file)
+    off = found.per_token([now - then for now, then in zip(found.references, earlier, strict=True)])
+    if not off <= tolerance:
+        raise RunError(
+            f"the reference is not the one that training began with: its log-probabilities are {off:.3g} nats per "
+            "token off",
+            hint=f"what the run started from has changed since; begin anew: {begin_anew(record.run)}",
+        )
+
+
+@contextmanager
+def _as_it_was(trainer: Any) -> Iterator[None]:
+    """Within it the model is as in training, without gradients; what it has counted by then is forgotten."""
+    import torch
+
+    model = trainer.model
+    was_training, kept = model.training, (deepcopy(trainer._metrics), trainer._total_train_tokens)
+    model.train()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+        trainer._metrics, trainer._total_train_tokens = kept
+
+
+def _of_rows(trainer: Any) -> _Found:
+    """What TRL's own loss says of the first rows: rewards are beta times the differences."""
+    from accelerate.utils import send_to_device
+
+    differences, references, num_tokens, losses = [], [], [], []
+    rows, accelerator = trainer.train_dataset, trainer.accelerator
+    for number in range(NUM_ROWS):
+        row = rows[(accelerator.process_index * NUM_ROWS + number) % len(rows)]
+        batch = send_to_device(trainer.data_collator([row]), accelerator.device)
+        trainer._metrics["train"].clear()
+        losses.append(trainer.compute_loss(trainer.model, batch).detach().float())
+        logged = trainer._metrics["train"]
+        length = accelerator.gather(batch["completion_mask"].sum().reshape(1)).max().item()
+        for answer in ("chosen", "rejected"):
+            if f"rewards/{answer}" in logged:
+                difference = logged[f"rewards/{answer}"][-1] / trainer.beta
+                differences.append(difference)
+                references.append(logged[f"logps/{answer}"][-1] - difference)
+                num_tokens.append(max(1, length))
+    loss = accelerator.gather(sum(losses[1:], losses[0]).reshape(1) / NUM_ROWS).mean().item()
+    return _Found(differences, references, num_tokens, loss)
+
+
+def _of_probes(trainer: Any, vocabulary: int) -> _Found:
+    """The same of made-up tokens, where answers are yet to be generated."""
+    import torch
+
+    accelerator = trainer.accelerator
+    places = torch.arange(NUM_ROWS * PROBE_TOKENS, device=accelerator.device).view(NUM_ROWS, PROBE_TOKENS)
+    ids = vocabulary * places // places.numel()
+    policy = _scores(trainer, trainer.model, ids)
+    if trainer.ref_model is not None:
+        reference = _scores(trainer, trainer.ref_model, ids)
+    else:
+        with _in_place_of_the_adapter(accelerator.unwrap_model(trainer.model)):
+            reference = _scores(trainer, trainer.model, ids)
+    off = (policy - reference).double()
+    # Differences of tokens must not cancel, and the largest is what all processes shall go by.
+    differences = accelerator.gather(off.abs().sum(-1, keepdim=True).T.contiguous()).amax(0).tolist()
+    references = accelerator.gather(reference.double().sum(-1, keepdim=True).T.contiguous()).mean(0).tolist()
+    return _Found(differences, references, [PROBE_SCORED] * NUM_ROWS, None)
+
+
+def _scores(trainer: Any, model: "Module", ids: "torch.Tensor") -> "torch.Tensor":
+    """Log-probabilities of the last tokens of probes: `(rows, tokens)`."""
+    import torch
+
+    scores, *_ = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), PROBE_SCORED)
+    found: torch.Tensor = scores
+    return found
+
+
+@contextmanager
+def _in_place_of_the_adapter(model: Any) -> Iterator[None]:
+    """Within it, the model is its reference."""
+    from trl.trainer.utils import use_adapter
+
+    with use_adapter(model, adapter_name=COPY if COPY in model.peft_config else None):
+        yield
+
+
+def _expected_loss(plan: Plan, trainer: Any) -> float | None:
+    """The loss of a model that is its reference, where it is made of their difference alone."""
+    method = plan.recipe.method
+    plain = isinstance(method, DPOMethod) and method.loss_type == ["sigmoid"] and method.loss_weights is None
+    return math.log(2) if plain and not trainer.aux_loss_enabled else None
+
+
+def _words(reference: Reference, found: _Found, off: float, expected: float | None) -> str:
+    largest = max(map(abs, found.differences), default=math.inf)
+    words = (
+        f"before the first step the model is not what it is held to ({reference}): log-probabilities of an answer "
+        f"differ by {largest:.3g} nats, {off:.3g} a token"
+    )
+    if expected is not None:
+        words += f", and the loss is {found.loss:.6f} instead of ln 2"
+    return words
+
+
+def _causes(trainer: Any, reference: Reference) -> str:
+    """What the cause may be."""
+    from torch.nn import Dropout
+
+    dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}
+    if dropping:
+        return f"dropout of {max(dropping):g} is on: set adapter.dropout=0, or method.trainer_args.disable_dropout=true"
+    if reference == "beforehand":
+        return "the log-probabilities are of other weights, rows or another template: `tunekit data cache --clear`"
+    if reference == "second model":
+        return "the second model has other weights: those of the folder or the hub may have changed while it was loaded"
+    return "the adapter was not loaded, or is of another base model, template or quantisation than it was trained with"

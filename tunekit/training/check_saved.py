@@ -1,0 +1,183 @@
+"""Check at the end of a run that the model in its folder is the model that was trained.
+
+The last rows of a run are scored twice: by the model as it was trained, on every device that it is divided over, and by
+what was saved, loaded as anybody would load it: weights by Transformers, an adapter by PEFT on its base. Weights that
+were not saved, saved under another name, tied on loading or tied only in training differ here, and nowhere else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunekit.errors import ModelError, RunError
+from tunekit.planner.plan import Plan
+from tunekit.process.collectives import same_everywhere
+from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.runs.record import Record
+from tunekit.training.probe_rows import in_evaluation, probe_rows
+
+if TYPE_CHECKING:
+    import torch
+
+TOLERANCES = {"float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
+"""Largest error of the logits as a share of their spread over the vocabulary (root mean squares), by the type of the
+products. Kernels and attention differ between the two models, and in 16 bits so does the rounding of each layer."""
+
+FLOAT8_TOLERANCE = 0.25
+"""The same where the trained model multiplies in 8 bits, three of them of mantissa, and the saved one does not."""
+
+SPARE_SHARE, SPARE_BYTES = 1.5, 2**30
+"""Free memory that loading a model takes, by the bytes of its weights, and besides."""
+
+
+def check_saved(trainer: Any, plan: Plan, record: Record, folder: Path, *, vocabulary: int) -> None:
+    """Compare the logits of a saved model with those of the trained one. Called by all processes together.
+
+    Args:
+        trainer: After training.
+        plan: Its layout and types.
+        record: Where the result goes.
+        folder: The saved model or adapter.
+        vocabulary: Number of tokens to make rows of, where the data has none.
+
+    Raises:
+        RunError: They differ by more than rounding, or the saved model cannot be loaded.
+    """
+    if plan.layout.sp_size > 1:
+        _skip(record, "the trained model takes sequences in parts")
+        return
+    rows = probe_rows(trainer, vocabulary)
+    with in_evaluation(trainer, trainer.model):
+        trained = [_logits(trainer.model, row, trainer.accelerator.device) for row in rows]
+    problem = None
+    if record.place.is_main:
+        device = _device(plan)
+        if any(row.isnan().any() for row in trained):
+            _skip(record, "the trained model's logits are not numbers")
+        elif device is None:
+            _skip(record, "there is too little free memory to load it beside the trained one")
+        else:
+            with _outside_of_engines(trainer, plan):
+                problem = _problem(plan, record, folder, device, rows, trained)
+    problem = same_everywhere(problem, record.place)
+    if problem is not None:
+        raise RunError(
+            f"the saved model is not the trained one: {problem}",
+            hint=f"it is kept in {folder}; please report this with recipe.yaml and plan.yaml of the run",
+        )
+
+
+def _problem(
+    plan: Plan, record: Record, folder: Path, device: str, rows: list[list[int]], trained: "list[torch.Tensor]"
+) -> str | None:
+    """Return how the saved model differs from the trained one; None where by rounding alone."""
+    import torch
+
+    from tunekit.training.measured_memory import is_out_of_memory
+
+    tolerance = FLOAT8_TOLERANCE if plan.fp8 else TOLERANCES[plan.dtype]
+    dtype = getattr(torch, plan.dtype)
+    try:
+        model = _load(plan, folder, device)
+        with torch.no_grad(), torch.autocast(device, dtype, enabled=plan.autocast):
+            saved = [_logits(model, row, device) for row in rows]
+    except ModelError as error:
+        return f"it cannot be loaded: {error.problem}"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _skip(record, f"{device} has too little free memory to load it beside the trained one")
+        return None
+    share = logit_error(torch.cat(saved), torch.cat(trained))
+    record.write("saved", logit_error=share, tolerance=tolerance, device=device)
+    # Written so that what is not a number does not pass.
+    if share <= tolerance:
+        return None
+    return (
+        f"on {len(rows)} rows its logits differ by {share:.2%} of their spread, and rounding explains {tolerance:.2%}"
+    )
+
+
+def logit_error(logits: "torch.Tensor", reference: "torch.Tensor") -> float:
+    """Return the root mean square of the difference of logits as a share of their spread over the vocabulary.
+
+    Args:
+        logits: `(tokens, vocabulary)`, or scores, `(rows, 1)`, whose differences are shares of the largest or of 1.
+        reference: What they should be.
+    """
+    if reference.shape[-1] == 1:
+        return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
+    # Tokens that a model rules out have a logit of minus infinity.
+    same = logits == reference
+    difference = (logits - reference).masked_fill(same, 0)
+    spread = (reference - reference.mean(-1, keepdim=True)).masked_fill(~reference.isfinite(), 0)
+    return float(difference.square().mean().sqrt() / spread.square().mean().sqrt().clamp_min(1e-12))
+
+
+def _load(plan: Plan, folder: Path, device: str) -> Any:
+    """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base."""
+    from tunekit.models.load import load_model
+
+    adapter, judges = plan.recipe.adapter, isinstance(plan.recipe.method, RewardMethod)
+    is_full = isinstance(adapter, FullAdapter)
+    trust = plan.base.trust_remote_code
+    model: Any = load_model(
+        ModelSection(path=str(folder), trust_remote_code=trust) if is_full else plan.base,
+        dtype="float32" if is_full else plan.dtype,
+        device=device,
+        quantization=adapter if isinstance(adapter, QloraAdapter) else None,
+        head_seed=0 if judges else None,
+    )
+    if not is_full:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    return model.eval()
+
+
+def _logits(model: Any, ids: list[int], device: "torch.device | str") -> "torch.Tensor":
+    """Return the logits of a row, `(tokens, vocabulary)`, or its score, `(1, 1)`, in float32 on the CPU."""
+    import torch
+
+    tokens = torch.tensor([ids], device=device)
+    output: torch.Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    return output.reshape(-1, output.shape[-1]).float().cpu()
+
+
+def _device(plan: Plan) -> str | None:
+    """Return where the saved model can be loaded beside the trained one; None where there is no room."""
+    import torch
+
+    from tunekit.planner.memory.states import BYTES
+    from tunekit.probe.host import host_cpu
+
+    size = 4 if isinstance(plan.recipe.adapter, FullAdapter) else BYTES[plan.dtype]
+    needed = SPARE_SHARE * size * plan.num_params + SPARE_BYTES
+    if plan.device.kind == "cuda":
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] > needed:
+            return "cuda"
+    return "cpu" if host_cpu().memory_free_bytes > needed else None
+
+
+@contextmanager
+def _outside_of_engines(trainer: Any, plan: Plan) -> Iterator[None]:
+    """Within it, Transformers loads whole models in this process: ZeRO-3 would divide them as they are read."""
+    if plan.layout.strategy != "zero3":
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(trainer.args.hf_deepspeed_config)
+
+
+def _skip(record: Record, why: str) -> None:
+    if record.place.is_main:
+        record.write("warning", message=f"the saved model was not compared with the trained one: {why}")

@@ -1,0 +1,1 @@
+"""Checkpoints: written by all ranks, restored exactly, resumed in another layout."""

@@ -1,0 +1,246 @@
+"""What the trainer does not do by itself when a run goes on, in every process.
+
+It takes from a checkpoint at which steps to log, to evaluate and to save, and the learning rate of the next step, even
+where the recipe asks for others by now. It knows no checkpoint of another number of processes but those of FSDP2, and
+none of FSDP2 in processes that hold everything, nor the other way round. And it takes all of one, or nothing.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tunekit.planner.plan import Plan
+from tunekit.planner.resume import WHOLE
+from tunekit.process.collectives import same_everywhere
+from tunekit.runs.checkpoints.complete import Best, Newest, manifest_of, take_newest
+from tunekit.runs.rank import Place
+from tunekit.runs.record import Record
+from tunekit.runs.resume_request import read_continuation
+from tunekit.runs.run import Run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from transformers import Trainer
+
+WEIGHTS_IN_PARTS, OPTIMIZER_IN_PARTS = "pytorch_model_fsdp_0", "optimizer_0"
+"""Folders of a checkpoint of FSDP2, by Accelerate's names."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the training of a run starts: at its beginning, at a checkpoint, or with the weights of one.
+
+    Attributes:
+        newest: The newest whole checkpoint.
+        weights: The checkpoint of which only the weights are taken, where there is no newer one.
+        changes: What is otherwise than before, a phrase each.
+    """
+
+    newest: Newest
+    weights: Path | None
+    changes: tuple[str, ...]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the model was trained before."""
+        return self.newest.path is not None or self.weights is not None
+
+    @property
+    def checkpoint(self) -> str | None:
+        """What the trainer goes on from."""
+        return None if self.newest.path is None else str(self.newest.path)
+
+    def best(self, plan: Plan) -> Best | None:
+        """The best evaluation before, by the measure that the plan has now."""
+        best = self.newest.best
+        return best if best is not None and best.metric == plan.saving.metric_for_best_model else None
+
+    def tell(self, record: Record) -> None:
+        """Write where it starts, unless at the beginning."""
+        if not self.goes_on:
+            return
+        weights_only = self.newest.path is None
+        path = str(self.weights if weights_only else self.newest.path)
+        record.write(
+            "resume",
+            step=self.newest.step,
+            path=path,
+            skipped=self.newest.skipped,
+            changes=self.changes,
+            weights_only=weights_only,
+        )
+
+    def before_training(self, trainer: "Trainer", plan: Plan, place: Place) -> None:
+        """What is to be done while nothing is wrapped yet."""
+        if self.newest.path is not None:
+            _take_checkpoint_of_others(trainer, plan, self.newest, place)
+        elif self.weights is not None and plan.layout.strategy != "fsdp2":
+            _load_weights(trainer, plan, self.weights)
+
+    def once_placed(self, trainer: "Trainer", plan: Plan) -> None:
+        """What is to be done when the model is where it is trained, and the trainer has what it takes itself."""
+        if self.newest.path is not None:
+            _follow_plan(trainer)
+        elif self.weights is not None and plan.layout.strategy == "fsdp2":
+            _load_weights(trainer, plan, self.weights)
+
+
+def start_of(run: Run, place: Place) -> Start:
+    """Where the training of a run starts, in the eyes of the main process; all call it together."""
+    newest, left = same_everywhere(
+        (take_newest(run.path) if place.is_main else Newest(), read_continuation(run)), place
+    )
+    begun = None if left.weights is None else run.path / left.weights
+    weights = begun if newest.path is None else None
+    # Of a run that began with weights, a checkpoint has all that was changed then.
+    return Start(newest, weights, left.changes if weights is not None or begun is None else ())
+
+
+def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, place: Place) -> None:
+    """Have a trainer take a checkpoint that was written by other processes than these."""
+    assert newest.path is not None, "there is a checkpoint"
+    saved = manifest_of(newest.path)
+    if saved.num_processes != plan.layout.num_processes:
+        seed = plan.recipe.train.seed
+        trainer._load_rng_state = lambda checkpoint: _draw_afresh(seed, newest.step, place.rank)
+    if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
+        trainer._load_from_checkpoint = lambda folder, model=None: _weights_of_parts(trainer.model, Path(folder))
+        trainer._load_optimizer_and_scheduler = lambda folder: _states_of_parts(trainer, Path(folder))
+    if saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
+        trainer._load_from_checkpoint = lambda folder, model=None: _parts_of_weights(trainer.model, Path(folder))
+        trainer._load_optimizer_and_scheduler = lambda folder: _parts_of_states(trainer, Path(folder))
+
+
+def _follow_plan(trainer: "Trainer") -> None:
+    """Log, evaluate and save when the recipe says so, and take the next step at the rate of the schedule as it is now.
+
+    Where the recipe is the same this changes nothing, to the bit.
+    """
+    trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
+    scheduler = trainer.lr_scheduler
+    rates = [base * of(scheduler.last_epoch) for base, of in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
+    """Give the model the weights of a checkpoint, and nothing else of it.
+
+    Args:
+        trainer: The trainer: with FSDP2 once the model is divided, else before.
+        plan: How it is spread.
+        folder: The checkpoint.
+    """
+    in_parts = (folder / WEIGHTS_IN_PARTS).is_dir()
+    if plan.layout.strategy != "fsdp2" and in_parts:
+        _weights_of_parts(trainer.model, folder)
+    elif plan.layout.strategy == "fsdp2" and not in_parts:
+        _parts_of_weights(trainer.model, folder)
+    else:
+        trainer._load_from_checkpoint(str(folder), trainer.model_wrapped)
+
+
+def _draw_afresh(seed: int, step: int, rank: int) -> None:
+    """Random numbers of a process that no checkpoint has: others for each rank, the same ones each time."""
+    import numpy as np
+    from transformers import set_seed
+
+    set_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+
+
+def _weights(model: "Module") -> "dict[str, Tensor]":
+    """What a checkpoint holds of a model, by the names there: the trained adapter, or all weights."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    if isinstance(model, PeftModel):
+        adapter: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        return adapter
+    return cast("dict[str, Tensor]", get_model_state_dict(model))
+
+
+def _read_parts(state: dict[str, Any], folder: Path) -> None:
+    """Fill tensors from a checkpoint of torch's, each process all that it asks for."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+
+
+def _weights_of_parts(model: "Module", folder: Path) -> None:
+    read = {"model": _weights(model)}
+    _read_parts(read, folder / WEIGHTS_IN_PARTS)
+    _fill(model, read["model"])
+
+
+def _parts_of_weights(model: "Module", folder: Path) -> None:
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stream:
+            found |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
+    _fill(model, found)
+
+
+def _fill(model: "Module", found: "dict[str, Tensor]") -> None:
+    """Give tensors of a model, whole or in parts, the values of whole ones."""
+    import torch
+    from transformers import PreTrainedModel
+
+    # A tensor that has two names is stored under one.
+    other_names = model.all_tied_weights_keys if isinstance(model, PreTrainedModel) else {}
+    with torch.no_grad():
+        for name, tensor in _weights(model).items():
+            value = found[name] if name in found else found[other_names[name]]
+            tensor.copy_(_as_is(value, tensor))
+
+
+def _as_is(value: "Tensor", like: "Tensor") -> "Tensor":
+    """A whole tensor as another one lies: whole, or this process's part. Every process has the whole one."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return value.to(like.device)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _optimizer(trainer: "Trainer") -> "torch.optim.Optimizer":
+    """The optimizer itself, without what Accelerate puts around it."""
+    optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer
+    return optimizer
+
+
+def _states_of_parts(trainer: "Trainer", folder: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, optimizer = trainer.model, _optimizer(trainer)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    _read_parts(state, folder / OPTIMIZER_IN_PARTS)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _load_scheduler(trainer, folder)
+
+
+def _parts_of_states(trainer: "Trainer", folder: Path) -> None:
+    import torch
+
+    optimizer = _optimizer(trainer)
+    saved = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True)
+    # States are kept by the numbers of the parameters, in the order of the groups, which are the same ones everywhere.
+    for group, group_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], group_saved["params"], strict=True):
+            optimizer.state[parameter] = {
+                name: _as_is(value, parameter) if torch.is_tensor(value) and value.dim() else value
+                for name, value in saved["state"][number].items()
+            }
+        group |= {name: value for name, value in group_saved.items() if name != "params"}
+    _load_scheduler(trainer, folder)
+
+
+def _load_scheduler(trainer: "Trainer", folder: Path) -> None:
+    import torch
+
+    trainer.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))

@@ -1,0 +1,345 @@
+"""Going on with a run: from which checkpoint, with which edits of its recipe, and what is said of it.
+
+`decide` looks at everything and changes nothing. `carry_out` then sets aside the checkpoints that are no part of what
+follows, replaces the recipe and the plan and keeps the earlier ones. The processes go on as they do after any end, from
+the newest checkpoint; what else they are to know stands in `resume.json`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunekit.errors import RunError
+from tunekit.planner.layout import Layout
+from tunekit.planner.plan import Plan
+from tunekit.planner.resume import differences, obstacle, rescheduled
+from tunekit.recipe.edits import Edit, edits, ruling
+from tunekit.recipe.load import dump_recipe, reload_recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.runs import fingerprints
+from tunekit.runs.available_actions import begin_anew
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
+from tunekit.runs.checkpoints.reference import Found, named, newest_weights, steps_of
+from tunekit.runs.events import FINAL_PHASES
+from tunekit.runs.resume_request import Continuation, read_continuation, write_continuation
+from tunekit.runs.run import Run
+from tunekit.runs.small_files import read_plan, read_text
+
+LENGTH = ("train.max_steps", "train.num_epochs")
+"""Fields that say how long to train."""
+
+CONSTANT = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Schedules whose learning rates are those of any length."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a run is to go on.
+
+    Attributes:
+        run: The run.
+        checkpoint: What it goes on from.
+        before: The recipe of the checkpoint.
+        recipe: The recipe from here on.
+        plan: Its plan.
+        changes: What is otherwise than before, a phrase each.
+        notes: What the user should know, a sentence each.
+        weights_only: Whether only the weights are taken.
+        aside: Checkpoints that are no part of what follows.
+    """
+
+    run: Run
+    checkpoint: Found
+    before: Recipe
+    recipe: Recipe
+    plan: Plan
+    changes: tuple[str, ...]
+    notes: tuple[str, ...]
+    weights_only: bool
+    aside: tuple[Path, ...]
+
+
+def decide(
+    run: Run,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: Recipe | None = None,
+    make_plan: Callable[[Recipe, Plan], Plan],
+    is_here: Callable[[Plan], bool],
+    checkpoint: str | None = None,
+    weights_only: bool = False,
+) -> Decision:
+    """How a run can go on, or why it cannot.
+
+    Args:
+        run: The run.
+        overrides: Edits of its recipe, besides those in its `recipe.yaml`.
+        recipe: A recipe in the place of that one.
+        make_plan: Plans a recipe for the processes that are to go on with it, on the rows of an earlier plan.
+        is_here: Whether a plan is one for the devices that there are.
+        checkpoint: The checkpoint to go on from; the newest whole one where left out.
+        weights_only: Take nothing of it but the weights.
+
+    Raises:
+        TunekitError: It cannot, or not so.
+    """
+    _check_ended(run)
+    _check_writable(run)
+    found, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
+    before = recipe_of(run, found)
+    saved = plan_of(run, found, before)
+    recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
+    edited = edits(before, recipe)
+    again = _another_run(run, found)
+    _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)
+    _refuse_changes(run, before, again)
+    replans = weights_only or any(ruling(edit, before, saved.layout.strategy).replans for edit in edited)
+    if (edited and replans) or not is_here(saved):
+        plan = make_plan(recipe, saved)
+    else:
+        plan = rescheduled(saved, recipe) if edited else saved
+    _refuse_plan(run, saved, plan, again=again, weights_only=weights_only)
+    _check_length(run, found, plan, edited, went_back=checkpoint is not None, weights_only=weights_only)
+    changed = (*_given(edited), *differences(saved, plan))
+    return Decision(
+        run=run,
+        checkpoint=found,
+        before=before,
+        recipe=recipe,
+        plan=plan,
+        changes=changed,
+        notes=tuple(_notes(found, saved, plan, changed, edited, weights_only=weights_only)),
+        weights_only=weights_only,
+        aside=tuple(_superseded(run, found, went_back=checkpoint is not None, weights_only=weights_only)),
+    )
+
+
+def carry_out(decision: Decision) -> tuple[str, ...]:
+    """Make the folder of a run ready to go on, and return what the user should know."""
+    run, found, notes = decision.run, decision.checkpoint, decision.notes
+    checkpoints, kept = run.path / CHECKPOINTS, found.path
+    if decision.aside:
+        aside = _free(checkpoints, "aside")
+        aside.mkdir()
+        for folder in decision.aside:
+            folder.rename(aside / folder.name)
+        if found.path in decision.aside:
+            kept = aside / found.path.name
+        names = ", ".join(folder.name for folder in decision.aside)
+        notes += (f"set aside in {aside.relative_to(run.path)}: {names}",)
+    if not decision.weights_only and kept.parent != checkpoints:
+        kept = kept.rename(checkpoints / kept.name)
+    weights = kept.relative_to(run.path).as_posix() if decision.weights_only else None
+    # First what does no harm where the recipe and the plan are still the earlier ones.
+    write_continuation(run, Continuation(found.step, decision.changes, weights))
+    _replace(run, decision)
+    num_steps = decision.plan.schedule.num_steps if decision.plan.schedule is not None else None
+    run.update_status(num_steps=num_steps, step=0 if weights is not None else found.step)
+    return notes
+
+
+def _replace(run: Run, decision: Decision) -> None:
+    """Put the recipe and the plan in the place of the earlier ones, which are kept by a number."""
+    texts = {"plan.yaml": decision.plan.to_yaml(), "recipe.yaml": dump_recipe(decision.recipe)}
+    earlier = {"plan.yaml": read_text(run.path / "plan.yaml")}
+    # Not by the text of the recipe: 32, where nobody asked for a number, is 32.0 when it is read.
+    if run.recipe == decision.recipe == decision.before and earlier["plan.yaml"] == texts["plan.yaml"]:
+        return
+    # What stands there may have been edited by hand.
+    earlier["recipe.yaml"] = dump_recipe(decision.before)
+    number = 1
+    while (run.path / f"recipe-{number}.yaml").exists():
+        number += 1
+    for name, text in texts.items():
+        (run.path / name.replace(".yaml", f"-{number}.yaml")).write_text(earlier[name], encoding="utf-8")
+        draft = run.path / f".{name}"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(run.path / name)
+
+
+def _free(folder: Path, stem: str) -> Path:
+    number = 1
+    while (folder / f"{stem}-{number}").exists():
+        number += 1
+    return folder / f"{stem}-{number}"
+
+
+def _check_ended(run: Run) -> None:
+    state = run.state
+    if state not in FINAL_PHASES and state != "died":
+        status = run.status()
+        raise RunError(
+            f"{run.name} is {state} in process {status['pid']} of {status['host']}",
+            hint=f"wait for its end, or stop it first: tunekit stop {run.path}",
+        )
+
+
+def _check_writable(run: Run) -> None:
+    for folder in (run.path, run.path / CHECKPOINTS):
+        if folder.exists() and not os.access(folder, os.W_OK):
+            raise RunError(
+                f"{folder} cannot be written: it is read-only, or another user's",
+                hint=f"let it be written, or copy {run.path} to where it can be and resume it there",
+            )
+
+
+def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, bool]:
+    """The checkpoint to go on from, and whether only its weights are taken."""
+    anew = f"begin anew: {begin_anew(run)}"
+    why = run.plan.layout.why_not_resumed
+    if why is not None:
+        raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)
+    if name is not None:
+        found = named(run, name, weights_only=weights_only)
+        return found, weights_only
+    newest = newest_complete(run.path)
+    begun = read_continuation(run).weights
+    if newest.path is None and begun is not None and (run.path / begun).is_dir():
+        # It began with the weights of a checkpoint, and ended before the first one of its own.
+        return Found(steps_of(run.path / begun), run.path / begun), True
+    skipped = "".join(f"; {words}" for words in newest.skipped)
+    weights = newest_weights(run)
+    if weights_only:
+        if weights is None:
+            raise RunError(f"{run.name} has no checkpoint whose weights are whole{skipped}", hint=anew)
+        return weights, True
+    if newest.path is None:
+        if weights is not None:
+            anew = f"--weights-only begins with those of {weights.path.name} and fresh states; or {anew}"
+        raise RunError(f"{run.name} has no complete checkpoint to go on from{skipped}", hint=anew)
+    return Found(newest.step, newest.path, newest.skipped), False
+
+
+def recipe_of(run: Run, found: Found) -> Recipe:
+    """The recipe that a checkpoint was made by: it may hold a copy, as the run's own may be edited by now."""
+    copy = found.path / "recipe.yaml"
+    return reload_recipe(copy if copy.is_file() else run.path / "recipe.yaml")
+
+
+def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
+    """The plan that a checkpoint was made by."""
+    copy = found.path / "plan.yaml"
+    return read_plan(copy if copy.is_file() else run.path / "plan.yaml", recipe)
+
+
+def _another_run(run: Run, found: Found) -> str:
+    """How to have what this run cannot."""
+    if run.state == "finished":
+        return f"another run starts from its weights: model: {run.path} in a new recipe"
+    if any(found.path.glob("*.safetensors")):
+        return f"another run starts from its weights: model: {found.path} in a new recipe"
+    return f"another run starts from its weights once it has finished: model: {run.path} in a new recipe"
+
+
+def _refuse_edits(
+    run: Run, edited: Sequence[Edit], before: Recipe, plan: Plan, *, again: str, weights_only: bool
+) -> None:
+    lines, all_in_state = [], True
+    for edit in edited:
+        found = ruling(edit, before, plan.layout.strategy)
+        if found.effect == "refused" or (found.effect == "saved state" and not weights_only):
+            lines.append(f"{edit.words}: {found.why}")
+            all_in_state = all_in_state and found.effect == "saved state"
+    if lines:
+        hint = again
+        if all_in_state:
+            hint = f"leave it out, or add --weights-only, which begins anew with it from the weights; {again}"
+        raise RunError("\n".join((f"{run.name} cannot go on with these edits of its recipe:", *lines)), hint=hint)
+
+
+def _refuse_changes(run: Run, recipe: Recipe, again: str) -> None:
+    changed = fingerprints.changes(run, recipe)
+    if changed:
+        raise RunError(
+            "\n".join((f"{run.name} is not made of the same things any more:", *changed)),
+            hint=f"put back what it was; {again}",
+        )
+
+
+def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only: bool) -> None:
+    """Refuse a plan that a checkpoint does not fit."""
+    if weights_only and plan.layout.strategy == "zero3":
+        raise RunError(
+            f"{run.name}: ZeRO-3 divides weights before any of a checkpoint could be read into them",
+            hint="use parallel.strategy=fsdp2, or zero2",
+        )
+    found = None if weights_only else obstacle(saved.layout, plan.layout)
+    if found is not None:
+        raise RunError(f"{run.name} cannot go on by {_spread(plan.layout)}: {found.why}", hint=found.hint)
+    if plan.reference != saved.reference:
+        raise RunError(
+            f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}",
+            hint=again,
+        )
+
+
+def _spread(layout: Layout) -> str:
+    num = layout.num_processes
+    return f"{layout.name} in {num} process{'es' * (num > 1)}"
+
+
+def _check_length(
+    run: Run, found: Found, plan: Plan, edited: Sequence[Edit], *, went_back: bool, weights_only: bool
+) -> None:
+    """Refuse a length that is reached."""
+    if plan.schedule is None or weights_only:
+        return
+    num_steps, is_edited = plan.schedule.num_steps, any(edit.name in LENGTH for edit in edited)
+    if num_steps > found.step or (num_steps == found.step and run.state != "finished" and not is_edited):
+        return
+    more = f"ask for more: tunekit resume {run.path} train.max_steps={2 * found.step}"
+    if not is_edited:
+        raise RunError(f"{run.name} is finished, after {found.step} steps", hint=more)
+    back = "" if went_back else "; or go back to an earlier checkpoint with --from"
+    raise RunError(f"{run.name} has done {found.step} steps, and is asked for {num_steps}", hint=more + back)
+
+
+def _given(edited: Sequence[Edit]) -> Iterator[str]:
+    """Edits in words, without the length that another one took the place of."""
+    lengths = [edit for edit in edited if edit.name in LENGTH]
+    for edit in edited:
+        if len(lengths) < 2 or edit not in lengths or edit.now is not None:
+            yield edit.words
+
+
+def _notes(
+    found: Found, saved: Plan, plan: Plan, changed: Sequence[str], edited: Sequence[Edit], *, weights_only: bool
+) -> Iterator[str]:
+    """How it goes on, in sentences."""
+    num_steps = None if plan.schedule is None else plan.schedule.num_steps
+    yield from (f"passed over {words}" for words in found.skipped)
+    if weights_only:
+        yield (
+            f"begins anew with the weights of step {found.step}, for {num_steps} steps: optimizer, schedule, random "
+            "numbers and the order of the rows are fresh"
+        )
+    else:
+        yield f"goes on from step {found.step} of {num_steps}"
+    if changed:
+        yield f"takes effect: {', '.join(changed)}"
+    if weights_only:
+        return
+    if changed:
+        yield "kept from the checkpoint: optimizer and its peak learning rate, random numbers, and the rows seen so far"
+    was = None if saved.schedule is None else saved.schedule.num_steps
+    scheduler = plan.recipe.train.lr_scheduler_type
+    if was != num_steps and scheduler not in CONSTANT:
+        yield f"the learning rate follows the new length from here ({scheduler})"
+    elif any(edit.name in ("train.lr_scheduler_type", "train.warmup_steps") for edit in edited):
+        yield f"the learning rate follows the new schedule from here ({scheduler})"
+    if saved.layout.num_processes != plan.layout.num_processes:
+        yield (
+            f"the checkpoint has the random numbers of {saved.layout.num_processes} processes: those of "
+            f"{plan.layout.num_processes} are drawn afresh from the seed, and sums are rounded in another order"
+        )
+
+
+def _superseded(run: Run, found: Found, *, went_back: bool, weights_only: bool) -> Iterator[Path]:
+    """Checkpoints that are no part of what follows."""
+    if not went_back and not weights_only:
+        return
+    for folder in sorted((run.path / CHECKPOINTS).glob("checkpoint-*"), key=steps_of):
+        later = steps_of(folder) > found.step or (steps_of(folder) == found.step and folder != found.path)
+        if folder.suffix == "" and (weights_only or later):
+            yield folder

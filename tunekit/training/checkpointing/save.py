@@ -1,0 +1,508 @@
+"""Checkpoints of a run that trains: written by all of its processes, and there for others only once they are whole.
+
+The Trainer's own pieces write them, as it loads them, into a folder that nobody looks at. What can fail in one process
+alone, its files, raises nothing there: what went wrong is kept until all processes tell each other, so that none waits
+for another that has failed. Then every file is brought to the disk and read back for its checksum, each process
+reading its share; the main one writes the manifest and gives the folder its name.
+
+Where the plan says so (FSDP2 and DeepSpeed, whose processes write as many files), training waits only until the states
+are copied to main memory. What follows goes on in a thread of each process, with exchanges in a process group of its
+own. That it is done, or what went wrong, all hear at the end of the same later step, before the next checkpoint, or at
+the end of the training.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import TrainerCallback
+
+from tunekit.errors import DiskError, RunError
+from tunekit.process.collectives import any_of, exchange_problem, same_everywhere
+from tunekit.process.heartbeat import Heart
+from tunekit.recipe.sections.train import TrainSection
+from tunekit.runs.checkpoints.complete import (
+    CHECKPOINTS,
+    COPIES,
+    FORMAT,
+    Best,
+    Manifest,
+    Written,
+    as_written,
+    checkpoint_of,
+    clear_drafts,
+    delete_superseded,
+    draft_of,
+    files_in,
+    publish,
+    to_disk,
+)
+from tunekit.runs.disk import free_bytes, not_saved, tokenizers_errors, words_of
+from tunekit.runs.record import Record
+from tunekit.runs.versions import versions
+from tunekit.training.engines import deepspeed, fsdp2
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+T = TypeVar("T")
+
+FAILURES = (OSError, RuntimeError, SafetensorError, CheckpointException)
+"""What is raised where a file cannot be written, by Python, torch (a plain RuntimeError), safetensors and DCP."""
+
+READERS = 4
+"""Files that a process reads back at once. One thread computes about 1 to 2 GB of SHA-256 in a second."""
+
+
+FULL_BYTES = 2**20
+"""With less than this free, a disk is full to those who write tensors."""
+
+
+SETTLE_SECONDS = 60
+"""How long a process that failed waits for the checkpoint that is being written."""
+
+
+@dataclass
+class _Save:
+    """A checkpoint in the making.
+
+    Attributes:
+        step: Its step.
+        best: The best evaluation so far.
+        began: When, by the clock of this process.
+        writes: What is still to be written, from what was copied.
+        wait_seconds: How long the training waited for it.
+        seconds: How long it took.
+        problem: What went wrong, in any process.
+        error: What was raised because another process does not answer.
+        warnings: What went wrong besides, in the main process.
+        total_bytes: What was written.
+        done: Set when it is over in this process.
+    """
+
+    step: int
+    best: Best | None
+    began: float
+    writes: list[Callable[[], None]] = field(default_factory=list)
+    wait_seconds: float = 0.0
+    seconds: float = 0.0
+    problem: str | None = None
+    error: RuntimeError | None = None
+    warnings: list[str] = field(default_factory=list)
+    total_bytes: int | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Saver(TrainerCallback):  # type: ignore[misc]
+    """Writes the checkpoints of a trainer, keeps the newest and the best, and says what each took.
+
+    Args:
+        record: The run, and where events go.
+        heart: Where the process says at what it is.
+        train: How many are kept, and by which measure the best is told.
+        best: The best evaluation before, where the run goes on.
+    """
+
+    def __init__(self, record: Record, heart: Heart, train: TrainSection, best: Best | None) -> None:
+        self.record = record
+        self.heart = heart
+        self.run = record.run
+        self.plan = record.run.plan
+        self.train = train
+        self.best = best
+        self.num_saved = 0
+        """Checkpoints that are whole, as all the other figures since this process began."""
+        self.total_bytes = 0
+        """Of all of them together."""
+        self.wait_seconds = 0.0
+        """How long the training waited for them."""
+        self.seconds = 0.0
+        """How long they took."""
+        self._bytes = self.plan.saving.checkpoint_bytes
+        """What one takes: first as planned, then as the last one did."""
+        self._evaluation: dict[str, float] = {}
+        self._saving: _Save | None = None
+        self._num_steps = 0
+
+    def attach(self, trainer: "Trainer") -> None:
+        """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
+        self.trainer = trainer
+        self._group: distributed.ProcessGroup | None = None
+        if distributed.is_initialized():
+            # Of its own, since exchanges of a thread would come between those of the training.
+            waits = timedelta(seconds=self.plan.timeout_seconds)
+            self._group = distributed.new_group(backend="gloo", timeout=waits)
+        self._save_pieces = trainer._save_checkpoint
+        self._save_weights = trainer._save
+        trainer._save_checkpoint = self._save
+        trainer._save = self._save_main_files
+        # TRL's card of each checkpoint would be written beside them all.
+        trainer.create_model_card = lambda *args, **kwargs: None
+        if self.plan.layout.strategy == "fsdp2":
+            trainer._save_optimizer_and_scheduler = self._save_divided
+        trainer.add_callback(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint that is being written be done where the training failed, but not where it is interrupted.
+
+        The other processes write their parts whatever this one has seen, unless they are gone, which ends it at once.
+        """
+        if self._saving is not None and kind is not None and issubclass(kind, Exception):
+            self._saving.done.wait(SETTLE_SECONDS)
+
+    def summary(self) -> dict[str, Any]:
+        """What the checkpoints took, and the best evaluation, for the result."""
+        return {
+            "num": self.num_saved,
+            "bytes": self.total_bytes,
+            "wait_seconds": self.wait_seconds,
+            "seconds": self.seconds,
+            "best": None if self.best is None else self.best.model_dump(),
+        }
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Have DeepSpeed's engine, which is there now, write what it writes through here."""
+        if self.plan.layout.strategy.startswith("zero"):
+            deepspeed.write_through(self.trainer, self._write_for_zero)
+
+    def on_log(
+        self,
+        args: "TrainingArguments",
+        state: "TrainerState",
+        control: "TrainerControl",
+        logs: dict[str, float],
+        **kwargs: Any,
+    ) -> None:
+        """Remember what an evaluation told: TRL adds its own measures to what is logged."""
+        if "eval_loss" in logs:
+            self._evaluation = dict(logs)
+
+    def on_evaluate(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Have a checkpoint made where an evaluation is better than all before, if one can be made there.
+
+        Raises:
+            RunError: It does not tell the measure that the best is to be told by.
+        """
+        metric = self.plan.saving.metric_for_best_model
+        if metric is None:
+            return
+        if metric not in self._evaluation:
+            names = ", ".join(sorted(name for name in self._evaluation if name.startswith("eval_")))
+            raise RunError(f"train.metric_for_best_model: the evaluations tell no {metric}", hint=f"they tell {names}")
+        schedule = self.plan.schedule
+        assert schedule is not None
+        # The evaluation before the first step is of a step that has its checkpoint, or of none.
+        if not self._num_steps or state.global_step % schedule.save_together:
+            return
+        value = same_everywhere(float(self._evaluation[metric]), self.record.place)
+        if is_better(value, self.best, greater=self.plan.saving.greater_is_better):
+            self.best = Best(metric=metric, value=value, step=state.global_step)
+            control.should_save = True
+
+    def on_step_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Hear whether the checkpoint that is being written is done; evaluate before the last one."""
+        self._num_steps += 1
+        if self._saving is not None and not any_of([not self._saving.done.is_set()], self.record.place)[0]:
+            self._finish()
+        if state.global_step >= state.max_steps and args.eval_strategy != "no":
+            control.should_evaluate = True
+
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Wait for the last checkpoint."""
+        self._finish()
+
+    def _save(self, model: Any, trial: Any) -> None:
+        """Make a checkpoint of the step that was taken, in place of `Trainer._save_checkpoint`."""
+        self.heart.mark("saving")
+        self._finish()
+        step = int(self.trainer.state.global_step)
+        saving = self._saving = _Save(step, self.best, time.perf_counter())
+        if self.record.place.is_main:
+            self._keep(saving, lambda: self._begin(saving))
+        self._agree(saving)
+        self.trainer._get_output_dir = lambda trial: str(draft_of(self.run.path, step))
+        self._keep(saving, lambda: self._save_pieces(model, trial))
+        if self.record.place.is_main:
+            self._keep(saving, lambda: self._add_own(saving))
+        self._agree(saving)
+        if self.plan.saving.in_background:
+            # It ends with the process, whatever it waits for.
+            threading.Thread(target=self._complete, args=(saving,), name="saving", daemon=True).start()
+            saving.wait_seconds = time.perf_counter() - saving.began
+        else:
+            self._complete(saving)
+            self._finish()
+
+    def _begin(self, saving: _Save) -> None:
+        clear_drafts(self.run.path)
+        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        free = free_bytes(made)
+        if self._bytes is not None and free < self._bytes:
+            saving.problem = "the disk is too full"
+        else:
+            # Not the run's folder again, where somebody has deleted it.
+            (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
+            made.mkdir(parents=True)
+
+    def _add_own(self, saving: _Save) -> None:
+        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        # A pickle, which nobody reads.
+        (made / "training_args.bin").unlink(missing_ok=True)
+        for name in COPIES:
+            if (self.run.path / name).is_file():
+                shutil.copyfile(self.run.path / name, made / name)
+        if self.plan.layout.strategy.startswith("zero"):
+            deepspeed.write_latest(self.trainer, made)
+
+    def _save_main_files(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the weights and the tokenizer, in place of `Trainer._save`: what goes wrong is told later."""
+        if self._saving is None:
+            self._save_weights(output_dir, state_dict)
+        else:
+            self._keep(self._saving, lambda: self._save_weights(output_dir, state_dict))
+
+    def _save_divided(self, output_dir: str) -> None:
+        """Write what FSDP2 divides, and the scheduler, in place of `Trainer._save_optimizer_and_scheduler`."""
+        assert self._saving is not None
+        for name, states in self._copied(fsdp2.states(self.trainer)).items():
+            self._saving.writes.append(partial(fsdp2.write_states, states, Path(output_dir) / name, self._group))
+        if self.trainer.args.should_save:
+            torch.save(self.trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _write_for_zero(self, write: Callable[[Any, str], None], state: Any, path: str) -> None:
+        """Write a file of DeepSpeed's, as its processes do between their exchanges: what goes wrong is told later."""
+        assert self._saving is not None
+        if self.plan.saving.in_background:
+            self._saving.writes.append(partial(write, self._copied(state), path))
+        else:
+            self._keep(self._saving, partial(write, state, path))
+
+    def _copied(self, states: T) -> T:
+        """States as they are now, whatever becomes of them in the next steps, if they are written during these."""
+        if not self.plan.saving.in_background:
+            return states
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        copied = cast("dict[str, T]", stager.stage({"states": states}))
+        stager.close()
+        return copied["states"]
+
+    def _complete(self, saving: _Save) -> None:
+        """Write what is to be written, check it and make it visible: in all processes together, maybe in threads."""
+        try:
+            self._write(saving)
+        except RuntimeError as error:
+            # Another process does not answer: the training says so, in its own thread.
+            saving.error = error
+        saving.writes.clear()
+        saving.seconds = time.perf_counter() - saving.began
+        saving.done.set()
+
+    def _write(self, saving: _Save) -> None:
+        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        for write in saving.writes:
+            self._keep(saving, write)
+        if self._hear_problem(saving):
+            return
+        seen: list[str] = []
+        self._keep(saving, lambda: seen.extend(files_in(made)))
+        self._keep(saving, lambda: self._bring_to_disk(made, seen))
+        told = self._tell_all(seen)
+        files: dict[str, Written] = {}
+        self._keep(saving, lambda: files.update(_read_back(made, _share(told, self.record.place.rank))))
+        if self._hear_problem(saving):
+            return
+        all_files = {name: file for part in self._tell_all(files) for name, file in part.items()}
+        saving.total_bytes = sum(file.size for file in all_files.values())
+        if self.record.place.is_main:
+            self._keep(saving, lambda: self._publish(saving, dict(sorted(all_files.items()))))
+        self._hear_problem(saving)
+
+    def _bring_to_disk(self, folder: Path, names: list[str]) -> None:
+        """Bring files to the disk: on each node its processes share all that were written there."""
+        place = self.record.place
+        for name in names[place.local_rank :: place.num_local]:
+            to_disk(folder / name)
+
+    def _publish(self, saving: _Save, files: dict[str, Written]) -> None:
+        manifest = Manifest(
+            format=FORMAT,
+            step=saving.step,
+            num_processes=self.plan.layout.num_processes,
+            strategy=self.plan.layout.strategy,
+            dtype=self.plan.dtype,
+            recipe=files["recipe.yaml"].sha256,
+            made_of=files["fingerprints.json"].sha256 if "fingerprints.json" in files else None,
+            versions=versions(),
+            best=saving.best,
+            files=files,
+        )
+        publish(self.run.path, manifest)
+        saving.warnings += delete_superseded(self.run.path, self.train.save_total_limit, saving.best)
+
+    def _finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and tell of it.
+
+        Raises:
+            DiskError: It could not be written; every process raises it.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        began = time.perf_counter()
+        saving.done.wait()
+        if self.plan.saving.in_background:
+            saving.wait_seconds += time.perf_counter() - began
+        else:
+            saving.wait_seconds = saving.seconds
+        if saving.error is not None:
+            raise saving.error
+        self._raise(saving)
+        self._saving = None
+        assert saving.total_bytes is not None
+        self._bytes = saving.total_bytes
+        self.num_saved += 1
+        self.total_bytes += saving.total_bytes
+        self.wait_seconds += saving.wait_seconds
+        self.seconds += saving.seconds
+        self.record.write(
+            "checkpoint",
+            step=saving.step,
+            path=str(checkpoint_of(self.run.path, saving.step)),
+            bytes=saving.total_bytes,
+            wait_seconds=saving.wait_seconds,
+            seconds=saving.seconds,
+            best=None if saving.best is None else saving.best.model_dump(),
+        )
+        self.record.update_status(save_seconds=saving.seconds)
+        for message in saving.warnings:
+            self.record.write("warning", message=message)
+
+    def _keep(self, saving: _Save, work: Callable[[], None]) -> None:
+        """Do what this process does alone, unless something went wrong before, and keep what goes wrong."""
+        if saving.problem is not None:
+            return
+        try:
+            with tokenizers_errors():
+                work()
+        except FAILURES as error:
+            if isinstance(error, RuntimeError) and exchange_problem(error, self.record.place) is not None:
+                raise
+            saving.problem = self._words(error)
+
+    def _words(self, error: BaseException) -> str:
+        """What went wrong with a file, in words. torch does not say that a disk is full."""
+        if isinstance(error, CheckpointException):
+            rank, (first, _) = next(iter(error.failures.items()))
+            return f"rank {rank}: {self._words(first)}"
+        try:
+            is_full = not isinstance(error, OSError) and free_bytes(self.run.path) < FULL_BYTES
+        except OSError as gone:
+            return words_of(gone)
+        return "No space left on device" if is_full else words_of(error)
+
+    def _agree(self, saving: _Save) -> None:
+        """Go on if nothing went wrong in any process.
+
+        Raises:
+            DiskError: Something did; every process raises it.
+        """
+        self._hear_problem(saving)
+        self._raise(saving)
+
+    def _hear_problem(self, saving: _Save) -> bool:
+        """Whether something went wrong in any process; then all know what."""
+        told = [problem for problem in self._tell_all(saving.problem) if problem is not None]
+        saving.problem = told[0] if told else None
+        if told and self.record.place.is_main:
+            # Nobody writes any more: what was written makes room for the words about it.
+            shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
+        return bool(told)
+
+    def _raise(self, saving: _Save) -> None:
+        if saving.problem is None:
+            return
+        self._saving, words = None, ("", "")
+        if self.record.place.is_main:
+            error = not_saved(self.run, f"the checkpoint of step {saving.step}", saving.problem, self._bytes)
+            words = error.problem, error.hint or ""
+        problem, hint = self._tell_all(words)[0]
+        raise DiskError(problem, hint=hint)
+
+    def _tell_all(self, value: T) -> list[T]:
+        """What each process says, by rank. Exchanged by those who save, and not while a thread does."""
+        if self._group is None:
+            return [value]
+        told: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(told, value, group=self._group)
+        return told
+
+
+@contextlib.contextmanager
+def result_saved(record: Record, draft: Path) -> Iterator[None]:
+    """While the result is written to a folder beside. Called by all processes together.
+
+    Raises:
+        DiskError: It could not be; nothing of it is left.
+    """
+    run = record.run
+    if record.place.is_main:
+        shutil.rmtree(draft, ignore_errors=True)
+    if distributed.is_initialized():
+        # Nobody writes before that.
+        distributed.barrier()
+    try:
+        with tokenizers_errors():
+            yield
+    except (OSError, SafetensorError) as error:
+        if record.place.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise not_saved(run, "the result", words_of(error), run.plan.saving.result_bytes) from error
+
+
+def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
+    """Whether an evaluation is better than the best before; one that is not a number is not."""
+    if value != value:
+        return False
+    return best is None or (value > best.value if greater else value < best.value)
+
+
+def _share(seen: list[list[str]], rank: int) -> list[str]:
+    """The files that a process reads back: one of those that see it does, and all have as many."""
+    readers: dict[str, list[int]] = {}
+    for reader, names in enumerate(seen):
+        for name in names:
+            readers.setdefault(name, []).append(reader)
+    return [name for number, name in enumerate(sorted(readers)) if readers[name][number % len(readers[name])] == rank]
+
+
+def _read_back(folder: Path, names: list[str]) -> dict[str, Written]:
+    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+        return dict(zip(names, readers.map(lambda name: as_written(folder / name), names), strict=True))

@@ -1,0 +1,1 @@
+"""Configuration of DDP, FSDP2, DeepSpeed and tensor parallelism through Accelerate."""

@@ -1,0 +1,258 @@
+"""FSDP2 through Accelerate: what the trainer is told, what is found in it, and its weights as a whole.
+
+Every decoder layer is a unit whose parameters are `DTensor`s: each process keeps a part of each, and all of a unit are
+there only while it is computed. Accelerate makes the units when training begins (`fsdp2_prepare_model`), from a model
+that the main process alone has read; the others have its shapes. So nothing may be computed with a model before that.
+"""
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tunekit.planner.layout import Layout
+from tunekit.planner.plan import Plan
+from tunekit.recipe.sections.adapters import FullAdapter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from transformers import Trainer
+
+
+def let_accelerate_shard_on_a_cpu() -> None:
+    """Tell Accelerate that these processes have accelerators, since it knows FSDP2 only there.
+
+    With `DistributedType.MULTI_CPU` it would silently run DDP (accelerate 1.15, `AcceleratorState.__init__`). The
+    trainer keeps this state by `use_configured_state`; what runs is checked once the model is wrapped.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    assert state.distributed_type == DistributedType.MULTI_CPU, state.distributed_type
+    state.distributed_type = DistributedType.MULTI_GPU
+
+
+def trainer_args(plan: Plan) -> dict[str, Any]:
+    """Arguments of TRL's config that choose FSDP2."""
+    layout = plan.layout
+    accelerator: dict[str, Any] = {"gradient_accumulation_kwargs": {"sync_each_batch": layout.sync_each_batch}}
+    if plan.device.kind == "cpu":
+        accelerator["use_configured_state"] = True
+    return {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "reshard_after_forward": layout.reshard_after_forward,
+            "cpu_offload": layout.offload_param_device == "cpu",
+            "cpu_ram_efficient_loading": True,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+        "accelerator_config": accelerator,
+        "ddp_timeout": plan.exchange_timeout_seconds,
+        **_mesh(plan),
+    }
+
+
+def _mesh(plan: Plan) -> dict[str, Any]:
+    """The sizes of a mesh of more than one dimension."""
+    layout = plan.layout
+    if layout.dp_replicate_size == layout.cp_size == 1:
+        return {}
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    sizes = {"dp_replicate_size": layout.dp_replicate_size, "dp_shard_size": layout.dp_shard_size}
+    if layout.cp_size == 1:
+        return {"parallelism_config": ParallelismConfig(**sizes)}
+    handler = TorchContextParallelConfig(cp_comm_strategy="allgather")
+    config = ParallelismConfig(**sizes, cp_size=layout.cp_size, cp_backend="torch", cp_handler=handler)
+    # Each device has two parts of a sequence, one of its begin and one of its end, so that all have as much to do.
+    return {"parallelism_config": config, "pad_to_multiple_of": 2 * layout.cp_size}
+
+
+def keep_losses_in_float32(trainer: "Trainer", plan: Plan) -> None:
+    """Give FSDP2 the types of the plan. Accelerate's own policy casts what the model returns too: the losses."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if plan.autocast:
+        policy = MixedPrecisionPolicy(getattr(torch, plan.dtype), getattr(torch, plan.reduce_dtype))
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+
+def name_layers(trainer: "Trainer") -> None:
+    """Tell Accelerate which layers to divide: of those that transformers names, the ones that the model has.
+
+    Accelerate refuses a name without a module (1.15, `fsdp2_prepare_auto_wrap_policy`), and transformers gathers the
+    names of all that a model might consist of: with Gemma 3's, those of SigLIP's text encoder, which is not in it.
+    """
+    model = trainer.model
+    present = {type(module).__name__ for module in model.modules()}
+    named = cast("Collection[str]", model._no_split_modules)
+    trainer.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = sorted(present & set(named))
+
+
+def untie_head(trainer: "Trainer") -> None:
+    """Give a head the frozen table of its own that it has where PEFT trains a copy of the embedding that it shares.
+
+    PEFT leaves the head tied to the original, in training on one device and wherever the adapter is loaded. Accelerate
+    ties weights once more when it divides a model, by names, and by its name the embedding is the copy then: the head
+    would be trained with it, and saved as if it were not (accelerate 1.15, `fsdp2_prepare_model`; transformers 5.23,
+    `PreTrainedModel.tie_weights`). A table in two units, which the original would be, is refused by torch.
+    """
+    import torch
+    from peft.utils import ModulesToSaveWrapper
+
+    model = trainer.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, ModulesToSaveWrapper) or head is None:
+        return
+    if isinstance(head, ModulesToSaveWrapper) or head.weight is not embedding.original_module.weight:
+        return
+    # Only the process that has read the weights has something to copy; the others are given theirs.
+    is_reader = trainer.accelerator.is_local_main_process
+    weight = head.weight.detach()
+    own = weight.clone() if is_reader else torch.empty_like(weight)
+    head.weight = torch.nn.Parameter(own, requires_grad=False)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config.tie_word_embeddings = False
+
+
+def gather_head(trainer: "Trainer") -> None:
+    """See that a trained head is whole when TRL takes its weight, where nothing else gathers it. Once it is wrapped.
+
+    TRL's loss does not call the head: it takes its weight, and gathers that by itself if it is divided. Then no
+    gradients are summed over the devices, and each trains its part of the head on its own rows, without a word (trl
+    1.16, `add_fused_lm_head`: the gradient of `full_tensor` is taken to be the same everywhere). Where Accelerate
+    finds the final norm, it gathers both together before the norm; below an adapter it does not find it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import PreTrainedModel
+
+    model = trainer.model
+    head = model.get_output_embeddings()
+    is_alone = isinstance(head, FSDPModule) and len(head._get_fsdp_state()._modules) == 1
+    if not is_alone or not any(parameter.requires_grad for parameter in head.parameters()):
+        return
+    language_model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    language_model.base_model.register_forward_hook(lambda *_: head.unshard() and None)
+
+
+def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
+    """The trained weights, whole and on the CPU of the main process; nothing elsewhere. Called by all together.
+
+    They are put together one by one: no device ever holds the whole model.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(
+        full_state_dict=True,
+        cpu_offload=True,
+        ignore_frozen_params=not isinstance(plan.recipe.adapter, FullAdapter),
+    )
+    state = cast("dict[str, Tensor]", get_model_state_dict(trainer.model, options=options))
+    if state and not options.ignore_frozen_params:
+        # What was one tensor came apart.
+        state |= {copy: state[name] for copy, name in trainer.model.all_tied_weights_keys.items()}
+    return state
+
+
+def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
+    """What each process has of weights and optimizer, by the folder that Accelerate loads it from."""
+    from accelerate.utils.fsdp_utils import _get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+
+    options = StateDictOptions()
+    # As `load_fsdp_model` asks for them: of a model with an adapter, the adapter's alone.
+    weights = _get_model_state_dict(trainer.model, sd_options=options, **get_fsdp_ckpt_kwargs())
+    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer, options=options)
+    return {"pytorch_model_fsdp_0": {"model": weights}, "optimizer_0": {"optimizer": optimizer}}
+
+
+def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
+    """Write what each process has to a folder. Called by all together; what fails in one is raised in all."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(states, storage_writer=FileSystemWriter(folder), process_group=group)
+
+
+def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
+    """What runs, by the names of the `engine` event, and the parameters that are not divided as planned."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    model = trainer.model_wrapped
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = {unit._get_fsdp_state()._mp_policy for unit in units}
+    compute = {policy.param_dtype or torch.float32 for policy in policies}
+    reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
+    held, total = held_bytes(model)
+    return {
+        "engine": "fsdp2",
+        "mesh": _found_mesh(trainer),
+        "compute_dtype": _names(compute),
+        "reduce_dtype": _names(reduce),
+        "reshard_after_forward": _reshards(model),
+        "local_share": round(held / total, 4),
+        "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
+    }
+
+
+def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
+    """Whether a parameter lies over the devices as planned, and this process holds its part and no more."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = (layout.dp_replicate_size, layout.num_shards) if layout.dp_replicate_size > 1 else (layout.num_shards,)
+    places = (Replicate(), Shard(0))[-len(sizes) :]
+    rows, *others = parameter.shape or (1,)
+    part = math.ceil(rows / layout.num_shards) * math.prod(others)
+    is_placed = tuple(parameter.device_mesh.shape) == sizes and tuple(parameter.placements) == places
+    return is_placed and parameter.to_local().numel() <= part
+
+
+def held_bytes(model: "Module") -> tuple[int, int]:
+    """Bytes of parameters that this process holds, and of all."""
+    from torch.distributed.tensor import DTensor
+
+    held = total = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        held, total = held + local.nbytes, total + parameter.numel() * parameter.itemsize
+    return held, total
+
+
+def _names(dtypes: "set[torch.dtype]") -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _found_mesh(trainer: "Trainer") -> dict[str, int]:
+    """Accelerate's mesh; it makes none of a single dimension."""
+    mesh = trainer.accelerator.torch_device_mesh
+    if mesh is None:
+        return {"dp_shard": trainer.accelerator.num_processes}
+    return {name: size for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1}
+
+
+def _reshards(model: "Module") -> bool:
+    """Whether decoder layers free their weights after the forward pass."""
+    from torch.distributed.fsdp import FSDPModule
+
+    layer_types = cast("Collection[str]", model._no_split_modules)
+    layers = {
+        group._reshard_after_forward
+        for module in model.modules()
+        if isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in layer_types
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    }
+    (reshards,) = layers
+    return reshards

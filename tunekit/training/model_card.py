@@ -1,0 +1,176 @@
+"""The model card of a trained model: base, data, recipe, results."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from tunekit.data.sources.find_files import is_hub_dataset
+from tunekit.data.sources.remote import shown
+from tunekit.recipe.load import dump_recipe
+from tunekit.recipe.methods import RewardMethod
+from tunekit.recipe.reading.source_locations import dotted
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
+from tunekit.redact import redacted
+from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
+from tunekit.runs.lineage import CODE, models_of
+from tunekit.runs.run import Run
+from tunekit.training.licence import Licence, licence_of
+
+LOSSES = {
+    "sft": "Losses are mean negative log-likelihoods in nats per trained token.",
+    "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
+    "of pairs whose better answer gained more than the worse, margins how much more.",
+    "kto": "Losses are those of KTO: half of the mean weight of an answer where the model is what it was before. The "
+    "rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they became, times "
+    "beta.",
+    "orpo": "Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better answers with "
+    "their prompts, and the odds ratio by its weight.",
+    "cpo": "Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose better answer is "
+    "the likelier one.",
+    "reward": "This model judges: it gives a text a score, and does not answer. Losses are those of Bradley and Terry: "
+    "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
+    "by how much. Scores compare answers to one prompt; their height means nothing by itself. Load it with "
+    "`AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches need "
+    "`config.pad_token_id`.",
+    "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
+    "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
+    "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
+}
+"""What the losses of each method are."""
+
+
+def write_card(
+    run: Run,
+    result: Mapping[str, Any],
+    folder: Path,
+    *,
+    kind: Literal["trained", "adapter", "merged"] = "trained",
+    step: int | None = None,
+) -> None:
+    """Write README.md beside the weights.
+
+    Args:
+        run: The run.
+        result: The fields of its `result` event; none where it has not finished.
+        folder: Where the weights are.
+        kind: What they are: what was trained, or of an adapter itself or what it was merged into.
+        step: Of the checkpoint that they are from; None where they are the result, to which the figures belong.
+    """
+    recipe, plan = run.recipe, run.plan
+    full = isinstance(recipe.adapter, FullAdapter) or kind == "merged"
+    base = plan.base.path
+    evaluated = [score for _, score in newest_scores(evaluations_of(run), step)]
+    licence = licence_of(plan.base, asks_hub=kind != "trained")
+    data = _metadata(run, licence, evaluated, is_full=full)
+    came_from = [] if plan.origin is None else [("Comes from", plan.origin.chain)]
+    rows = [
+        *came_from,
+        ("Base model", f"{base} ({plan.num_params:,} parameters)"),
+        ("Licence of the base model", str(licence or "not stated on its card")),
+        *_code(recipe),
+        ("Trained", f"{recipe.adapter.type}, {plan.num_trainable_params:,} parameters{_merged(recipe, kind)}"),
+        ("Method", recipe.method.type),
+        (
+            "Training data",
+            f"{', '.join(shown(source.path) for source in recipe.data.sources)} ({plan.data.num_train:,} sequences)",
+        ),
+        *_figures(result, step),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
+    card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
+    card += _scores(evaluated)
+    card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
+    ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
+
+
+def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
+    """What the hub reads of a card: the names in it are names there."""
+    recipe, base = run.recipe, run.plan.base.path
+    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
+    is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
+    relation = "finetune" if is_full else "adapter"
+    data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))
+    return ModelCardData(
+        library_name="transformers" if is_full else "peft",
+        tags=["tunekit", recipe.method.type, recipe.adapter.type],
+        pipeline_tag=task,
+        base_model=base if is_on_hub else None,
+        base_model_relation=relation if is_on_hub else None,
+        license=None if licence is None else licence.id,
+        license_name=None if licence is None else licence.name,
+        license_link=None if licence is None else licence.link,
+        datasets=data_names or None,
+        model_name=run.name if evaluated else None,
+        eval_results=[_result(score, task) for score in evaluated] or None,
+    )
+
+
+def _result(score: Score, task: str) -> EvalResult:
+    """A figure as the hub reads it in a card's metadata."""
+    return EvalResult(
+        task_type=task,
+        dataset_type=Path(score.of).name,
+        dataset_name=Path(score.of).name,
+        dataset_args={"num_rows": score.num_rows},
+        metric_type=score.name,
+        metric_name=score.words,
+        metric_value=round(score.after.value, 6),
+    )
+
+
+def _scores(scores: Sequence[Score]) -> str:
+    """Figures before and after, as a Markdown section."""
+    if not scores:
+        return ""
+    lines = ["", "## Evaluation", "", "| | rows | before | after | difference |", "|---|---|---|---|---|"]
+    for score in scores:
+        cells = [f"{Path(score.of).name}: {score.words}", f"{score.num_rows:,}", *score.cells]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    how = "In brackets are intervals of 95%; differences are between the same rows."
+    return "\n".join([*lines, "", how]) + "\n"
+
+
+def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:
+    """What training came to, as far as that was the training of these weights."""
+    if step is not None:
+        yield "Checkpoint", f"of step {step}, before the end of the run"
+        return
+    yield "Tokens seen", f"{result['num_tokens']:,}"
+    yield "Training loss, first and last step", _from_to(result["first_loss"], result["last_loss"])
+    yield "Evaluation loss, before and after", _from_to(result["first_eval_loss"], result["eval_loss"])
+    yield from ((name, _from_to(first, last)) for name, (first, last) in result["measures"].items())
+
+
+def _merged(recipe: Recipe, kind: str) -> str:
+    if kind != "merged" or isinstance(recipe.adapter, FullAdapter):
+        return ""
+    whole = ", unquantised" if isinstance(recipe.adapter, QloraAdapter) else ""
+    return f", merged into the base model{whole}"
+
+
+def _code(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The code that comes with the models, where it was run."""
+    for key, section in models_of(recipe):
+        if section.trust_remote_code:
+            at = f"commit {section.revision}" if section.revision else f"as {CODE} of the run has it"
+            yield f"Code that {dotted(key)} brings", f"run (trust_remote_code), {at}"
+
+
+def _from_to(first: float | None, last: float | None) -> str:
+    return "none" if first is None or last is None else f"{first:.4f} → {last:.4f}"
+
+
+def _samples(run: Run) -> str:
+    """Answers before and after, as a Markdown section."""
+    samples = run.samples()
+    if not samples:
+        return ""
+    lines = ["", "## Samples", "", "| prompt | before | after |", "|---|---|---|"]
+    for sample in samples:
+        cells = [sample["prompt"], sample.get("before", ""), sample.get("after", "")]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,295 @@
+"""Where the time of a run goes, by the clock of each process, and which process keeps the others waiting.
+
+Processes that train together end every step at the same time, however fast each of them is: who is done first waits in
+an exchange, and exchanges hide behind computing. So the length of a step says nothing of who is slow. What a process
+does by itself does: `Timing.own` is the time in which it gets its rows and goes forward through the layers, measured
+inside of what an engine adds to them, where nobody is waited for. Backward passes are not in it; they take as many
+times longer for a slow process as forward passes do. How long exchanges take no clock here tells: they go on while a
+process computes (see `tunekit.training.communication`).
+
+On CUDA the layers are timed by events on the device's own queue, read at the end of the step, when the trainer has
+looked at the losses and they are over; nothing is waited for that is not over by then. All else is the time of the
+processor that gives the work: what a device still computes when a part ends counts to the next one, and the trainer
+waits for the device once in each micro-batch.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.nn import Module
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tunekit.planner.plan import Plan
+from tunekit.recipe.methods import OnPolicyMethod
+from tunekit.training.communication import Communication, Trace
+from tunekit.training.measured_memory import Peaks, peaks
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import Trainer
+
+WINDOW_STEPS = 20
+"""Steps after which processes are compared, by their median step: no single long row, checkpoint or hiccup tells in it.
+Lengths of rows that differ by half of their mean make it differ by 14 % at a micro-batch of one row."""
+
+SLOW_SHARE = 0.25
+"""How much longer than the others a slow process takes, in two windows that follow each other. What is random in one
+window is another's turn in the next; what is a quarter slower costs all the others a fifth of their time."""
+
+
+class RankReport(Peaks, Communication):
+    """A process as the `ranks` event and the result tell of it."""
+
+    rank: int
+    node: str
+    step_seconds: float
+    data_seconds: float
+    forward_seconds: float
+    """Of its own, in the layers."""
+    wait_seconds: float
+    """At least, for the slowest of each step: by how much less of its own it had to do."""
+
+
+class Timing:
+    """Seconds of a process by what it did, and at times those of all.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.step_seconds = 0.0
+        """Optimizer steps, without evaluations and checkpoints. Waiting for other processes is in it."""
+        self.data_seconds = 0.0
+        """Waiting for micro-batches between the steps, this process's and those of others."""
+        self.optimizer_seconds = 0.0
+        """Of the steps, updating weights. What ZeRO gathers afterwards is not in it."""
+        self.generates = isinstance(plan.recipe.method, OnPolicyMethod)
+        """Whether the model learns from answers that it gives."""
+        self.generation_seconds = 0.0
+        """Of the steps, generating answers. Where weights are divided, waiting for other processes is in it."""
+        self.forward_seconds = 0.0
+        """Of the steps, in the forward passes of the layers, where no other process is waited for."""
+        self.evaluation_seconds = 0.0
+        self.saving_seconds = 0.0
+        """Writing checkpoints and the result."""
+        self.own: list[float] = []
+        """Seconds of each step that a process had to itself, since they were last told to the others."""
+        self.is_in_step = False
+        """Whether a step is being computed, rather than an evaluation."""
+        self._marked = 0.0
+        self._update_began = 0.0
+        self._row_seconds = 0.0
+        self._begun: dict[Module, Any] = {}
+        self._passed: list[tuple[Any, Any]] = []
+
+    def attach(self, trainer: "Trainer", optimizer: "Optimizer") -> None:
+        """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
+        take = trainer.get_batch_samples
+        trainer.get_batch_samples = lambda rows, *args: take(self._timed(rows), *args)
+        if self.generates:
+            trainer._generate_single_turn = self._generation(trainer._generate_single_turn)
+        inner = _torch_optimizer(optimizer)
+        inner.register_step_pre_hook(self._on_update)
+        inner.register_step_post_hook(self._on_updated)
+        if not (
+            trainer.args.torch_compile or self.plan.torch_compile
+        ):  # a hook with a clock would split what is compiled
+            for layer in self._clocked(trainer.model_wrapped):
+                # Behind what the engine does before a layer, and before what it does behind it.
+                layer.register_forward_pre_hook(self._on_layer)
+                layer.register_forward_hook(self._on_layer_passed, prepend=True)
+        self.mark()
+
+    def _clocked(self, model: Module) -> Iterator[Module]:
+        """What is computed without an exchange: layers, and with ZeRO-3, which gathers within them, their products."""
+        for layer in _layers(model):
+            if self.plan.layout.strategy == "zero3":
+                yield from (part for part in layer.modules() if next(part.children(), None) is None)
+            else:
+                yield layer
+
+    def mark(self) -> float:
+        """Begin another part, and return how long the last one took."""
+        before, self._marked = self._marked, time.perf_counter()
+        return self._marked - before
+
+    def begin_step(self) -> None:
+        """The micro-batches of a step are there."""
+        self.data_seconds += self.mark()
+        self.is_in_step = True
+
+    def end_step(self) -> None:
+        """The weights are updated."""
+        self.step_seconds += self.mark()
+        self.is_in_step = False
+        forward = sum(_between(*marks) for marks in self._passed)
+        self.forward_seconds += forward
+        self.own.append(self._row_seconds + forward)
+        self._passed, self._row_seconds = [], 0.0
+
+    def _timed(self, rows: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(rows)
+            except StopIteration:
+                return
+            self._row_seconds += time.perf_counter() - began
+            yield batch
+
+    def _generation(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            answers = generate(*args, **kwargs)
+            if self.is_in_step:
+                self.generation_seconds += time.perf_counter() - began
+            return answers
+
+        return timed
+
+    def _now(self) -> Any:
+        if self.plan.device.kind == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _on_layer(self, layer: Module, _: Any) -> None:
+        if self.is_in_step:
+            self._begun[layer] = self._now()
+
+    def _on_layer_passed(self, layer: Module, *_: Any) -> None:
+        # One that was computed again, and not to its end, has no end here.
+        if self.is_in_step and layer in self._begun:
+            self._passed.append((self._begun.pop(layer), self._now()))
+
+    def _on_update(self, *_: Any) -> None:
+        self._update_began = time.perf_counter()
+
+    def _on_updated(self, *_: Any) -> None:
+        self.optimizer_seconds += time.perf_counter() - self._update_began
+
+
+class Ranks:
+    """What the processes of a run tell each other of their time and memory; known to the main one.
+
+    Args:
+        timing: That of this process.
+        trace: What it found of its exchanges.
+    """
+
+    def __init__(self, timing: Timing, trace: Trace) -> None:
+        self.timing = timing
+        self.trace = trace
+        self.steps: list[list[float]] = []
+        """By rank, what each had to itself in the steps that were not yet compared."""
+        self.waited: list[float] = []
+        """By rank, how long it waited for the slowest of each step at least."""
+        self.reports: list[RankReport] = []
+        """As last told."""
+        self._slow: set[int] = set()
+        self._named: set[int] = set()
+
+    def exchange(self) -> None:
+        """Tell the main process of this one. Called by all processes together."""
+        timing = self.timing
+        mine = RankReport(
+            rank=0,
+            node=platform.node(),
+            step_seconds=timing.step_seconds,
+            data_seconds=timing.data_seconds,
+            forward_seconds=timing.forward_seconds,
+            wait_seconds=0.0,
+            **peaks(timing.plan),
+            **self.trace.found,
+        )
+        told = _gather((mine, timing.own))
+        timing.own = []
+        if not told:
+            return
+        own = [steps for _, steps in told]
+        self.steps = [[*before, *new] for before, new in zip(self.steps or [[]] * len(told), own, strict=True)]
+        self.waited = [
+            before + more for before, more in zip(self.waited or [0.0] * len(told), _waited(own), strict=True)
+        ]
+        self.reports = [report for report, _ in told]
+        for rank, report in enumerate(self.reports):
+            report["rank"], report["wait_seconds"] = rank, self.waited[rank]
+
+    def newly_slow(self) -> list[tuple[RankReport, float, float]]:
+        """Processes that were slow in this window and the one before, each told once.
+
+        Returns:
+            Of each its report, and its median step and that of the others in seconds.
+        """
+        if not self.steps or len(self.steps[0]) < WINDOW_STEPS:
+            return []
+        slow = slow_ranks(self.steps)
+        found = [rank for rank in slow if rank in self._slow and rank not in self._named]
+        self._slow, self.steps = set(slow), []
+        self._named.update(found)
+        return [(self.reports[rank], *slow[rank]) for rank in found]
+
+
+def slow_ranks(steps: Sequence[Sequence[float]]) -> dict[int, tuple[float, float]]:
+    """Ranks that take longer than the others by more than SLOW_SHARE, with their median step and that of the others.
+
+    Args:
+        steps: By rank, seconds of each step that it had to itself.
+    """
+    medians = [median(own) for own in steps]
+    others = [median(medians[:rank] + medians[rank + 1 :] or [own]) for rank, own in enumerate(medians)]
+    return {
+        rank: (own, other)
+        for rank, (own, other) in enumerate(zip(medians, others, strict=True))
+        if own > (1 + SLOW_SHARE) * other
+    }
+
+
+def _waited(own: Sequence[Sequence[float]]) -> list[float]:
+    """By rank, the seconds by which the slowest rank of each step took longer."""
+    longest = [max(step) for step in zip(*own, strict=True)]
+    return [sum(longest) - sum(steps) for steps in own]
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What each process gives, in the main one; nothing in others."""
+    if not distributed.is_initialized():
+        return [mine]
+    is_main = distributed.get_rank() == 0
+    told: list[Any] | None = [None] * distributed.get_world_size() if is_main else None
+    distributed.gather_object(mine, told)
+    return told or []
+
+
+def _between(begun: Any, ended: Any) -> float:
+    """Seconds between two marks of `Timing`, on the processor or on the device."""
+    if isinstance(begun, float):
+        return float(ended - begun)
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1000
+
+
+def _layers(model: Module) -> Iterator[Module]:
+    """The layers of a model, none of them in another."""
+    for child in model.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+def _torch_optimizer(optimizer: Any) -> "Optimizer":
+    """The optimizer that updates weights, inside of what Accelerate and DeepSpeed put around it."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    while isinstance(optimizer, AcceleratedOptimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
