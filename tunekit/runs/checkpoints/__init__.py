@@ -1,0 +1,1 @@
+"""Checkpoints of a run: which are complete, how they are listed, and how one is named."""
