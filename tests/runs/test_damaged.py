@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tunekit
-from tests.training.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tests.training.folders import made_run
 from tunekit import TunekitError
 from tunekit.api import verbs
 from tunekit.cli.app import app

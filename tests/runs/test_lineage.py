@@ -10,14 +10,14 @@ import torch
 
 import tunekit
 from tests.processes import in_processes
+from tests.tiny import save_chats, save_tiny_model
 from tests.training.engines import made, worked
 from tests.training.test_dpo import in_two_processes, logged, save_pairs
 from tests.training.test_resume import cut_off
-from tests.tiny import save_chats, save_tiny_model
 from tunekit.api import verbs
 from tunekit.errors import ModelError, PlanError, RecipeError
-from tunekit.training.callbacks import Watch
 from tunekit.runs.run import Run
+from tunekit.training.callbacks import Watch
 
 REWARDS = """
 def low(completions, **columns):

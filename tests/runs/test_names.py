@@ -6,12 +6,12 @@ from typer.testing import CliRunner
 from tests.training.folders import made_run
 from tunekit import TunekitError
 from tunekit.api import verbs
-from tunekit.cli.app import app
 from tunekit.api.background import start_resume
+from tunekit.cli.app import app
 from tunekit.errors import RunError
 from tunekit.recipe.sections.model import ModelSection
-from tunekit.runs.names import matching
 from tunekit.runs.lineage import settled
+from tunekit.runs.names import matching
 from tunekit.runs.run import Run, find_run
 from tunekit.sweeps.conduct import resume_sweep, stop_sweep
 from tunekit.sweeps.folder import SPEC, TRIALS, find_sweep
@@ -50,7 +50,8 @@ def test_an_error_lists_no_more_names_than_can_be_read():
 
 
 @pytest.mark.parametrize(
-    "verb", [verbs.stop, verbs.resume, start_resume, lambda name: CliRunner().invoke(app, ["runs", "tag", name, "mine"])]
+    "verb",
+    [verbs.stop, verbs.resume, start_resume, lambda name: CliRunner().invoke(app, ["runs", "tag", name, "mine"])],
 )
 def test_what_changes_a_run_needs_its_whole_name(runs, verb):
     with pytest.raises(TunekitError, match=rf"no run is called 'zz-x-'; name the run wholly: zz-x-{NEW}"):

@@ -12,16 +12,16 @@ import yaml
 from typer.testing import CliRunner
 
 import tunekit
-from tests.training.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tests.training.folders import made_run
 from tunekit.cli.app import app
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
 from tunekit.recipe.schema import DataSection, DataSource
-from tunekit.runs.process_id import identity_of
 from tunekit.runs.events import EventLog, read_events
 from tunekit.runs.prepared_data import record
+from tunekit.runs.process_id import identity_of
 from tunekit.runs.run import Run, find_run, list_runs
 
 

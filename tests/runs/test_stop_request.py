@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.processes import PRELOADED, own_port
-from tests.training.folders import made_run
 from tests.tiny import save_chats, save_tiny_model
+from tests.training.folders import made_run
 from tests.waiting import LIMIT_SECONDS, is_gone, until
 from tunekit.api import verbs
 from tunekit.errors import RunError, Stopped
-from tunekit.runs.process_id import identity_of
-from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.process.heartbeat import Beat, beats_of
+from tunekit.runs.checkpoints.complete import newest_complete
+from tunekit.runs.process_id import identity_of
 from tunekit.runs.rank import place_of
 from tunekit.runs.run import Run
 from tunekit.runs.stop_request import EXIT_CODES, forget_request, request, requested
@@ -81,8 +81,8 @@ class Held:
 
     def _hold(self, place, num_steps):
         import tunekit.training.worker
-        from tunekit.training.stop_at_boundary import Boundary
         from tunekit.training.checkpointing.save import Saver
+        from tunekit.training.stop_at_boundary import Boundary
 
         owner, name, steps_taken = {
             "step": (Boundary, "on_step_begin", lambda args: args[2].global_step),

@@ -12,8 +12,8 @@ from pathlib import Path
 from tunekit.errors import DiskError
 from tunekit.planner.plan import gib
 from tunekit.recipe.schema import Recipe
-from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
 from tunekit.runs.available_actions import next_command
+from tunekit.runs.checkpoints.complete import is_being_made, newest_complete
 from tunekit.runs.run import RUNS, Run
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -7,8 +7,10 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
   come first or have them now, and `devices`, by UUID (see `tunekit.launching.device_queue`)
 - `hosts`: `hosts`, each with `name`, `interface` and `infiniband` (see `tunekit.launching.ssh_hosts`)
 - `engine`: what trains, as it was found when training began (see `tunekit.training.verify`)
-- `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as `message`
-- `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see `tunekit.training.check_packing`)
+- `fused`: `lines`, what became of each kind of module of the model (see `tunekit.models.fusion.fuse`), and that as
+  `message`
+- `attention`: `message`, how right tunekit's attention for packed rows was seen to be (see
+  `tunekit.training.check_packing`)
 - `tracker`: `name` of a tracker that the run is reported to, and where it is shown there as `message`
 - `log`: `step`, `loss`, `learning_rate`, `grad_norm`, `epoch`; `num_tokens` of all processes, padding not counted but
   for one token of each row that fills an epoch's last step; of the steps since the last one `tokens_per_second`,
@@ -23,13 +25,14 @@ Every event has `event` (its kind), `time` (seconds since the epoch) and the fie
 - `restart`: `attempt`, `step` of the checkpoint that is gone on from (0: from the beginning), `reason`
 - `resume`: `step`, `path` of the checkpoint, `skipped`, newer ones with what is wrong with them, `changes` to what was
   before, a phrase each, and `weights_only`, whether nothing else of it is taken, so that the steps begin at 0
-- `ranks`: `step`, and `ranks`, a `tunekit.training.timing.RankReport` of each process; with every checkpoint. Of several
-  processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step, the
-  `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.communication`). Part of it
-  may overlap with computing; `exposed_share` (on CUDA) does not
+- `ranks`: `step`, and `ranks`, a `tunekit.training.timing.RankReport` of each process; with every checkpoint. Of
+  several processes each has `communication_seconds` and `communication_share`: how long exchanges went on in one step,
+  the `communication_step`, and which share of it that is, by torch's profiler (see `tunekit.training.communication`).
+  Part of it may overlap with computing; `exposed_share` (on CUDA) does not
 - `warning`: `message`; for a step that was not finite, its number as `left_out`, and `rows`, each by the place where it
   stands and how it begins; for a process that the others wait for, its `rank` and `node`; for what is told from the
-  figures of several steps, its name as `trend` (see `tunekit.training.health_warnings`); for a tracker that failed, `tracker`
+  figures of several steps, its name as `trend` (see `tunekit.training.health_warnings`); for a tracker that failed,
+  `tracker`
 - `result`: the summary of a finished run; speed over all steps by the clock of the slowest process, the first step with
   what it warms up included; `seconds` from loading to the saved result, and by part those of the main process; memory
   as planned and as used at the peak by the process that used most, in all and of tensors alone, `held_bytes`, what

@@ -23,8 +23,8 @@ from tunekit.planner.facts import Facts
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import origin_of
 from tunekit.recipe.methods import DistillationMethod
-from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.schema import CompleteSource, DataSection, Recipe
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import read_list

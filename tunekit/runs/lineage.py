@@ -14,7 +14,6 @@ from tunekit.planner.origin import contradictions, taken_over
 from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
 from tunekit.recipe import load
-from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.load import load_recipe_with_notes
 from tunekit.recipe.methods import (
     DistillationMethod,
@@ -24,14 +23,15 @@ from tunekit.recipe.methods import (
     RewardMethod,
     RLOOMethod,
 )
-from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.source_locations import Fault, Key, dotted
-from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.rewards import ModelReward
 from tunekit.recipe.sections.section import Conflict
-from tunekit.runs.names import called
 from tunekit.runs.available_actions import prospects
+from tunekit.runs.names import called
 from tunekit.runs.run import Run, list_runs
 from tunekit.runs.small_files import damaged, read_object
 

@@ -5,24 +5,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.data.formats.row_formats import Row, counted
-from tunekit.data.sources.load import LoadedData, Rows
-from tunekit.data.reports.measure import report_data
-from tunekit.data.reports.measure_rows import report_rows
 from tunekit.data.packing.mixture import mix
 from tunekit.data.prepare import Progress, Split, mixing_of, prepare_data
-from tunekit.data.sources.remote import is_url, without_user
+from tunekit.data.reports.measure import report_data
+from tunekit.data.reports.measure_rows import report_rows
 from tunekit.data.reports.report import DataReport
+from tunekit.data.sources.load import LoadedData, Rows
+from tunekit.data.sources.remote import is_url, without_user
 from tunekit.data.sources.rows import Skipped
+from tunekit.data.tokenization.alignment import BARE_PROMPTS, AlignmentSplit, Room, are_bare, measure_data
 from tunekit.errors import DataError
 from tunekit.methods import distillation
 from tunekit.models.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
 from tunekit.recipe.methods import DistillationMethod, KTOMethod, Method, OnPolicyMethod, RewardedMethod, RewardMethod
+from tunekit.recipe.schema import DataSource, Recipe, Sources
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward, Reward
-from tunekit.recipe.schema import DataSource, Recipe, Sources
 from tunekit.redact import redacted, without_secrets
 
 NUM_SAMPLE_PROMPTS = 3

@@ -11,9 +11,9 @@ from typing import Any
 
 from tunekit.errors import ExchangeError, RunError, TunekitError
 from tunekit.redact import without_secrets
+from tunekit.runs.disk import with_room
 from tunekit.runs.events import EventLog, Listener
 from tunekit.runs.rank import Place
-from tunekit.runs.disk import with_room
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import damaged, read_object
 

@@ -1,15 +1,15 @@
 """Failures after which a run goes back to its newest checkpoint by itself, whatever `parallel.max_restarts` says.
 
-A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them). Where
-memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
+A step that was not finite is left out when it comes again (see `tunekit.training.non_finite`, which also counts them).
+Where memory ran out, each process computes half as many rows at once, and twice as often: once, and never again.
 """
 
 import shutil
 from pathlib import Path
 
 from tunekit.errors import MemoryShortError, RollbackError
-from tunekit.planner.plan import Plan
 from tunekit.planner.decisions.shortage import with_half_the_batch
+from tunekit.planner.plan import Plan
 from tunekit.probe.model import probe_model
 from tunekit.recipe.methods import DistillationMethod
 from tunekit.recipe.schema import Recipe

@@ -36,19 +36,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import DependencyError, RunError
+from tunekit.files import has_controls, is_inside, is_name
 from tunekit.planner.plan import Plan
 from tunekit.recipe.load import dump_recipe, reload_recipe
 from tunekit.recipe.reading.phrases import near, plain_word
 from tunekit.recipe.schema import Recipe
 from tunekit.redact import without_secrets
-from tunekit.runs.process_id import identity_of
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, newest_complete
 from tunekit.runs.events import FINAL_PHASES, Event, read_events
-from tunekit.files import has_controls, is_inside, is_name
-from tunekit.runs.scheduler_job import read_job, state_of
 from tunekit.runs.liveness import DIED, beats_in, state_of_processes
 from tunekit.runs.metrics import judged_by, rows_of, words_of
 from tunekit.runs.names import matching, stem_of
+from tunekit.runs.process_id import identity_of
+from tunekit.runs.scheduler_job import read_job, state_of
 from tunekit.runs.small_files import damaged, read_list, read_object, read_plan
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.runs.checkpoints.complete import CHECKPOINTS, fault_of, files_in, newest_complete
+from tunekit.runs.checkpoints.reference import steps_of
 from tunekit.runs.reader import EventReader
 from tunekit.runs.run import Run
-from tunekit.runs.checkpoints.reference import steps_of
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tunekit.errors import RunError
-from tunekit.runs.checkpoints.complete import CHECKPOINTS, as_written, fault_of, is_inside, manifest_of
 from tunekit.files import is_name
+from tunekit.runs.checkpoints.complete import CHECKPOINTS, as_written, fault_of, is_inside, manifest_of
 from tunekit.runs.run import Run
 
 NAME = re.compile(r"checkpoint-(\d+)(\.bad(-\d+)?)?")
