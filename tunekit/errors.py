@@ -39,7 +39,7 @@ class RecipeError(TunekitError):
 
 
 class PlanError(TunekitError):
-    """What the recipe asks for does not fit the machine, or cannot be run correctly.
+    """A recipe does not fit the machine, or cannot run correctly on it.
 
     Args:
         problem: What is wrong.
@@ -96,7 +96,7 @@ class MemoryShortError(RunError):
 
 
 class DiskError(RunError):
-    """What a run writes has no room on its disk, or could not be written there."""
+    """The disk has no room for a run's files, or could not be written to."""
 
 
 class ExchangeError(RunError):

@@ -1,4 +1,4 @@
-"""What is secret, and texts without it.
+"""Redaction of secrets from texts.
 
 A secret is the value of an environment variable whose name says so (`..._TOKEN`, `..._KEY`, `..._SECRET`), the token of
 a login to the Hugging Face hub, or what looks like one wherever it comes from. It may be used, and is never written,
@@ -18,13 +18,13 @@ from typing import IO, Any, TextIO
 from urllib.parse import quote
 
 REDACTED = "[redacted]"
-"""What stands in the place of a secret."""
+"""Replacement of a secret."""
 
 MIN_LENGTH, MIN_LETTERS = 8, 16
 """Characters of a value that is taken for a secret, and of one of letters alone: shorter ones may be common words."""
 
 DRAIN_SECONDS = 5
-"""How long the last words of processes that are gone may take to come."""
+"""Seconds to wait for the last output of processes that are gone."""
 
 _SECRET_NAME = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_|API)KEY)S?$", re.IGNORECASE)
 
@@ -40,13 +40,13 @@ _LOOKS = (
     r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
 )
-"""What the keys and tokens of well-known services look like."""
+"""Patterns of the keys and tokens of well-known services."""
 
 _QUERY = (
     r"[?&#;](?:[\w.-]*(?:token|secret|passw(?:or)?d|credential|signature)[\w.-]*|(?:api|access|auth)[_-]?key|apikey|"
     r"key|sig|auth)="
 )
-"""What stands before a secret in a URL's query."""
+"""Text before a secret in a URL's query."""
 
 _KEY = re.compile("|".join(f"(?:{one})" for one in _LOOKS))
 _IN_URL = re.compile(rf"(?<=://)[^\s/@'\"\\]*:(?P<password>[^\s/@'\"\\]+)(?=@)|{_QUERY}(?P<query>[^\s&#'\"\\]+)", re.I)
@@ -63,12 +63,12 @@ def keep_secret(name: str) -> None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
+    """Return whether an environment variable holds a secret, by its name."""
     return name in _named or _SECRET_NAME.search(name) is not None
 
 
 def secret_in(text: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Which secret a text holds, in words that do not tell it; None where it holds none.
+    """Describe the secret that a text holds, without disclosing it; None where it holds none.
 
     A password or a key in a URL that is only `${NAME}` is none.
     """
@@ -111,14 +111,16 @@ def _values(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_told_by_itself(value: str) -> bool:
-    """Whether a value is no common word, and no path to where the secret lies."""
+    """Return whether a value is no common word, and no path to where the secret lies."""
     needed = MIN_LETTERS if value.isalpha() else MIN_LENGTH
     return len(value) >= needed and not os.path.exists(value)  # noqa: PTH110 - a Path of some values raises
 
 
 @lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...], login: str | None) -> re.Pattern[str] | None:
-    """What finds these values: as they are, as a URL or JSON has them, and the lines of those that have several."""
+    """Return the pattern of these values: verbatim, as a URL or JSON encodes them, and the lines of those that have
+    several.
+    """
     forms: set[str] = set()
     for value in filter(None, (*values, login)):
         forms |= {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1]}
@@ -164,7 +166,7 @@ class Redacting(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether the other stream is a terminal."""
+        """Return whether the other stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
@@ -183,7 +185,7 @@ class Redacting(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """How the other stream writes what its encoding has no words for."""
+        """Error handler with which the other stream writes characters that it cannot encode."""
         return self._stream.errors
 
 

@@ -47,7 +47,7 @@ class _Lasting(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether the other stream is a terminal."""
+        """Return whether the other stream is a terminal."""
         return not self._stream.closed and self._stream.isatty()
 
     def fileno(self) -> int:
@@ -66,7 +66,7 @@ class _Lasting(io.TextIOBase):
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
-        """How the other stream writes what its encoding has no words for."""
+        """Error handler with which the other stream writes characters that it cannot encode."""
         return self._stream.errors
 
 

@@ -1,4 +1,4 @@
-"""Which curves tell of a run, and each chart as a Vega-Lite specification, which the browser draws.
+"""Curves of a run, and each chart as a Vega-Lite specification, which the browser draws.
 
 A specification is plain data: nothing is drawn here, and no library is needed for it. Colours of text and lines are
 names of gradio's style sheet, so that a chart follows the theme.
@@ -84,7 +84,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class View:
-    """How charts are looked at.
+    """View of the charts.
 
     Attributes:
         smoothing: Weight of what was before in a running mean; 0 shows the values themselves.
@@ -116,7 +116,7 @@ class Curve(NamedTuple):
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is of evaluations."""
+        """True if it is of evaluations."""
         return self.name.startswith("eval_")
 
 
@@ -127,7 +127,7 @@ def kinds_of(names: Iterable[str]) -> list[Kind]:
 
 
 def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> list[Curve]:
-    """What a run has of a kind, as it is to be drawn."""
+    """Return a run's curves of a kind, ready to be drawn."""
     wanted = [name for name in reader.series if any(fnmatch(name, pattern) for pattern in kind.names)]
     if kind.held_out:
         wanted += [name for name in reader.series if name.removeprefix("eval_") in wanted and name not in wanted]
@@ -222,7 +222,7 @@ def spec_of(
 
 
 def _help(kind: Kind, curves: Sequence[Curve], words: Words) -> str:
-    """What a chart shows, and which way is better where one is."""
+    """Describe a chart, and which direction is better where there is one."""
     says_nothing = kind.key == "loss" and any(curve.better is None for curve in curves)
     return words("charts.loss_of_rewards" if says_nothing else f"charts.{kind.key}_help")
 
@@ -243,11 +243,11 @@ CONFIG: dict[str, Any] = {
     "axisY": {"tickCount": 5},
     "legend": {"labelColor": TEXT, "symbolType": "stroke", "symbolStrokeWidth": 3},
 }
-"""How all charts look."""
+"""Theme of all charts."""
 
 
 def _unit(curves: Sequence[Curve], words: Words) -> tuple[float, str]:
-    """How many of a unit of time an hour has, and what it is called: the largest of which there are some."""
+    """Return how many of a unit of time an hour has, and the unit's name: the largest that fits."""
     hours = max((point[0] for curve in curves for point in curve.points), default=0.0)
     if hours < 1 / 20:
         return 3600.0, words("charts.seconds")
@@ -275,7 +275,7 @@ def _rows(curves: Sequence[Curve], view: View, words: Words, unit: float, *, sev
 
 
 def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) -> str:
-    """What a curve is called: by what sets it apart from the others.
+    """Return the label of a curve: the part that distinguishes it from the others.
 
     Args:
         curve: The curve.
@@ -299,7 +299,7 @@ def label_of(curve: Curve, words: Words, *, several: bool, brief: bool = False) 
 def _encoding(
     kind: Kind, labels: Sequence[str], x_title: str, y_scale: dict[str, Any], words: Words, *, x_axis: dict[str, Any]
 ) -> dict[str, Any]:
-    """What places, colours and tooltips stand for."""
+    """Return the encoding of positions, colours and tooltips."""
     title = words(f"charts.{kind.key}")
     colours = [COLOURS[place % len(COLOURS)] for place in range(len(labels))]
     legend = (

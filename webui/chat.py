@@ -30,7 +30,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Chooser:
-    """What is chosen before a model is loaded."""
+    """Chooser of a model before it is loaded."""
 
     run: gr.Dropdown
     checkpoint: gr.Dropdown
@@ -40,7 +40,7 @@ class Chooser:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said, and how it is answered."""
+    """Conversation and its sampling parameters."""
 
     left: gr.Chatbot
     right: gr.Chatbot
@@ -265,7 +265,7 @@ def _title(beside: str, words: Words) -> str:
 
 
 def _loaded(talks: Talks, session: str, words: Words) -> str:
-    """What is loaded, where, and how much memory it took."""
+    """Describe the loaded model, its device and its memory."""
     told = dict.fromkeys(
         words("chat.loaded", name=side.talk.name, device=side.talk.device, gib=f"{side.talk.memory_bytes / 2**30:.2f}")
         for side in talks.sides(session)
@@ -328,7 +328,7 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
 
 
 def _both(said: list[Messages]) -> list[Any]:
-    """What each side is to show; the second as it is where there is one side."""
+    """Return the output of each side; the second unchanged where there is one side."""
     return [shown(said[0]), shown(said[1]) if len(said) > 1 else gr.skip()]
 
 
@@ -347,7 +347,7 @@ def _options(temperature: float, top_p: float, length: float | None, seed: float
 
 
 def with_turn(history: Messages | None, prompt: str) -> Messages:
-    """What was said, as texts, with another turn of the user."""
+    """Return the history as texts, with another turn of the user."""
     return [*({"role": one["role"], "content": text_of(one)} for one in history or ()), _turn("user", prompt)]
 
 
@@ -360,7 +360,7 @@ def text_of(message: dict[str, Any]) -> str:
 
 
 def asked_of(said: Messages, system: str) -> Messages:
-    """What a model is asked: the conversation without answers that never came, behind the system prompt."""
+    """Return the prompt of a model: the conversation without missing answers, behind the system prompt."""
     turns: Messages = [_turn("system", system)] if system and system.strip() else []
     for one in said:
         if one["role"] == "assistant" and not one["content"]:

@@ -95,7 +95,7 @@ def asked_for(request: gr.Request, names: Sequence[str]) -> list[str]:
 
 
 def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view: charts.View, seen: str) -> list[Any]:
-    """What has changed of the comparison, since a browser asked last."""
+    """Return the changes of a comparison since a browser's last request."""
     unchanged: list[Any] = [gr.skip()] * 8
     if len(names) < 2:
         few = _too_few(site, words)
@@ -124,7 +124,7 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
 
 
 def _too_few(site: Site, words: Words) -> str:
-    """What to do where there is nothing to compare."""
+    """Return advice where there is nothing to compare."""
     if len(listing_of(site.root).lines()) > 1:
         return empty(words("compare.too_few"))
     if site.read_only:
@@ -157,7 +157,7 @@ def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
 
 
 def results(runs: Sequence[tunekit.Run], words: Words) -> str:
-    """How the runs came out, side by side."""
+    """Render the results of runs side by side."""
     found = []
     for run in runs:
         with history_of(run) as reader:
@@ -171,7 +171,7 @@ def results(runs: Sequence[tunekit.Run], words: Words) -> str:
 
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
-    """What the runs answer to the same prompts after training; before it where they have not come to that."""
+    """Render the answers of runs to the same prompts after training; before it where they have not got that far."""
     found = []
     for run in runs:
         with history_of(run) as reader:

@@ -1,4 +1,4 @@
-"""What can be done with a run: stop it, continue it, clone it, tag it, delete it; and why it failed.
+"""Actions on a run: stop, continue, clone, tag, delete; and why it failed.
 
 What a browser sees is compared with what the run is at now, at every tick, and only what has changed is answered. A
 button that cannot act is disabled, and the reason stands below. Where the pages only show, none of them is there.
@@ -81,7 +81,7 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What of the panel changes by itself; where the pages only show, the first three."""
+    """Parts of the panel that change by themselves; on read-only pages, the first three."""
 
     seen: gr.Textbox
     line: gr.HTML
@@ -107,7 +107,7 @@ class _Shown:
 
 
 def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: str = "") -> list[Any]:
-    """What has changed of a run since a browser asked last, for each of the outputs.
+    """Return the changes of a run since a browser's last request, for each of the outputs.
 
     Args:
         site: The workspace.
@@ -158,7 +158,7 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
 
 
 def _nothing_to_do(shown: _Shown) -> list[Any]:
-    """What becomes of the rest of the panel where there is no run."""
+    """Return the values of the rest of the panel where there is no run."""
     if shown.form is None:
         return []
     disabled = [gr.Button(interactive=False)] * 4
@@ -166,7 +166,7 @@ def _nothing_to_do(shown: _Shown) -> list[Any]:
 
 
 def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
-    """What the run waits for, and why a button of it is disabled, a sentence each."""
+    """Describe why the run waits, and why a button is disabled, a sentence each."""
     told: list[tuple[str, str]] = []
     if found.place is not None:
         behind = ", ".join(found.behind)
@@ -219,7 +219,7 @@ class _StopNow:
 
 
 class _Deletion:
-    """What deletes a run, once its name was typed.
+    """Deletion of a run, once its name was typed.
 
     Args:
         site: The workspace.

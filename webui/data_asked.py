@@ -1,4 +1,4 @@
-"""What the data page is asked to look at: files of the workspace, a shipped example, or the data of a recipe.
+"""Request of the data page: files of the workspace, a shipped example, or the data of a recipe.
 
 Everything comes from a browser, so nothing is read before it is known to lie in the workspace, and no module of the
 user's is imported here: a recipe that names functions is only read by a process of its own.
@@ -17,13 +17,13 @@ from webui.reach import check_reach
 from webui.site import Site
 
 METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
-"""How a model may learn from what is looked at."""
+"""Methods that may learn from the data."""
 
 REWARDED = ("grpo", "rloo")
 """Methods that learn from rewards."""
 
 EXAMPLE = "example:"
-"""What the name of a shipped file begins with."""
+"""Prefix of a shipped file's name."""
 
 MOST_FILES, MOST_LOOKED_AT, DEEPEST = 500, 20_000, 8
 """So many files are offered, of so many names, in folders so deep."""
@@ -36,7 +36,7 @@ MOST_RECIPE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Asked:
-    """What the fields of the page say.
+    """Values of the page's fields.
 
     Attributes:
         path: A file or folder of the workspace, an example, a dataset of the hub, or a URL.
@@ -63,7 +63,7 @@ class Asked:
     key: str | None = None
 
     def overrides(self) -> list[str]:
-        """What the fields change of a recipe, as on the command line."""
+        """Return the changes of a recipe by the fields, as on the command line."""
         if self.origin:
             return list(self.changes)
         changes = [f"data.train={_word(self.path)}", "data.eval=null", f"data.max_length={self.max_length}"]
@@ -154,7 +154,7 @@ def _refuse_code(changes: Sequence[str]) -> None:
 
 
 def is_remote(site: Site, path: str) -> bool:
-    """Whether a name is that of something on another machine, to which nothing is said unasked."""
+    """Return whether a name is that of something on another machine, which is not contacted unasked."""
     if path.startswith(EXAMPLE):
         return False
     return "://" in path or not (site.root / path).exists()
@@ -193,7 +193,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def asked_in(query: Mapping[str, str], changes: Sequence[str]) -> Asked:
-    """What an address asks for; what it leaves out is as on an empty page.
+    """Return the request of an address; fields that it leaves out are as on an empty page.
 
     Args:
         query: Its single values.

@@ -115,7 +115,7 @@ def _share(number: int, whole: int) -> str:
 
 
 def mixture_table(words: Words, report: tunekit.DataReport) -> str:
-    """What an epoch takes of each of several sources."""
+    """Render an epoch's share of each of several sources."""
     if not report.mixture:
         return ""
     keys = ("source", "weight", "available", "taken", "all_tokens", "token_share")
@@ -134,7 +134,7 @@ def mixture_table(words: Words, report: tunekit.DataReport) -> str:
 
 
 def trial_html(words: Words, trial: tunekit.RewardTrial) -> str:
-    """What rewards said of a model's answers, by reward and by row."""
+    """Render the values of rewards for a model's answers, by reward and by row."""
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in trial.warnings())
     warnings = f"<ul class='data-warnings' role='status'>{warnings}</ul>" if warnings else ""
     keys = ("reward", "weight", "mean", "spread", "group_spread", "seconds_per_step")

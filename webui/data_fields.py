@@ -115,7 +115,7 @@ class Fields:
         return [self.format, self.names, *self.columns, self.key, self.rewards, self.method]
 
     def asked(self, *values: Any) -> Asked:
-        """What the fields say."""
+        """Return the values of the fields."""
         path, method, model, max_length, rewards, key, origin, changes, format, names, *columns = values
         mapping = {
             ours: theirs for ours, theirs in zip(names or [], columns, strict=False) if theirs and theirs != ours

@@ -37,7 +37,7 @@ CHOSEN = """document.addEventListener("change", (event) => {
 """Tells the status that a file is sent: gradio tells of it once it was, which may be minutes later."""
 
 _measuring: dict[str, threading.Event] = {}
-"""What ends the measuring of a browser's page, by its session. It is nothing that a page is made from."""
+"""Cancellation of the measurement of a browser's page, by its session. Pages are not made from it."""
 
 
 def build(page: gr.Blocks, site: Site, words: Words) -> None:
@@ -122,7 +122,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
 
 def _chosen(site: Site) -> str:
-    """What tells of a file that is sent; one that gradio refuses is not."""
+    """Return the script that reports a file being sent; one that gradio refuses is not."""
     return CHOSEN.replace("MOST", str(site.max_upload_bytes)).replace("SUFFIXES", json.dumps(tunekit.DATA_SUFFIXES))
 
 
@@ -167,7 +167,7 @@ def _new_run(site: Site, words: Words, asked: Asked) -> str:
 
 
 def _shown(words: Words, fields: Fields, *, found: list[Any] | None = None, **given: Any) -> list[Any]:
-    """What all outputs of looking become; what is not given is empty."""
+    """Return the values of all outputs of the preview; those not given are empty."""
     empty: dict[str, Any] = {
         "status": "",
         "mapping": gr.Accordion(visible=False),
@@ -299,7 +299,7 @@ def events_of(session: str, function: str, *args: Any, **options: Any) -> Iterat
 
 
 def _progress(words: Words, event: dict[str, Any] | None) -> str:
-    """How far the rows are, as a bar."""
+    """Render the progress of the rows as a bar."""
     if event is None:
         return f"<p class='data-soft' role='status'>{words('data.reading')} <progress></progress></p>"
     said = words("data.progress", source=event["source"], done=f"{event['done']:,}", total=f"{event['total']:,}")

@@ -11,7 +11,7 @@ MOST_BAD = 100
 
 
 def preview_status(words: Words, preview: tunekit.DataPreview) -> str:
-    """What the source is, in a sentence, and what is wrong with it."""
+    """Describe the source in a sentence, and its problems."""
     parts = []
     if preview.format is not None:
         parts.append(f"<p class='data-format'>{escape(words('data.format_is', format=preview.format))}</p>")
@@ -76,7 +76,7 @@ def rows_html(words: Words, preview: tunekit.DataPreview) -> str:
 
 
 def _key(words: Words) -> str:
-    """What the colours mean."""
+    """Render the legend of the colours."""
     kinds = ("trained", "read", "special", "cut")
     marks = "".join(
         f"<span class='data-tokens'><span class='data-{kind}'>{escape(words(f'data.key_{kind}'))}</span></span>"
@@ -157,6 +157,6 @@ def use_link(words: Words, address: str) -> str:
 
 
 def progress(said: str, done: int, total: int) -> str:
-    """How far something is, in words and as a bar."""
+    """Render progress in words and as a bar."""
     bar = f"<progress max='{max(total, 1)}' value='{done}'></progress>"
     return f"<p class='data-soft' role='status'>{escape(said)} {bar}</p>"

@@ -1,4 +1,4 @@
-"""Why a run ended before it was done, as a card: what it comes down to, in its own words, and what to do next."""
+"""Diagnosis of a run as a card: the cause, in its own words, and the next steps."""
 
 from html import escape
 

@@ -16,7 +16,7 @@ from webui.fields import meant, shown
 from webui.site import Site
 
 FIRST = "recipe:sft/quickstart"
-"""What a browser begins with that has no draft yet."""
+"""Initial draft of a browser that has none yet."""
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILES = 200
@@ -24,7 +24,7 @@ _MAX_BYTES = 256 * 1024
 
 
 def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
-    """What a draft can begin from: by kind, what people read and what links say (`recipe:sft/quickstart`)."""
+    """Return the sources of a draft: by kind, the label and the value in links (`recipe:sft/quickstart`)."""
     recipes = [(f"{one.name}: {one.description}", f"recipe:{one.name}") for one in tunekit.list_recipes()]
     runs = tunekit.list_runs(site.root / "runs")
     return {
@@ -97,7 +97,7 @@ def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
 
 
 def remote_code(text: str) -> list[tunekit.Fault]:
-    """Where a draft asks for code that comes with a model: no page runs it."""
+    """Return the places where a draft asks for code that comes with a model: no page runs it."""
     try:
         asked = [one for one in entries_of(text) if one.key.endswith("trust_remote_code") and one.value is True]
     except tunekit.TunekitError:
@@ -167,7 +167,7 @@ def _word(value: Any) -> str:
 
 
 def command_and_python(source: str, text: str, file: str) -> tuple[str, str]:
-    """How to train a draft in a terminal and in Python: from where it came, with its changes, or from its file."""
+    """Return how to train a draft in a terminal and in Python: from its source, with its changes, or from its file."""
     kind, _, name = source.partition(":")
     words: list[str] | None = None
     if kind == "recipe":
@@ -207,7 +207,7 @@ def save(site: Site, name: str, text: str, *, replace: bool) -> Path:
 
 
 def keys_of(entries: list[tunekit.Entry]) -> list[tuple[str, str, int | None]]:
-    """What decides which fields a form has."""
+    """Return the part of the entries that decides which fields a form has."""
     return [(entry.key, entry.kind, entry.num_items) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""What a run made, taken elsewhere: its weights as a folder that was checked, its report, and a talk with it."""
+"""Export of a run's result: its weights as a folder that was checked, its report, and a chat with it."""
 
 from collections.abc import Sequence
 from html import escape
@@ -76,7 +76,7 @@ def begin(site: Site, words: Words, name: str, *, checkpoint: str, kind: str, dt
 
 
 def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
-    """What has changed since a browser asked last: what it has seen, links, exports, choices, button, and status."""
+    """Return the changes since a browser's last request: seen state, links, exports, choices, button, and status."""
     if not name:
         return [gr.skip()] * 7
     try:
@@ -163,7 +163,7 @@ def _place(site: Site, folder: Path) -> str:
 
 
 def _check(words: Words, one: dict[str, Any]) -> str:
-    """What the check of an export told, as HTML."""
+    """Render the result of an export's verification as HTML."""
     check = one["check"]
     lines = [
         words("export.logits", error=f"{check['logit_error']:.2%}", tolerance=f"{check['tolerance']:.2%}"),

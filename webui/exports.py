@@ -19,7 +19,7 @@ MAX_SHOWN = 8
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an export is.
+    """Progress of an export.
 
     Attributes:
         phase: What is done: `waiting`, `loading`, `writing`, `checking`; `done` or `failed` at the end.
@@ -33,7 +33,7 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more happens."""
+        """True if nothing more happens."""
         return self.phase in ("done", "failed")
 
 
@@ -42,7 +42,7 @@ _progress: dict[Path, Progress] = {}
 
 
 def progress_of(run: tunekit.Run) -> Progress | None:
-    """How far the newest export of a run is that this server was asked for; None where it was not."""
+    """Return the progress of the newest export of a run on this server; None where there is none."""
     with _lock:
         return _progress.get(run.path)
 

@@ -1,4 +1,4 @@
-"""What a visitor is told where something fails: nothing fails in silence, and no button stays taken away.
+"""Failures as a visitor sees them: nothing fails in silence, and no button stays disabled.
 
 A handler that raises is told in a toast, whichever it is: `Pages` sees them all. One that says that it is busy first is
 decorated with `told_by`, which shows the failure where the page shows errors, and gives its buttons back.
@@ -18,7 +18,7 @@ import gradio as gr
 import tunekit
 
 SHOWN_SECONDS = 10
-"""How long a toast stands."""
+"""Seconds that a toast is shown."""
 
 MAX_TOASTS = 256
 """Of those that stand, how many are remembered."""

@@ -11,7 +11,7 @@ from typing import Any
 import tunekit
 
 Shown = str | bool | list[str]
-"""What a field shows."""
+"""Value that a field shows."""
 
 _INT = re.compile(r"[-+]?[0-9]{1,100}")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
@@ -20,7 +20,7 @@ _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 
 
 def shown(entry: tunekit.Entry) -> Shown:
-    """What the field of an entry shows; empty where the default holds."""
+    """Return the value that the field of an entry shows; empty where the default holds."""
     value = entry.value
     if entry.kind == "bool":
         return value if isinstance(value, bool) else bool(entry.default)
@@ -57,7 +57,7 @@ def meant(entry: tunekit.Entry, given: Shown) -> Any:
 
 
 def is_choosing_several(entry: tunekit.Entry) -> bool:
-    """Whether the field of an entry offers words of which several may be chosen."""
+    """Return whether the field of an entry is a choice of several words."""
     return entry.kind == "list" and entry.item_kind == "choice"
 
 
@@ -106,7 +106,7 @@ def _line(item: Any) -> str:
 
 
 def _items(entry: tunekit.Entry, given: str) -> Any:
-    """What lines mean in the field of a list: a word that stands for itself, or an item each."""
+    """Parse the lines of a list's field: a lone word, or an item each."""
     lines = [line.strip() for line in given.splitlines() if line.strip()]
     if lines == ["[]"]:
         return []
@@ -131,7 +131,7 @@ def _scalar(value: Any) -> str:
 
 
 def _mapping(given: str) -> Any:
-    """What lines of `key: value` mean; the text itself where they are none."""
+    """Parse lines of `key: value`; return the text itself where they are none."""
     below = "".join(f"\n  {line}" for line in given.splitlines())
     try:
         values = tunekit.read_text(f"lines:{below}\n")["lines"]

@@ -59,7 +59,7 @@ def id_of(key: str) -> str:
 
 
 def faults_by_entry(entries: Sequence[tunekit.Entry], faults: Sequence[tunekit.Fault]) -> dict[str, str]:
-    """What is wrong with each field, by its key: at the field itself, or the first one of what is missing."""
+    """Return the fault of each field, by its key: at the field itself, or the first one of a missing section."""
     found: dict[str, str] = {}
     keys = [entry.key for entry in entries if entry.kind not in ("section", "sections")]
     for fault in faults:
@@ -85,7 +85,7 @@ def info_of(entry: tunekit.Entry, words: Words, fault: str | None) -> str:
 
 
 def _of_variant(entry: tunekit.Entry) -> str:
-    """What the schema says of the variant that is chosen: its part of the help of a tag."""
+    """Return the schema's text on the chosen variant: its part of the help of a tag."""
     words = "|".join(re.escape(str(word)) for word in entry.choices)
     parts = re.split(rf"(?:^|(?<=\. ))({words}): ", entry.description)
     told = dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -98,13 +98,13 @@ class Form:
 
     fields: dict[str, gr.components.Component] = field(default_factory=dict)
     folds: list[tuple[gr.Accordion, list[str]]] = field(default_factory=list)
-    """What is folded, with the keys of its fields."""
+    """Folds, with the keys of their fields."""
 
     adds: list[tuple[gr.Dropdown | gr.Button, tunekit.Entry]] = field(default_factory=list)
-    """What adds a section to a list."""
+    """Buttons that add a section to a list."""
 
     removes: list[tuple[gr.Button, str]] = field(default_factory=list)
-    """What removes a section, with its key."""
+    """Buttons that remove a section, with its key."""
 
 
 def matching(entries: Sequence[tunekit.Entry], asked: str) -> list[tunekit.Entry]:

@@ -15,10 +15,10 @@ import gradio as gr
 from webui.words import Words
 
 FIELDS = "form-fields"
-"""What the form is in."""
+"""Element that contains the form."""
 
 HELD = (FIELDS, "plan-buttons", "plan-mend", "form-save-row")
-"""What cannot be used while the form is made."""
+"""Elements that are disabled while the form is made."""
 
 _CODE = """
 const lock = window.formLock = {
@@ -96,7 +96,7 @@ def make_lock(words: Words) -> None:
 
 
 def send(places: Sequence[int]) -> str:
-    """What sends edits of a form.
+    """Return the script that sends edits of a form.
 
     Args:
         places: Of the inputs, those that decide which fields there are.

@@ -1,4 +1,4 @@
-"""Who may ask the server for anything: its own pages, from this machine's address or with the password.
+"""Access to the server: its own pages, from this machine's address or with the password.
 
 Every request passes here, also for files, the queue, uploads and websockets. A page of another site can send requests
 to this machine from its visitor's browser; browsers say where such a request comes from, and it is refused. A name that
@@ -23,7 +23,7 @@ from webui.site import LANGUAGES, prefix
 from webui.words import Words
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-"""What this machine is called in an address that only it can reach."""
+"""Names of this machine in addresses that only it can reach."""
 
 COOKIE = "tunekit"
 MAX_LOGIN_BYTES = 4096
@@ -49,7 +49,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -100,7 +100,7 @@ class Gate:
         await self._app(scope, receive, _with_headers(send))
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Why a request is not answered, if it is not."""
+        """Return the response that refuses a request; None if it is allowed."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if self._password is None and _name_of(host) not in LOOPBACK_NAMES:
@@ -170,7 +170,7 @@ def _cookie_of(host: str) -> str:
 
 
 def _own_path(text: str) -> str:
-    """Where to go on to, if it is a page of this server."""
+    """Return the path to redirect to, if it is a page of this server."""
     is_own = text.startswith("/") and not text.startswith(("//", "/\\")) and not any(ord(char) < 33 for char in text)
     return text if is_own else "/"
 

@@ -1,4 +1,4 @@
-"""What happened in runs, read once for all browsers and for all parts of their pages.
+"""Event histories of runs, read once for all browsers and for all parts of their pages.
 
 What was written since the last question is read when the next one comes. A long history would keep everybody waiting:
 it is read by a process of its own, one file after another, and whoever asks meanwhile is told how far it is.
@@ -19,10 +19,10 @@ MAX_READERS = 24
 """Runs whose curves are kept in memory, those that were looked at last; each takes about a megabyte."""
 
 PIECE_BYTES = 2**19
-"""What is read at a question, some ten milliseconds' work. The rest of a file that has more is read elsewhere."""
+"""Bytes that are read at a request, some ten milliseconds' work. The rest of a longer file is read elsewhere."""
 
 PATIENCE_SECONDS = 1.5
-"""How long a question waits for the end of the file that is being read, when it asks to."""
+"""Seconds that a request waits for the end of the file that is being read, if it asks to."""
 
 
 class _Shared:
@@ -45,7 +45,7 @@ _threads: list[threading.Thread] = []
 
 @contextlib.contextmanager
 def history_of(run: tunekit.Run, *, patient: bool = False) -> Iterator[tunekit.EventReader]:
-    """What happened in a run until now, or as far as it is read where the reader says that it `is_behind`.
+    """Yield a run's history until now, or the part that is read where the reader says that it `is_behind`.
 
     Nobody else reads on while the context lasts.
 
@@ -84,7 +84,7 @@ def steps_of(run: tunekit.Run) -> list[int]:
 
 
 def share_read(reader: tunekit.EventReader) -> float:
-    """How much of a file is read, from 0 to 1."""
+    """Return the share of a file that is read, from 0 to 1."""
     return reader.read_bytes / reader.file_bytes if reader.file_bytes else 1.0
 
 

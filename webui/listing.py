@@ -14,7 +14,7 @@ from typing import Any
 import tunekit
 
 FRESH_SECONDS = 1.0
-"""How old a listing may be that is shown again."""
+"""Maximum age in seconds of a listing that is shown again."""
 
 FINAL = ("finished", "failed", "interrupted", "died")
 """States in which nothing changes any more by itself."""
@@ -54,7 +54,7 @@ class Line:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing changes any more by itself."""
+        """True if nothing changes any more by itself."""
         return self.state in FINAL
 
 
@@ -137,7 +137,7 @@ class Listing:
         }
 
     def _once(self, path: Path, read: Callable[[], Any]) -> Any:
-        """What a file says, read again only when the file is another."""
+        """Return the content of a file, read again only when the file has changed."""
         found = path.stat() if path.exists() else None
         mark = None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
         key = (path.parent.name, path.name)
@@ -153,7 +153,7 @@ def listing_of(root: Path) -> Listing:
 
 
 def seconds_left(logs: Sequence[tunekit.Event], num_steps: int | None) -> float | None:
-    """How long a run still takes, by the clock between its last logged steps; None where these are too few.
+    """Return the remaining seconds of a run, by the clock between its last logged steps; None where these are too few.
 
     Evaluations and checkpoints between them count, as they will between those to come.
     """

@@ -1,4 +1,4 @@
-"""What a process does that reads a long history for the server. It imports little, so that it starts at once."""
+"""Process that reads a long history for the server. It imports little, so that it starts at once."""
 
 import contextlib
 from multiprocessing.connection import Connection

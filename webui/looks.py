@@ -1,4 +1,4 @@
-"""How charts are looked at, kept by the browser for all runs; which other runs stand in them is kept by the address.
+"""Settings of charts, stored by the browser for all runs; the runs compared in them are stored in the address.
 
 What a browser hands over may be anything, so each part of it that is not what it should be is left out.
 """
@@ -10,19 +10,19 @@ import gradio as gr
 STORAGE_KEY = "tunekit-charts"
 
 FIRST: dict[str, Any] = {"smoothing": 0.0, "is_log": False, "by": "step", "clip": False}
-"""What a browser keeps that has kept nothing yet."""
+"""Initial settings of a browser that has stored none yet."""
 
 MAX_SMOOTHING = 0.99
 
 
 def kept_looks() -> gr.BrowserState:
-    """What the browser keeps, made on each page that has charts."""
+    """Return the browser's stored settings, made on each page that has charts."""
     # Fixed, so that it outlives a restart of the server; it hides nothing from the browser that holds it.
     return gr.BrowserState(dict(FIRST), storage_key=STORAGE_KEY, secret="tunekit")
 
 
 def looks_in(kept: Any) -> dict[str, Any]:
-    """What a browser kept, with what it lacks or has wrong as it is at first."""
+    """Return the settings that a browser stored, with defaults for missing or invalid ones."""
     kept = kept if isinstance(kept, dict) else {}
     looks = dict(FIRST)
     smoothing = kept.get("smoothing")

@@ -231,7 +231,7 @@ class NewRun:
         return [*drafted[:3], offered, drafted[4]]
 
     def choices(self) -> list[tuple[str, str]]:
-        """What a draft can begin from."""
+        """Return the sources of a draft."""
         found = draft.sources(self.site)
         return [(f"{self.words(f'form.from_{kind}')} {label}", value) for kind in found for label, value in found[kind]]
 
@@ -255,7 +255,7 @@ class NewRun:
         return [gr.skip() if new == text else new, new, new, _now() if is_other else gr.skip()]
 
     def follow(self, found: str, known: str, keys: list[str], folds: list[list[str]]) -> list[Any]:
-        """What the form shows of a draft that was checked: its values and what is wrong with them.
+        """Return the form of a draft that was checked: its values and their problems.
 
         Args:
             found: The draft and its faults, as `check` wrote them.
@@ -301,7 +301,7 @@ class NewRun:
         return self.edit(text, entry.key if is_first else f"{entry.key}[{entry.num_items or 0}]", item)
 
     def check(self, text: str, source: str, file: str) -> list[Any]:
-        """What is wrong with a draft, how it differs from the defaults, and how to train it elsewhere."""
+        """Return the problems of a draft, its differences from the defaults, and how to train it elsewhere."""
         _, faults = draft.check_draft(text)
         found = json.dumps({"text": text, "faults": [vars(fault) for fault in faults]})
         try:
@@ -312,7 +312,7 @@ class NewRun:
         return [self.problem_list(faults), found, differences, command, python]
 
     def problem_list(self, faults: list[tunekit.Fault]) -> str:
-        """What is wrong, each with its line."""
+        """Render problems, each with its line."""
         if not faults:
             return f"<p class='form-valid' role='status'>✓ {escape(self.words('form.valid'))}</p>"
         lines = "".join(
@@ -351,7 +351,7 @@ class NewRun:
 
 
 def _now() -> str:
-    """What no other tick was: the form is made anew."""
+    """Return a unique value for this tick: the form is made anew."""
     return str(time.time_ns())
 
 

@@ -1,4 +1,4 @@
-"""Which pages there are, in the order of their links.
+"""Pages, in the order of their links.
 
 A page is a module with `build(page, site, words)`, which is called inside the page's own context: it makes its
 components and attaches its events. What a page shows is asked of it by the query of its URL (`request.query_params`).
@@ -19,4 +19,4 @@ PAGES: dict[str, Callable[[gr.Blocks, Site, Words], None]] = {
     "compare": compare.build,
     "chat": chat.build,
 }
-"""What builds each page, by the name that it has in URLs; `shell.page_NAME` is its link's text."""
+"""Builder of each page, by its name in URLs; `shell.page_NAME` is its link's text."""

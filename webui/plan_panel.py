@@ -1,4 +1,4 @@
-"""What a draft would need and how fast it would be, on this machine or any other, and the button that starts it."""
+"""Memory and speed of a draft, on this machine or any other, and the button that starts it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NOWHERE = ""
 """Stands for no second machine."""
 
 LOOK_TICKS = 5
-"""How many of the site's ticks pass until the devices are looked at again."""
+"""Number of the site's ticks until the devices are probed again."""
 
 GO = "(url) => { if (url) window.location = url }"
 """Leads a browser to an address that is not empty."""
@@ -28,7 +28,7 @@ GO = "(url) => { if (url) window.location = url }"
 
 @dataclass(frozen=True)
 class Launch:
-    """What starts a run, beside the form: the plan in brief, what would make it fit, and the buttons."""
+    """Start of a run beside the form: the plan in brief, changes that make it fit, and the buttons."""
 
     brief: gr.HTML
     mend: gr.Button
@@ -138,7 +138,7 @@ def build(
 
 
 def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tuple[Any, ...]:
-    """What the panel shows of a draft: its plan in brief and whole, what makes it fit, the start, and why not.
+    """Return the panel of a draft: its plan in brief and whole, changes that make it fit, the start, and why not.
 
     Args:
         site: The workspace.
@@ -188,7 +188,7 @@ def _without_plan(said: str, reason: str) -> tuple[Any, ...]:
 
 
 def _why_not(reason: str) -> str:
-    """Why nothing can be started, which may name what somebody has typed."""
+    """Describe why nothing can be started, which may quote the user's text."""
     return f"<p>{escape(reason)}</p>" if reason else ""
 
 

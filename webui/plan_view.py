@@ -36,7 +36,7 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
 
 
 def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words) -> str:
-    """Whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
+    """Render whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
     if isinstance(plan, tunekit.TunekitError):
         told = (
             f"<p class='plan-verdict'>✕ {escape(words('plan.fits_not', where=where))}</p>"
@@ -48,7 +48,7 @@ def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Wor
 
 
 def refused_html(error: tunekit.TunekitError, words: Words) -> str:
-    """Why there is no plan: how much would be needed of how much, and what would fit."""
+    """Render why there is no plan: needed and available memory, and what would fit."""
     bar = ""
     if isinstance(error, tunekit.PlanError) and error.needed_bytes and error.limit_bytes:
         needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
@@ -72,7 +72,7 @@ def side_by_side(views: Iterable[tuple[str, str]]) -> str:
 
 
 def _figures(plan: tunekit.Plan, words: Words) -> str:
-    """What it needs, how fast it is, how long it takes and what that costs; and what these figures come from."""
+    """Render memory, speed, time and cost; and the basis of these figures."""
     basis = f"<p class='plan-basis' lang='en'>{escape(plan.speed_basis)}</p>" if plan.speed_basis else ""
     return _cells(plan, words, FIGURES) + basis
 
@@ -115,7 +115,7 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
 
 
 def _legend(plan: tunekit.Plan, words: Words) -> str:
-    """What each part is drawn with, and what may be used of which device."""
+    """Render the legend of the parts, and the usable memory of each device."""
     items = "".join(
         f"<li><span style='background:{colour}'></span>{escape(part)} {tunekit.gib(size)}</li>"
         for part, size, colour in plan.drawn_parts()

@@ -13,10 +13,10 @@ HERE = "here"
 """Stands for this machine where machines are named."""
 
 KEPT_SECONDS = 60.0
-"""How long a plan is taken for right: rows, and the memory that is free, change."""
+"""Seconds for which a plan stays valid: rows, and the free memory, change."""
 
 KEPT_PLANS = 64
-"""How many are kept."""
+"""Number of plans that are kept."""
 
 Planned = tunekit.Plan | tunekit.TunekitError
 
@@ -25,7 +25,7 @@ _kept: OrderedDict[tuple[str, str], tuple[float, Planned]] = OrderedDict()
 
 
 def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
-    """How a recipe would run on a machine, or why it would not.
+    """Plan a recipe on a machine; the result says why where that fails.
 
     Args:
         site: The workspace.

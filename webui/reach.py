@@ -81,7 +81,7 @@ def _check(site: Site, key: str, text: str) -> None:
 
 
 def _found(path: Path) -> list[Path]:
-    """What a name stands for: a file, a folder with what lies in it, or all that fits a pattern."""
+    """Return the paths that a name matches: a file, a folder with its files, or all that match a pattern."""
     if path.is_dir():
         return [path, *path.iterdir()]
     if path.exists() or not any(sign in str(path) for sign in "*?["):

@@ -1,4 +1,4 @@
-"""What a run goes on from and with which edits: what becomes of each is shown before anything is done."""
+"""Checkpoint and edits of a resume: the effect of each is shown before anything is done."""
 
 import threading
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class ResumeForm:
 
     @property
     def outputs(self) -> list[Any]:
-        """What of it follows the run."""
+        """Outputs that follow the run."""
         return [self.checkpoint, self.go_on]
 
     def updates(self, found: Situation, chosen: str) -> list[Any]:
@@ -131,7 +131,7 @@ class ResumeForm:
 
 
 def message(html: str) -> Any:
-    """What is said beneath the buttons; where that is nothing, it takes no room."""
+    """Return the message beneath the buttons; an empty one takes no room."""
     return gr.HTML(html, visible=bool(html))
 
 
@@ -162,7 +162,7 @@ def _label(words: Words, one: tunekit.Checkpoint) -> str:
 
 
 def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: str, *, weights_only: bool) -> str:
-    """What becomes of edits, as a table; or what is wrong with them."""
+    """Render the effects of edits as a table; or their problems."""
     try:
         run = site.run(name)
         if not lines_of(edits) and not situation_of(run).can_go_on:

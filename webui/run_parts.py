@@ -23,16 +23,16 @@ SYMBOLS = {
     "stuck": "!",
     "unreadable": "?",
 }
-"""What stands before the word of a state, for those who do not see its colour."""
+"""Symbols before the names of states, for those who do not see their colours."""
 
 WAY = ("starting", "loading", "training", "saving", "finished")
-"""What a run goes through."""
+"""Stages of a run."""
 
 DOINGS = (
     *("loading", "data", "forward", "backward", "optimizer", "logging", "evaluation", "saving"),
     *("generation", "rewards", "ending"),
 )
-"""What processes say that they do and there are words for."""
+"""Activities of processes that have a translation."""
 
 MAX_ANSWERS = 100
 """Answers of a table that is sorted by reward."""
@@ -77,12 +77,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "")
 
 
 def empty(text: str) -> str:
-    """What stands where there is nothing to show."""
+    """Render the placeholder where there is nothing to show."""
     return f"<p class='runs-empty'>{escape(text)}</p>"
 
 
 def reading(share: float, words: Words) -> str:
-    """How far a long history is read."""
+    """Render the progress of reading a long history."""
     label = words("runs.reading", percent=int(100 * share))
     return (
         "<div class='runs-progress runs-reading' role='status'>"
@@ -130,7 +130,7 @@ def _way(line: Line, words: Words) -> str:
 
 
 def _now(run: tunekit.Run, line: Line, words: Words) -> str:
-    """What a run does just now, how fast, and how long it still takes."""
+    """Describe the present activity of a run, its speed, and the remaining time."""
     if line.is_over:
         return ""
     doing = run.doing
@@ -145,7 +145,7 @@ def _now(run: tunekit.Run, line: Line, words: Words) -> str:
 
 
 def _restarts(reader: tunekit.EventReader, words: Words) -> str:
-    """Where a run went on from a checkpoint."""
+    """Render the restarts of a run from a checkpoint."""
     events = sorted([*reader.all("restart"), *reader.all("resume")], key=lambda event: float(event["time"]))
     if not events:
         return ""
@@ -163,7 +163,7 @@ def _why(event: tunekit.Event) -> str:
 
 
 def warnings(reader: tunekit.EventReader, words: Words) -> str:
-    """What was warned of, the newest first, with the time."""
+    """Render the warnings, the newest first, with the time."""
     events = reader.all("warning") + reader.all("error") + reader.all("stop")
     if not events:
         return ""
@@ -180,7 +180,7 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
 
 
 def samples(reader: tunekit.EventReader, words: Words) -> str:
-    """What the same prompts were answered before training, after it, and in between where that was asked."""
+    """Render the answers to the same prompts before and after training, and in between where that was requested."""
     if not reader.answers:
         return empty(words("runs.no_samples"))
     known = {"before": words("runs.before"), "after": words("runs.after")}
@@ -215,7 +215,7 @@ def completions(reader: tunekit.EventReader, words: Words, order: Literal["newes
 
 
 def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
-    """What was saved on the way, the newest first, and whether it is still there."""
+    """Render the checkpoints, the newest first, and whether they still exist."""
     told = {event["step"]: event for event in reader.all("checkpoint")}
     if not told:
         return empty(words("runs.no_checkpoints"))

@@ -28,7 +28,7 @@ NUM_CHARTS = 12
 """Charts that there is room for; no method has more."""
 
 NUM_OTHERS = 11
-"""What else is answered at every look."""
+"""Number of other values in each response."""
 
 MAX_OVERLAID = 4
 """Other runs in the same charts."""
@@ -45,7 +45,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a run's page changes while it goes on, each with what it was made from."""
+    """Parts of a run's page that change during the run, each with its source."""
 
     seen: gr.Textbox
     head: gr.HTML
@@ -147,14 +147,14 @@ def build(
 
 
 def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[Any]:
-    """How a page that is opened shows its charts: as the browser kept it, with the runs that the address names."""
+    """Return the chart settings of an opened page: as the browser stored them, with the runs that the address names."""
     others = [line.name for line in listing_of(site.root).lines() if line.name != name]
     there = [one for one in dict.fromkeys(overlaid) if one in others][:MAX_OVERLAID]
     return [*looks_in(kept).values(), gr.Dropdown(choices=others, value=there)]
 
 
 def _looks(words: Words) -> list[Any]:
-    """How the charts are looked at."""
+    """Return the controls of the charts."""
     with gr.Accordion(words("runs.look"), open=False, elem_id="runs-look"):
         with gr.Row():
             smoothing = gr.Slider(
@@ -184,7 +184,7 @@ def look(
     clip: bool,
     overlaid: list[str] | None,
 ) -> list[Any]:
-    """What has changed of a run since a browser asked last, for each of `Parts.outputs`."""
+    """Return the changes of a run since a browser's last request, for each of `Parts.outputs`."""
     if not name:
         return [gr.skip()] * (NUM_OTHERS + NUM_CHARTS)
     view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
@@ -255,7 +255,7 @@ def _changed(
 
 
 def _reading(share: float, head: Any, words: Words) -> list[Any]:
-    """What is shown until all that happened is read: curves with an end missing would be taken for whole."""
+    """Return the values to show until all events are read: partial curves would be taken for whole."""
     told = gr.HTML(run_parts.reading(share, words), visible=True)
     return ["", head, gr.skip(), told, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
@@ -294,7 +294,7 @@ def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, wor
 
 
 def planned_bytes(run: tunekit.Run) -> float | None:
-    """What the plan says that each process takes; None where the plan cannot be read."""
+    """Return the planned bytes of each process; None where the plan cannot be read."""
     try:
         return run.plan.memory.total_bytes
     except (tunekit.TunekitError, OSError, ValueError, KeyError, yaml.YAMLError):

@@ -167,7 +167,7 @@ def _row(line: Line, site: Site, words: Words) -> str:
 
 
 def _measure(line: Line, words: Words) -> str:
-    """What tells best whether a run learns."""
+    """Return the metric that best tells whether a run learns."""
     if line.value is None:
         return "–"
     kind = {"reward": "reward", "rewards/margins": "margins", "margin": "margins"}.get(line.measure, "loss")

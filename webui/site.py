@@ -15,7 +15,7 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 
 
 def prefix(language: str) -> str:
-    """What the paths of a language begin with."""
+    """Return the prefix of a language's paths."""
     return "" if language == "en" else f"/{language}"
 
 

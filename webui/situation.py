@@ -1,4 +1,4 @@
-"""What a run is at, and what can be done with it now: read from its folder, once a second for all browsers.
+"""State of a run, and the available actions: read from its folder, once a second for all browsers.
 
 Nothing of it is kept that the folder does not say, but for what those are waiting for who asked a run to end here.
 """
@@ -16,7 +16,7 @@ OVER = ("finished", "failed", "interrupted", "died")
 """States of a run of which nothing is left to stop."""
 
 FRESH_SECONDS = 1.0
-"""How old an answer may be that is given again."""
+"""Maximum age in seconds of an answer that is given again."""
 
 MAX_KEPT = 100
 """Runs of which the last answer is kept."""
@@ -24,7 +24,7 @@ MAX_KEPT = 100
 
 @dataclass(frozen=True)
 class Situation:
-    """What a run is at.
+    """State of a run.
 
     Attributes:
         state: Its state.
@@ -58,23 +58,23 @@ class Situation:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it runs."""
+        """True if nothing of it runs."""
         return self.state in OVER and self.stopping is None
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it has a checkpoint to go on from, and has ended."""
+        """True if it has a checkpoint to resume from, and has ended."""
         return self.is_over and any(one.fault is None for one in self.checkpoints)
 
 
 @dataclass
 class _Ending:
-    """How far the end of a run is that was asked for here."""
+    """Progress of a stop that was requested here."""
 
     is_now: bool
     words: str = ""
     ended: float | None = None
-    """When it was over, or given up; None before."""
+    """Time when it was over, or given up; None before."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ _lock = threading.Lock()
 
 
 def situation_of(run: tunekit.Run) -> Situation:
-    """What a run is at.
+    """Return the state of a run.
 
     Raises:
         TunekitError: It was deleted meanwhile.

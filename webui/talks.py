@@ -19,10 +19,10 @@ NUM_ALL = 4
 """Models that all pages together may hold at once."""
 
 IDLE_SECONDS = 600.0
-"""How long after the last answer a model ends."""
+"""Seconds after the last answer until a model is unloaded."""
 
 LOOK_SECONDS = 15.0
-"""How often it is looked for such models."""
+"""Seconds between two looks for such models."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Side:
 
 @dataclass
 class _Held:
-    """What a session holds."""
+    """Models of a session."""
 
     talks: list[tunekit.Talk] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Talks:
         return list(held.sides)
 
     def has_ended(self, session: str) -> bool:
-        """Whether the models of a session have ended by themselves, and were not unloaded."""
+        """Return whether the models of a session have ended by themselves, and were not unloaded."""
         held = self._held.get(session)
         return session in self._ended or (held is not None and not all(talk.is_open for talk in held.talks))
 

@@ -9,7 +9,7 @@ import tunekit
 from webui.site import Site
 
 FOLDER = "uploads"
-"""Where they are kept."""
+"""Folder of uploads."""
 
 _UNUSUAL = re.compile(r"[^\w.\- ]+")
 

@@ -1,4 +1,4 @@
-"""What imports more than the server may: functions of tunekit, called by name in processes of their own.
+"""Calls of functions of tunekit, by name in processes of their own, that import more than the server may.
 
 A process stays for a while after a call, since its imports take seconds, and ends when nothing more is asked of it, or
 when the server does. One that has come to hold memory of a GPU ends after the call, and with it what it holds.
@@ -19,13 +19,13 @@ from typing import Any
 import tunekit
 
 NUM_PROCESSES = 2
-"""How many work at once; further calls wait."""
+"""Number of concurrent processes; further calls wait."""
 
 IDLE_SECONDS = 60.0
 """After how long without a call a process ends."""
 
 GRACE_SECONDS = 15.0
-"""How much earlier the server gives up a process, so that it asks nothing of one that is about to end."""
+"""Seconds by which the server gives up a process early, so that it asks nothing of one that is about to end."""
 
 _LOOK_SECONDS = 0.2
 
@@ -53,7 +53,7 @@ def call(
     until: threading.Event | None = None,
     **options: Any,
 ) -> Any:
-    """What a function of tunekit returns, from a process of its own.
+    """Call a function of tunekit in a process of its own and return its result.
 
     Args:
         function: One of tunekit's root names, such as `data_report`.

@@ -139,7 +139,7 @@ def _make_run_on(
 
 @contextmanager
 def _failed_unless_given(run: Run) -> Iterator[None]:
-    """What a run says of itself where nobody was given it."""
+    """Raise the failure that the run recorded, where no rank reported one."""
     try:
         yield
     except TunekitError as error:

@@ -35,7 +35,7 @@ class DeviceState:
 
 
 def devices() -> list[DeviceState]:
-    """What runs of this machine can be given: its accelerators, or its processor where it has none.
+    """Return the devices of this machine that runs can use: its accelerators, or its processor where it has none.
 
     Raises:
         PlanError: The driver does not answer.

@@ -1,4 +1,4 @@
-"""What is installed, what the machine has, and what follows for each feature: the facts of `tunekit doctor`.
+"""Facts of `tunekit doctor`: installed packages, the machine, and the features that follow from both.
 
 The bounds come from tunekit's own package metadata and the versions from that of the others, so nothing heavy is
 imported. Nothing is printed here.
@@ -58,7 +58,7 @@ BY_DRIVER: dict[Driver, tuple[str, str, str]] = {
     "NVIDIA": ("cu", "nvidia-smi", "CUDA_VISIBLE_DEVICES"),
     "AMD": ("rocm", "amd-smi", "HIP_VISIBLE_DEVICES"),
 }
-"""How torch's version names the builds for it, the tool that lists its GPUs, and the variable that hides them."""
+"""Build tag in torch's version, tool that lists the GPUs, and variable that hides them, for each driver."""
 
 FLASH_ATTENTION_2_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability that the flash-attn package runs on."""
@@ -103,9 +103,9 @@ class Feature:
     name: str
     available: bool
     detail: str
-    """What it rests on, or what it lacks."""
+    """Package or device that the feature uses, or lacks."""
     hint: str | None = None
-    """How to get it; None when it is available, or this machine cannot have it."""
+    """Command or step that provides the feature; None when it is available, or this machine cannot have it."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,12 @@ class Diagnosis:
     packages: tuple[Package, ...]
     features: tuple[Feature, ...]
     problem: str | None = None
-    """Why no plan is made here: a driver that does not answer, or a launcher that contradicts the machine."""
+    """Reason that no plan can be made here: a driver that does not answer, or a launcher that contradicts the machine.
+    """
 
     @property
     def healthy(self) -> bool:
-        """Whether every core dependency is there, and every package inside its bounds."""
+        """True if every core dependency is installed and every package is inside its bounds."""
         return all(package.state in ("ok", "absent") for package in self.packages)
 
 
@@ -157,7 +158,7 @@ def diagnose() -> Diagnosis:
 
 
 def _driver() -> Driver | None:
-    """Whose driver there is for an accelerator, whether or not torch can use it."""
+    """Return the driver that an accelerator of this machine has, whether or not torch can use it."""
     from tunekit.probe.nvidia import has_nvidia_driver
 
     if has_nvidia_driver():
@@ -205,7 +206,7 @@ def _extra_of(need: Requirement, extras: Iterable[str]) -> str | None:
 
 
 def features(packages: Iterable[Package], hardware: Hardware | None, *, driver: Driver | None) -> tuple[Feature, ...]:
-    """What works here, what does not, and how to change that.
+    """Return the features of tunekit with their state on this machine and the remedy for each that is missing.
 
     Args:
         packages: The stack.

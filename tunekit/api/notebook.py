@@ -16,7 +16,7 @@ from typing import IO
 from tunekit.errors import RunError
 
 END_SECONDS = 10.0
-"""How long a server has to end, before it is killed."""
+"""Seconds for a server to exit before it is killed."""
 
 
 class Page:

@@ -1,4 +1,4 @@
-"""What plans are made from, looked up: machines, models, rows and finished runs, each once for however many plans."""
+"""Inputs of plans: machines, models, rows and finished runs, each read once for any number of plans."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -38,11 +38,11 @@ LEARNERS: dict[str, Learner] = {
     "rloo": rloo.LEARNER,
     "distillation": distillation.LEARNER,
 }
-"""What rows each method learns from, by `method.type`."""
+"""Row formats that each method learns from, by `method.type`."""
 
 
 class Lookup:
-    """What plans are made from: each model and set of rows is looked at once, when it is first needed."""
+    """Inputs of plans, cached: each model and each set of rows is read once, on first use."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Lookup:
         self.records = recorded_runs()
 
     def hardware(self, machine: str | None) -> Hardware:
-        """What a machine has.
+        """Return the facts about a machine.
 
         Raises:
             PlanError: There is no plan for its platform.

@@ -1,4 +1,4 @@
-"""Whether a run and its repetition came to the same: step by step, and to the last bit where nothing is otherwise.
+"""Comparison of a run with its repetition: step by step, and bit by bit where nothing else differs.
 
 On a processor the same sums in the same order give the same bits. Other versions, another processor or other threads
 add in another order, and kernels of accelerators add with atomics in no fixed one: every sum is then rounded otherwise,
@@ -46,7 +46,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether a repetition came to what the run came to.
+    """Result of comparing a repetition with its run.
 
     Attributes:
         run: The run.
@@ -70,7 +70,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether it did, as far as is to be expected."""
+        """True if both agree as far as can be expected."""
         return self.beyond is None and (self.same_weights is not False or self.tolerance > 0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Agreement:
 
 
 def agreement_of(run: Run, again: Run) -> Agreement:
-    """Whether a repetition came to what a run came to."""
+    """Compare a repetition with its run."""
     otherwise = tuple(_otherwise(run, again))
     half = run.plan.dtype != "float32"
     tolerance = (HALF_TOLERANCE if half else FLOAT32_TOLERANCE) if otherwise else 0.0
@@ -148,7 +148,7 @@ def _weights(folder: Path) -> list[tuple[str, str]]:
 
 
 def _otherwise(run: Run, again: Run) -> Iterator[str]:
-    """Why the last bits of two runs may differ."""
+    """Yield reasons for which the last bits of two runs may differ."""
     was, now = made_with(run), made_with(again)
     if was is None or now is None:
         yield "what the run was made with was not written down"

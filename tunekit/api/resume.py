@@ -40,7 +40,7 @@ def run_of(recipe: Recipe) -> Run | None:
 
 
 def is_same(recipe: Recipe, run: Run) -> bool:
-    """Whether a run is one of a recipe."""
+    """Return whether a run was made from a recipe."""
     stored = run.recipe
     return not edits(stored, as_stored(recipe, stored))
 
@@ -92,7 +92,9 @@ def resumed(
         return resolve(recipe, hardware, model, earlier.data, lookup.records, teacher)
 
     def is_here(plan: Plan) -> bool:
-        """Whether the devices are those of a plan: where others start processes, and where there are none, they are."""
+        """Return whether the plan's devices are here: where others start the processes, and where it has none, they
+        are.
+        """
         if nodes:
             return len(nodes) == plan.num_nodes
         if started > 1 or plan.num_nodes > 1 or plan.device.kind == "cpu":

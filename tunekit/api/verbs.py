@@ -52,7 +52,7 @@ Source = str | Path | Mapping[str, Any] | Recipe
 
 
 def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None) -> Plan:
-    """How a recipe would run. Reads the rows and the model's headers; loads neither weights nor torch.
+    """Plan a recipe. Reads the rows and the model's headers; loads neither weights nor torch.
 
     A model without weights is planned for from its config.json, and where the hub cannot be reached, a well-known one
     from tunekit's own table; training needs the files.
@@ -70,7 +70,7 @@ def plan(source: Source, overrides: Sequence[str] = (), *, on: str | None = None
 
 
 def compare_plans(source: Source, overrides: Sequence[str] = (), *, on: Sequence[str]) -> dict[str, Plan | PlanError]:
-    """How a recipe would run on each of several machines, or why it would not.
+    """Plan a recipe for each of several machines, with the error in place of the plan where it does not fit.
 
     Args:
         source: The recipe.
@@ -92,7 +92,7 @@ def sweep_plans(
     *,
     on: str | Sequence[str] | None = None,
 ) -> Variants:
-    """How a recipe would run with every combination of some values, on one machine or on each of several.
+    """Plan a recipe with every combination of some values, on one machine or on each of several.
 
         tunekit.sweep_plans("mine.yaml", {"adapter.type": ["lora", "qlora"], "data.max_length": [512, 8192]}, on="h100")
 
@@ -446,7 +446,7 @@ def try_rewards(
     num_prompts: int = 20,
     on_event: Callable[[Event], None] | None = None,
 ) -> "RewardTrial":
-    """What a recipe's rewards say of the answers that its model gives now, before any training.
+    """Score the answers that a recipe's model gives now with its rewards, before any training.
 
     Args:
         source: The recipe.
@@ -473,7 +473,7 @@ def try_rewards(
 
 
 def coverage(model: str) -> "Report":
-    """Which modules of a model tunekit's kernels serve, from its configuration alone: no weights are read.
+    """List the modules of a model that tunekit's kernels serve, from its configuration alone: no weights are read.
 
     Args:
         model: Its folder, or its name on the hub.
@@ -494,7 +494,7 @@ def data_report(
     num_samples: int = 3,
     on_event: Callable[[Event], None] | None = None,
 ) -> DataReport:
-    """What a recipe trains and evaluates on, as its model will see it. Loads the tokenizer and no weights.
+    """Report the rows of a recipe as its model will see them. Loads the tokenizer and no weights.
 
     Args:
         source: The recipe.
@@ -542,7 +542,7 @@ def preview(
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
-    """What a run trains on: sequences for supervised fine-tuning, and rows for what TRL tokenises itself."""
+    """Prepare the rows of a run: sequences for supervised fine-tuning, rows for methods whose data TRL tokenizes."""
     make = prepare if isinstance(recipe.method, SFTMethod) else prepare_rows
     return make(recipe, data, on_progress)
 
@@ -579,7 +579,7 @@ def _refuse_untrainable(recipe: Recipe) -> None:
 
 
 def _progress_to(on_event: Callable[[Event], None] | None) -> Progress | None:
-    """What tells a listener how far the rows of a source are, if there is one."""
+    """Return a callback that reports progress of reading a source to a listener, or None without a listener."""
     if on_event is None:
         return None
     return lambda source, done, total: on_event({"event": "rows", "source": source, "done": done, "total": total})

@@ -221,5 +221,5 @@ def _answer(
 
 
 def _plain(text: str) -> str:
-    """What a model says, without what a terminal would take for a command."""
+    """Remove characters from a model's text that a terminal would take for commands."""
     return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")

@@ -35,7 +35,7 @@ LIBRARIES = ("datasets", "jinja2", "numpy", "pyarrow", "tokenizers", "transforme
 """Packages whose version can change how rows become tokens."""
 
 Kind = Literal["tokens", "sequences", "log-probabilities"]
-"""What an entry holds: the tokens of one source, what a trainer reads, or what a reference says of its answers."""
+"""Contents of an entry: tokens of one source, rows for a trainer, or log-probabilities of a reference model."""
 
 
 def cache_root() -> Path:

@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What a mixture takes of a source.
+    """Share of a source in a mixture.
 
     Attributes:
         source: The source as the recipe names it.
@@ -58,7 +58,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a trainer reads, and what it was made of.
+    """Prepared rows for a trainer, and their provenance.
 
     Attributes:
         path: The Arrow file: columns `input_ids` and `labels`, and `seq_lengths` where packed.
@@ -78,7 +78,7 @@ class Prepared:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know, a sentence each."""
+        """Notes for the user, a sentence each."""
         return tuple(dict.fromkeys(note for report in self.reports for note in report.notes))
 
     def dataset(self) -> "datasets.Dataset":
@@ -94,7 +94,7 @@ class Prepared:
 
 
 def read_dataset(path: Path) -> "datasets.Dataset":
-    """What a trainer reads, memory-mapped."""
+    """Open the dataset that a trainer reads, memory-mapped."""
     from datasets import Dataset
 
     return Dataset.from_file(str(path))
@@ -137,7 +137,7 @@ class Split:
 
     @property
     def places(self) -> Places:
-        """Where the row of each sequence stands, in the order in which a trainer reads them."""
+        """Location of the row of each sequence, in the order in which a trainer reads them."""
         import numpy as np
 
         source, index = np.load(self.prepared.path.with_name(ORIGINS))
@@ -178,7 +178,7 @@ def prepare_data(
 
 
 def mixing_of(section: DataSection) -> Mixing:
-    """How the sources of a recipe are mixed."""
+    """Return the mixture settings of a recipe's data section."""
     sources: Sequence[CompleteSource] = section.sources
     weights = tuple(source.weight for source in sources if source.weight is not None)
     return Mixing(weights or None, section.weight_by, section.stopping_strategy, section.mixing)
@@ -216,7 +216,7 @@ def tokens_of(
 
 
 def prepare_rows(sources: Sequence[SourceTokens], mixing: Mixing, *, max_length: int, packing: bool) -> Prepared:
-    """What a trainer reads: found in the cache, or mixed and packed.
+    """Prepare rows for a trainer: read from the cache, or mixed and packed.
 
     Args:
         sources: The tokens of each source.

@@ -1,4 +1,4 @@
-"""What people see of runs side by side in a terminal. The runs are letters there: names would leave no room."""
+"""Runs side by side in a terminal. The runs are letters there: names would leave no room."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_uppercase

@@ -1,4 +1,4 @@
-"""What people see of plans and runs, in a terminal or a notebook, drawn by rich and plotext.
+"""Plans and runs in a terminal or a notebook, drawn by rich and plotext.
 
 Nothing here prints on its own: the command line and the notebook's user hand a `Progress` to `tunekit.train`, or
 print what these functions return.
@@ -231,7 +231,7 @@ def _fitting(told: Sequence[str], width: int) -> str:
 
 
 def queue_words(event: Event) -> str:
-    """What a run waits for, and which place it has."""
+    """Describe what a run waits for, and its position in the queue."""
     return f"in line for {', '.join(event['devices'])}, place {event['place']}, behind {', '.join(event['behind'])}"
 
 
@@ -242,7 +242,7 @@ def hosts_words(hosts: Sequence[Event]) -> str:
 
 
 def summary(result: Event, run: Run) -> RenderableType:
-    """What came out of a finished run: numbers, then answers before and after.
+    """Render the result of a finished run: numbers, then answers before and after.
 
     Runs of earlier versions told less: no `measures`, `ranks` and `mfu`, and no time of any part.
     """
@@ -298,7 +298,7 @@ def _checkpoint_rows(found: Event, seconds: float) -> Iterator[tuple[str, str]]:
 
 
 def _time_words(result: Event) -> str:
-    """What the time of a run went to, in words; only how long it took where that is all that was told."""
+    """Describe where the time of a run went; only its duration where nothing else was recorded."""
     whole = result["seconds"]
     if "ranks" not in result:
         return duration(whole)
@@ -318,7 +318,7 @@ def _time_words(result: Event) -> str:
 
 
 def _generation_words(result: Event, planned: Speed | None) -> str:
-    """How much of the steps went to generating answers, beside what was planned, if that was known."""
+    """Describe the share of generation in the steps, beside the planned share if it is known."""
     words = f"{result['generation_seconds'] / result['step_seconds']:.0%} of the steps"
     if planned is None or planned.generation_share is None:
         return words
@@ -326,7 +326,7 @@ def _generation_words(result: Event, planned: Speed | None) -> str:
 
 
 def _exchange_words(ranks: Sequence[Event]) -> str:
-    """How much of a step went to exchanges between processes, in words."""
+    """Describe the share of collectives in a step."""
     share = _range_words([rank["communication_share"] for rank in ranks])
     words = f"{share} of step {ranks[0]['communication_step']} in each process, measured by torch's profiler; "
     if ranks[0]["exposed_share"] is None:
@@ -385,7 +385,7 @@ def runs_table(runs: Sequence[Run]) -> RenderableType:
 
 
 def _cells(run: Run) -> list[RenderableType]:
-    """What the table has of a run."""
+    """Return a run's cells in the table."""
     status, state = run.status(), run.state
     logs = [event for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
     learned = judged_by([name for log in logs for name in log])
@@ -423,7 +423,7 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
 
 
 def _why_not_finished(run: Run, reason: str | None) -> Text:
-    """Why a run ended before it was done, and what mends it; empty where neither is known."""
+    """Render why a run ended early and the remedy; empty where neither is known."""
     found = diagnose_run(run)
     if found is None:
         return Text(f"\n{reason}" if reason and run.state != "finished" else "", style="red")
@@ -439,7 +439,7 @@ def _why_not_finished(run: Run, reason: str | None) -> Text:
 
 
 def loss_curve(run: Run, width: int) -> str:
-    """What a run is judged by over the steps as terminal text; empty while nothing was logged."""
+    """Draw the metric that a run is judged by over its steps as terminal text; empty while nothing was logged."""
     import plotext
 
     metrics = run.metrics()
@@ -463,7 +463,7 @@ def loss_curve(run: Run, width: int) -> str:
 
 
 def coverage_table(report: "Report") -> RenderableType:
-    """What of a model is fused, and what not and why."""
+    """Render the modules of a model that are fused, and those that are not with the reason."""
     table = Table("module", box=None, padding=(0, 3, 0, 0))
     table.add_column("number", justify="right")
     for column in ("kernel", "differs from the original by, or why there is none"):
@@ -507,7 +507,7 @@ def diagnosis_table(diagnosis: Diagnosis) -> RenderableType:
 
 
 def exchange_table(exchange: Exchange) -> RenderableType:
-    """How fast ranks exchange data, beside what their slowest link lets expect."""
+    """Render the measured bandwidth between ranks beside the rate of their slowest link."""
     link = exchange.expected
     expected = "not known" if link is None else f"{link.low / 1e9:.3g} to {link.high / 1e9:.3g} GB/s"
     table = Table("collective", box=None, padding=(0, 3, 0, 0))

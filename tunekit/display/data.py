@@ -1,4 +1,4 @@
-"""What people see of data before it is trained on, and of what is kept of it, drawn by rich.
+"""Training data before a run, and the entries of the cache, drawn by rich.
 
 Tokens that count in the loss are green and the others dim; where there is no colour they stand between ⟦ and ⟧.
 """
@@ -21,7 +21,7 @@ HOLDS: dict[Kind, str] = {
     "sequences": "what is trained on",
     "log-probabilities": "what a reference says of it",
 }
-"""What an entry of the cache holds, in words."""
+"""Description of each kind of cache entry."""
 
 BAR_WIDTH = 40
 """Columns of a histogram's longest bar."""
@@ -107,7 +107,7 @@ def cache_table(entries: Sequence[Entry], downloads: Sequence[Path]) -> Renderab
 
 
 def _age(path: Path) -> str:
-    """How long ago something was made: `3 days`."""
+    """Return the age of a file in words: `3 days`."""
     seconds = max(0.0, time.time() - path.stat().st_mtime)
     for noun, unit_seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= unit_seconds:

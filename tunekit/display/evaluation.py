@@ -17,7 +17,7 @@ VERDICTS = {
     "no clear difference": ("unclear", "dim"),
     "no difference": ("same", "dim"),
 }
-"""How what a difference says is shown."""
+"""Rendering of each verdict on a difference."""
 
 _METHODS = {
     "bootstrap": f"bootstrap over rows ({NUM_RESAMPLES:,} resamples, seed {SEED})",

@@ -1,4 +1,4 @@
-"""What people see of a configuration that became a recipe, drawn by rich."""
+"""A configuration that was migrated to a recipe, drawn by rich."""
 
 from rich.console import RenderableType
 from rich.syntax import Syntax

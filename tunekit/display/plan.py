@@ -1,4 +1,4 @@
-"""What people see of plans in a terminal, drawn by rich: one plan, or many of them as rows of a table.
+"""Plans in a terminal, drawn by rich: one plan, or many of them as rows of a table.
 
 A plan begins with the choice, then shows memory as a bar of its parts against the card. Where there is no colour, the
 bar is drawn in letters, one for each part.
@@ -49,7 +49,7 @@ HEADING_WIDTH = 12
 """Columns that the name of a field takes in a heading."""
 
 LITTLE = "<0.01"
-"""What stands for figures that are less than that."""
+"""Text for figures below this threshold."""
 
 LETTERS: Mapping[Part, str] = {
     "weights": "w",
@@ -66,7 +66,7 @@ LETTERS: Mapping[Part, str] = {
     "context": "c",
     "reserve": "x",
 }
-"""What each part of memory is drawn with where there is no colour."""
+"""Letter for each part of memory where there is no colour."""
 
 FREE, OTHERS, LIMIT = "·", "░", "│"
 """What is drawn for free memory, for what other programs hold, and where the limit is."""
@@ -123,7 +123,7 @@ class MemoryBar:
         return Text.assemble(*cells)
 
     def _limit(self, width: int) -> Text:
-        """What may be used, below its place in the bar, on the side where there is room."""
+        """Render the usable limit below its position in the bar, on the side that has room."""
         limit, total = self.plan.memory_limit_bytes, self.plan.device.memory_total_bytes
         left = gib(max(0, limit - self.plan.memory.total_bytes))
         words = f"{left} left of {gib(limit)} that may be used; the device has {gib(total)}"
@@ -158,7 +158,7 @@ class MemoryBar:
 
 
 def _key(parts: Iterable[tuple[Part, int]], *, in_colour: bool) -> Columns:
-    """What each part is drawn with, and its size."""
+    """Render the legend: each part's symbol and its size."""
     entries = (
         Text.assemble(("■", COLOURS[part]) if in_colour else (LETTERS[part], "bold"), f" {part} {gib(size)}")
         for part, size in parts
@@ -176,7 +176,7 @@ def _grid(num_columns: int) -> Table:
 
 
 def _given(plan: Plan) -> Table:
-    """What was found: no choice, so what it is and what is said of it stand in one line."""
+    """Render given facts: they involve no choice, so value and comment share a line."""
     table = _grid(2)
     for reason in plan.given:
         table.add_row(Text(reason.topic), Text.assemble(reason.choice, (f"; {reason.why}", "dim")))
@@ -289,14 +289,14 @@ def _broken(figures: str) -> str:
 
 
 def _layout(plan: Plan | PlanError) -> Text:
-    """How the work is spread, or that it is not."""
+    """Render how the work is distributed, or that it is not."""
     if isinstance(plan, PlanError):
         return Text("none, see below" if plan.needed_bytes is None else "does not fit", style="red")
     return Text(plan.layout_words, style="green")
 
 
 def plan_figures(plan: Plan | PlanError) -> dict[str, str]:
-    """What is known of FIGURES, each in few letters: what a plan needs and how fast it is, or what did not fit."""
+    """Return the known FIGURES of a plan in short form: memory and speed, or what did not fit."""
     if isinstance(plan, PlanError):
         needed, limit = plan.needed_bytes, plan.limit_bytes
         return {} if needed is None or limit is None else {"GiB": _memory(needed, limit)}
@@ -346,7 +346,7 @@ def _unit_of(seconds: float) -> tuple[str, float]:
 
 
 def _below(plans: Iterable[tuple[str, Plan | PlanError]]) -> Iterator[RenderableType]:
-    """What is to be said of plans in more words than a cell has; what holds for several is said once."""
+    """Yield notes on plans that are too long for a cell; a note that holds for several appears once."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, plan in plans:
         words = _words_below(plan)

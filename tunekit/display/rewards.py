@@ -1,4 +1,4 @@
-"""What people see of rewards before they are trained on, drawn by rich."""
+"""Rewards before they are trained on, drawn by rich."""
 
 from collections.abc import Iterator
 

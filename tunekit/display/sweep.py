@@ -1,4 +1,4 @@
-"""What people see of a sweep in a terminal: its plans before it begins, a line for each run, and one table."""
+"""A sweep in a terminal: its plans before it begins, a line for each run, and one table."""
 
 from collections.abc import Sequence
 from textwrap import shorten
@@ -54,7 +54,7 @@ class SweepProgress:
                 )
 
     def _left(self, one: Outcome, num_runs: int) -> str:
-        """How long those take that are left, where those that are done tell."""
+        """Return the estimated time of the remaining runs, where finished ones allow it."""
         self._seconds += [] if one.seconds is None else [one.seconds]
         num_left = num_runs - one.trial.number
         if not self._seconds or num_left <= 0:
@@ -77,7 +77,7 @@ class SweepProgress:
 
 
 def _total(seconds: Range | None, cost: Range | None) -> str:
-    """What all runs take."""
+    """Return the time and cost of all runs."""
     if seconds is None:
         return "the time is not known"
     low, high = duration(seconds.low), duration(seconds.high)
@@ -86,7 +86,7 @@ def _total(seconds: Range | None, cost: Range | None) -> str:
 
 
 def _ended(one: Outcome) -> str:
-    """How a run ended."""
+    """Describe how a run ended."""
     if one.state in (FAILED, "died", "stuck"):
         return f"{one.state}: {shorten(one.why or '', WHY_LETTERS, placeholder=' ...')}"
     parts = [one.state]
@@ -131,7 +131,7 @@ def _column(measure: Measure) -> str:
 
 
 def _below(sweep: Sweep, outcomes: Sequence[Outcome], best: Outcome | None) -> list[RenderableType]:
-    """Why runs failed, and what can be done next."""
+    """Render why runs failed, and the next steps."""
     lines: list[RenderableType] = [
         Text.assemble((f"run {one.trial.number} {one.state}: ", "red"), one.why)
         for one in outcomes

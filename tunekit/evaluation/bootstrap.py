@@ -23,7 +23,7 @@ Z = 1.959963984540054
 """Quantile 0.975 of the normal distribution."""
 
 Shape = Callable[[Any], Any]
-"""What is made of a mean."""
+"""Statistic that is computed from a mean."""
 
 _AT_ONCE = 2**22
 """Rows that are drawn at once, over all resamples."""
@@ -43,7 +43,7 @@ class Sample:
 
     @property
     def is_share(self) -> bool:
-        """Whether each row is right or wrong, and counts once."""
+        """True if each row is right or wrong, and counts once."""
         return bool(
             ((self.values == 0) | (self.values == 1) | (self.weights == 0)).all()
             and ((self.weights == 0) | (self.weights == 1)).all()
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figure:
-    """What a figure is, before it is computed.
+    """Definition of a figure before it is computed.
 
     Attributes:
         name: What it is called in metrics.

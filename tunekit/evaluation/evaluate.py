@@ -53,7 +53,7 @@ def evaluate(
     dtype: Dtype | Literal["auto"] = "auto",
     on_event: Callable[[Event], None] | None = None,
 ) -> Evaluation:
-    """What a model scores, and what it scored before training; written to `evaluations/` in the run's folder.
+    """Evaluate a model, also as it was before training; write the scores to `evaluations/` in the run's folder.
 
     Without data, metrics and tasks it is measured on the rows that its run has set aside.
 
@@ -155,7 +155,7 @@ def _parts(
     tasks: Sequence[str],
     wish: Any,
 ) -> "tuple[list[Part], tuple[str, ...]]":
-    """What rows there are to be measured on, and what was found in them."""
+    """Return the parts of the evaluation with their rows, and notes on those rows."""
     from tunekit.evaluation.tasks import parts_of_file, parts_of_run
 
     if data is not None:
@@ -168,7 +168,7 @@ def _parts(
 
 
 def _before(found: Trained) -> Trained | None:
-    """What a model was before its training; None where nothing was before it."""
+    """Return the model before its training; None where there is none."""
     if found.judges or not found.can_compare:
         return None
     if found.before is not None:
@@ -192,7 +192,7 @@ def _measured(
     device: str,
     tell: Callable[[Event], None] | None,
 ) -> tuple[list[Any], list[Any]]:
-    """What each part measures of a model, and of the one before it, or None."""
+    """Measure each part on a model, and on its predecessor or None."""
 
     def all_of(of: Trained, model: Any, side: str) -> list[Any]:
         model.config.pad_token_id = tokenizer.pad_token_id

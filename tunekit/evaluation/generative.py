@@ -1,4 +1,4 @@
-"""What a model is evaluated on where it has to answer: prompts whose answers are judged by rewards, as in training.
+"""Generative evaluation: prompts whose answers are scored by rewards, as in training.
 
 Both sides answer the same prompts, each reward judges all answers, and a row of which a reward has nothing to say does
 not count for it.
@@ -49,7 +49,7 @@ class Questions:
     needs_before: bool = False
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
-        """What each reward gives to each answer, and how long the answers are."""
+        """Return the value that each reward gives to each answer, and the lengths of the answers."""
         found: dict[int, Answer] = {}
         for number, (one,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
             found[number] = one

@@ -1,4 +1,4 @@
-"""How likely a model finds given texts, and how high one that judges scores them: a figure for each sequence.
+"""Log-likelihood of given texts under a model, and scores of a reward model: a figure for each sequence.
 
 Everything is summed in float64 from log-softmaxes in float32. Sequences go through in batches of about one length,
 padded behind their ends, where causal attention does not see it; a batch that memory has no room for is halved.
@@ -74,7 +74,7 @@ def _through(
     tell: Told | None,
     pad: int | None = 0,
 ) -> np.ndarray:
-    """What is computed of batches of sequences, in the order of the sequences."""
+    """Compute values for batches of sequences; return them in the order of the sequences."""
     import torch
 
     found = np.full(len(ids), np.nan)

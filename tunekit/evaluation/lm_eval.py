@@ -73,7 +73,7 @@ class Harness:
         return ", ".join(self.tasks)
 
     def measure(self, loaded: Loaded, tell: Told) -> dict[tuple[str, str], Figured]:
-        """What the harness says of a model, by task and metric."""
+        """Return the harness's results for a model, by task and metric."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 

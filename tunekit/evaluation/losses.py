@@ -1,4 +1,4 @@
-"""What a model is evaluated on where nobody has to answer: sequences, pairs of answers, and rated answers.
+"""Evaluation without generation: losses on sequences, pairs of answers, and rated answers.
 
 Each is made from rows and a tokenizer alone, measures a model, and then says what the measurements of a model and of
 the one before it come to. What the rows of a run are and how they were tokenised is as it was in training.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Values = dict[str, np.ndarray]
-"""What was measured of each row, by name."""
+"""Measurements of each row, by name."""
 
 LOSS = Figure("loss", "loss (nats per token)", ".4f", higher_is_better=False)
 PERPLEXITY = Figure("perplexity", "perplexity", ".4g", higher_is_better=False, is_perplexity=True)
@@ -39,13 +39,13 @@ class Part(Protocol):
 
     @property
     def needs_before(self) -> bool:
-        """Whether its figures say how far a model has gone from what it was before."""
+        """True if its figures measure how far a model has moved from its reference."""
 
     def measure(self, loaded: Loaded, tell: Told) -> Any:
-        """What it measures of a model."""
+        """Measure a model."""
 
     def scores(self, after: Any, before: Any | None) -> list[Score]:
-        """What the measurements of a model and of the one before it come to."""
+        """Summarize the measurements of a model and of its predecessor."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Pairs:
         return {"chosen": found[:middle], "rejected": found[middle:]}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
-        """What the method is judged by, and then how likely the answers are."""
+        """Return the method's own measure, then the log-likelihoods of the answers."""
         return [*self._of_method(after, before), *self._of_likelihood(after, before)]
 
     def _of_method(self, after: Values, before: Values | None) -> Iterator[Score]:
@@ -150,7 +150,7 @@ class Pairs:
                         None if earlier is None else method.beta * earlier)  # fmt: skip
 
     def _margins(self, values: Values) -> np.ndarray:
-        """How much likelier better answers are, by their tokens or on the whole, as the loss has it."""
+        """Return the reward margins of better answers, per token or in total, as the loss defines them."""
         method = self.method
         whole = isinstance(method, CPOMethod) and method.loss_type not in ("simpo", "alphapo", "ipo")
         sizes = [1.0 if whole else _sizes(answers) for answers in (self.chosen, self.rejected)]
@@ -185,7 +185,7 @@ class JudgedPairs:
         return {"margins": found[: len(self.chosen)] - found[len(self.chosen) :]}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
-        """How many pairs are told apart, and by how much."""
+        """Return the accuracy on pairs, and the margin."""
         margins = after["margins"]
         loss = Figure("loss", "loss (Bradley and Terry)", ".4f", higher_is_better=False)
         return [

@@ -53,12 +53,12 @@ MAX_LENGTH = 1024
 """Longest sequence of a model that no run made, in tokens, where it takes as many."""
 
 HELD_OUT = "held-out"
-"""What the rows are called that a run has set aside."""
+"""Name of the rows that a run has held out."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """How rows are read and answered.
+    """Settings for reading rows and generating answers.
 
     Attributes:
         limit: Rows, at most, the first ones.

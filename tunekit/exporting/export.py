@@ -1,4 +1,4 @@
-"""What a run made as a folder that others load: its adapter, or whole weights with the adapter merged into them.
+"""Export of a run's result as a folder that others load: its adapter, or whole weights with the adapter merged.
 
 It is written beside its destination, checked there by a process of its own that loads it anew, and gets its name only
 then. So what is there under that name was seen to answer as the run's model does; the figures stand in `export.json`.
@@ -55,7 +55,7 @@ OWN_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Export:
-    """What was exported, and what the check of it told.
+    """An export, with the result of its verification.
 
     Attributes:
         run: Name of the run.
@@ -167,7 +167,7 @@ def export(
 
 
 def _described(found: Trained, kind: Kind, dtype: str, draft: Path, to: Path, notes: list[str], check: Check) -> Export:
-    """What is in a draft that will be at its destination."""
+    """Describe a draft that will be moved to its destination."""
     assert found.run is not None
     files = [file for file in draft.rglob("*") if file.is_file()]
     return Export(
@@ -220,7 +220,7 @@ def _dtype_of(found: Trained, kind: Kind, dtype: str) -> Dtype:
 
 
 def _destination(found: Trained, kind: Kind, dest: str | Path | None) -> Path:
-    """Where it is to be; nothing is there.
+    """Return the destination; nothing exists there yet.
 
     Raises:
         RunError: It holds something, or cannot be used.
@@ -313,7 +313,7 @@ def merged(found: Trained, dtype: Dtype) -> Any:
 
 
 def _checked(subject: Subject) -> Check:
-    """What a fresh process says of an export.
+    """Verify an export in a fresh process and return the result.
 
     Raises:
         ModelError: It does not answer as the model that it was made from.

@@ -60,7 +60,7 @@ MARKS = ("Quux", "Corge", "Grault", "Garply", "Waldo", "Plugh")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a chat template writes around messages.
+    """Text that a chat template writes around messages.
 
     Attributes:
         start: Before the first turn, where there is no system prompt.
@@ -151,7 +151,7 @@ def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bo
 
 
 def parts_of(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
-    """What a tokenizer's chat template writes around messages; None where it does more than that."""
+    """Return the text that a tokenizer's chat template writes around messages; None where it does more than that."""
     template = tokenizer.chat_template
     if not isinstance(template, str) or "strftime_now" in template:
         return None
@@ -205,7 +205,7 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
 
 
 def _between(tokenizer: "PreTrainedTokenizerBase", turns: Conversation, *, answers: bool = True) -> list[str] | None:
-    """What a template writes before, between and after messages; None where they do not stand there once, in order."""
+    """Return the text before, between and after messages; None where a template does not render each once, in order."""
     text = _rendered(tokenizer, turns, answers=answers)
     found = []
     for _, content in turns:

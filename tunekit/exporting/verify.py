@@ -1,4 +1,4 @@
-"""Whether an export answers as the model that it was made from: a process of its own loads both and compares them.
+"""Verification that an export answers as the model that it was made from: a fresh process loads both and compares them.
 
 `python -m tunekit.exporting.verify` reads a `Subject` from its input and writes a `Check`, or what is wrong. What is
 compared are logits at every position of the run's prompts and of the answers to them, greedy tokens, and how the
@@ -42,7 +42,7 @@ ANSWER_TOKENS = 32
 MAX_PROMPTS = 4
 
 OTHER_PROMPTS = ("Hello! Who are you?", "Write a short list of three things.")
-"""What is asked where the run has no prompts of its own."""
+"""Prompts for runs that have none of their own."""
 
 CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Hello"}],
@@ -58,7 +58,7 @@ CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be checked.
+    """Subject of a verification.
 
     Attributes:
         run: Folder of the run.
@@ -84,7 +84,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """What the comparison told.
+    """Result of the comparison.
 
     Attributes:
         num_prompts: Prompts that both answered.
@@ -179,7 +179,7 @@ def load_exported(subject: Subject, found: Trained, *, dtype: Dtype, device: str
 
 
 def _where(found: Trained, dtype: Dtype) -> tuple[str, Dtype]:
-    """Where to compute and in which type: in float32 where that fits, on an accelerator if it has room."""
+    """Return the device and dtype to compute in: float32 where that fits, on an accelerator if it has room."""
     import psutil
     import torch
 

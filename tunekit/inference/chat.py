@@ -23,12 +23,12 @@ from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 
 END_SECONDS = 10
-"""How long the process may take to end once it is told to, before it is killed."""
+"""Seconds for the process to exit after it is told to, before it is killed."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What an answer was, once it is over.
+    """A finished answer.
 
     Attributes:
         num_tokens: Of the answer.
@@ -113,17 +113,17 @@ class Talk:
 
     @property
     def is_open(self) -> bool:
-        """Whether that process lives."""
+        """True if the process is alive."""
         return self._process.poll() is None
 
     @property
     def memory_bytes(self) -> int:
-        """What the model and its process held once it was loaded: of the accelerator, or of main memory."""
+        """Bytes that the model and its process held once it was loaded: of the accelerator, or of main memory."""
         return int(self.facts["memory_bytes"])
 
     @property
     def device(self) -> str:
-        """Where the model is."""
+        """Device of the model."""
         return str(self.facts["device"])
 
     def say(
@@ -218,7 +218,7 @@ class Talk:
             raise self._gone() from error
 
     def _read(self) -> dict[str, Any]:
-        """What the process says next."""
+        """Read the next message of the process."""
         assert self._process.stdout is not None
         try:
             line = self._process.stdout.readline()
@@ -230,13 +230,13 @@ class Talk:
         return told
 
     def _checked(self, told: dict[str, Any]) -> dict[str, Any]:
-        """What it said, unless that is what is wrong."""
+        """Return a message of the process, or raise the error that it reports."""
         if "problem" in told:
             raise RunError(told["problem"], hint=told["hint"])
         return told
 
     def _gone(self) -> RunError:
-        """What to say where the process has ended."""
+        """Return the error for a process that has exited."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

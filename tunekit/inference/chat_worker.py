@@ -50,7 +50,7 @@ class _Asked(StoppingCriteria):  # type: ignore[misc]
         self.asked = asked
 
     def __call__(self, input_ids: "torch.Tensor", scores: "torch.Tensor", **kwargs: Any) -> "torch.Tensor":
-        """Whether each sequence, (batch,), is over."""
+        """Return whether each sequence, (batch,), is finished."""
         return torch.full((input_ids.shape[0],), self.asked.is_set(), device=input_ids.device)
 
 
@@ -179,7 +179,7 @@ class Worker:
         return self._said_so(num_tokens, began, is_cut=num_tokens >= limit)
 
     def _said_so(self, num_tokens: int, began: float, *, is_cut: bool) -> dict[str, Any]:
-        """How an answer ended."""
+        """Return how an answer ended."""
         reason = "stopped" if self.asked.is_set() else "length" if is_cut else "end"
         return {"num_tokens": num_tokens, "seconds": time.perf_counter() - began, "reason": reason}
 

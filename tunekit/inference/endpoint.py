@@ -34,10 +34,10 @@ from tunekit.inference.inference_model import Loaded, end_tokens, longest_of
 from tunekit.inference.prompts import prompt_ids
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
-"""What is kept of the server's routes: others load models, or drop the one that is held."""
+"""Routes of the server that are exposed: others load models, or unload the one that is held."""
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-"""What this machine is called in an address that only it can reach."""
+"""Names of this machine in addresses that only it can reach."""
 
 NUM_TOKENS = 1024
 """Longest answer where a request names none, as in transformers' server."""
@@ -96,7 +96,7 @@ def make_app(loaded: Loaded, name: str, ended: Event) -> FastAPI:
 
 
 def talks(loaded: Loaded) -> bool:
-    """Whether a model takes conversations, rather than texts to go on with."""
+    """Return whether a model takes conversations rather than texts to complete."""
     return loaded.found.is_chat and loaded.tokenizer.chat_template is not None
 
 
@@ -119,7 +119,7 @@ class _Manager(ModelManager):  # type: ignore[misc]
         return self.loaded.model, self.loaded.tokenizer
 
     def get_gen_models(self) -> list[dict[str, object]]:
-        """What there is, as OpenAI lists it."""
+        """Return the models as OpenAI lists them."""
         return [{"id": self.force_model, "object": "model", "created": self.started, "owned_by": "tunekit"}]
 
     def limit(self, body: dict[str, Any], num_tokens: int) -> None:
@@ -202,11 +202,11 @@ class Gate:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """What is answered where a handler refuses a request."""
+    """Build the response to a request that a handler refused."""
     assert isinstance(error, HTTPException)
     return _error(error.status_code, str(error.detail))
 
 
 def _error(status: int, message: str) -> JSONResponse:
-    """What is wrong, as OpenAI's clients read it."""
+    """Build an error response as OpenAI's clients read it."""
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)

@@ -57,17 +57,17 @@ class Trained:
 
     @property
     def judges(self) -> bool:
-        """Whether it scores texts, and answers none."""
+        """True if it scores texts and generates none."""
         return self.run is not None and isinstance(self.run.recipe.method, RewardMethod)
 
     @property
     def is_chat(self) -> bool:
-        """Whether it was trained on conversations, as far as a run tells; without a run the tokenizer does."""
+        """True if it was trained on conversations, as far as a run tells; without a run the tokenizer decides."""
         return self.run is None or self.run.plan.data.format not in ("text", "tokens", "prompt_completion")
 
     @property
     def can_compare(self) -> bool:
-        """Whether there is a model beside which it can be shown."""
+        """True if there is another model to compare it with."""
         return self.adapter is not None or self.before is not None
 
 
@@ -114,7 +114,7 @@ def _run_named(name: str) -> Run | None:
 
 
 def _is_model_name(name: str) -> bool:
-    """Whether a text may be a model's name on the hub: `owner/name`."""
+    """Return whether a text may be a model's name on the hub: `owner/name`."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")) and not name.endswith("/")
 
 

@@ -44,7 +44,7 @@ BESIDE = ("num_tokens", "finish_reason")
 
 @dataclass(frozen=True)
 class Generated:
-    """What was answered.
+    """Generated answers.
 
     Attributes:
         name: What answered.

@@ -24,7 +24,7 @@ BATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """Sampling parameters.
 
     Attributes:
         temperature: How freely; 0: the likeliest token each time.
@@ -65,7 +65,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said.
+    """An answer of a model.
 
     Attributes:
         text: Without special tokens.
@@ -140,7 +140,7 @@ def refuse_judges(found: Trained) -> None:
 
 
 def device_for(device: Device) -> str:
-    """Where a model goes: `cpu` or `cuda`.
+    """Return the device for a model: `cpu` or `cuda`.
 
     Raises:
         RunError: An accelerator is asked for, and there is none.

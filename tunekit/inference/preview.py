@@ -29,7 +29,7 @@ from tunekit.runs.prepared_data import room_of
 
 @dataclass(frozen=True)
 class _Tokens:
-    """How rows become tokens, if they can."""
+    """Tokenization of rows, if possible."""
 
     show: Show | None = None
     notes: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ def _source(recipe: Recipe, key: str | None) -> CompleteSource:
 
 
 def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:
-    """How the rows become tokens; without a tokenizer, or a template that takes them, they are shown as they stand."""
+    """Return the tokenization of rows; without a tokenizer or a template that accepts them they are shown as text."""
     try:
         recipe = continued(recipe)
         tokenizer = load_tokenizer(recipe.model)

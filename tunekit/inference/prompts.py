@@ -29,7 +29,7 @@ FAULTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be answered.
+    """A prompt to answer.
 
     Attributes:
         place: Where it stands; empty where that is nowhere.

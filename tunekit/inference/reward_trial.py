@@ -64,7 +64,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether one answer got more than another."""
+        """True if one answer scored higher than another."""
         totals = [answer.total for answer in self.answers]
         return max(totals) > min(totals)
 
@@ -81,7 +81,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a reward gave.
+    """Values that a reward gave.
 
     Attributes:
         name: Its name in metrics.
@@ -104,7 +104,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What the rewards of a recipe say of the model's answers before it is trained.
+    """Scores of the model's answers under the rewards of a recipe, before it is trained.
 
     Attributes:
         groups: Prompts with their answers.
@@ -145,7 +145,7 @@ class RewardTrial:
         return [group for group in self.groups if group in by_gap]
 
     def warnings(self) -> list[str]:
-        """What speaks against training so, a sentence each."""
+        """Return warnings against training with these rewards, a sentence each."""
         bare = [BARE_PROMPTS] if self.is_bare else []
         return [*bare, *self._about_signal(), *self._about_length(), *self._about_rewards()]
 
@@ -329,7 +329,7 @@ def _without_padding(answer: list[int], tokenizer: "PreTrainedTokenizerBase") ->
 def _batch(
     prompts: list[_Prompt], answered: list[list[list[int]]], tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, Any]:
-    """What TRL would give to a reward: a list of everything, as long as there are answers."""
+    """Build the keyword arguments that TRL would pass to a reward: lists as long as there are answers."""
     from transformers import TrainerState
 
     pairs = [(prompt, ids) for prompt, group in zip(prompts, answered, strict=True) for ids in group]

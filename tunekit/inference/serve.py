@@ -27,13 +27,13 @@ from tunekit.runs.events import Event
 from tunekit.runs.run import Run
 
 KEY_VARIABLE = "TUNEKIT_API_KEY"
-"""Where `tunekit serve` finds the key."""
+"""Environment variable with the key of `tunekit serve`."""
 
 END_SECONDS = 10
-"""How long answers that are being given may take to be cut off, a token each, before the server ends without them."""
+"""Seconds for running answers to stop, a token each, before the server exits without them."""
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
-"""What transformers' server stands on."""
+"""Packages that transformers' server needs."""
 
 
 def serve(
@@ -90,7 +90,7 @@ def serve(
 
 
 def served_name(found: Trained) -> str:
-    """What a model is called in requests."""
+    """Return the name of a model in requests."""
     if found.run is not None:
         return found.run.name if found.step is None else f"{found.run.name}/checkpoint-{found.step}"
     return Path(found.name).resolve().name if Path(found.name).is_dir() else found.name

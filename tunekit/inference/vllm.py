@@ -31,7 +31,7 @@ AT_ONCE = 512
 
 
 def takes_vllm(backend: Backend, found: Trained, device: Device) -> bool:
-    """Whether vLLM answers.
+    """Return whether vLLM generates.
 
     Args:
         backend: What is asked for; `auto`: vLLM where it can.
@@ -50,14 +50,14 @@ def takes_vllm(backend: Backend, found: Trained, device: Device) -> bool:
 
 
 def missing() -> TunekitError | None:
-    """What to say where vLLM is not installed; None where it is."""
+    """Return the error for a missing vLLM; None where it is installed."""
     if find_spec("vllm") is not None:
         return None
     return DependencyError("vLLM is not installed", hint="install it with: pip install 'tunekit[vllm]'")
 
 
 def _why_not(found: Trained, device: Device) -> TunekitError | None:
-    """Why vLLM does not answer; None where it can."""
+    """Return why vLLM cannot generate; None where it can."""
     why = missing()
     if why is not None:
         return why
@@ -156,7 +156,7 @@ class VllmModel:
         )
 
     def _answer(self, output: Any) -> Answer:
-        """What vLLM gave as an answer."""
+        """Convert vLLM's output to an answer."""
         ids = list(output.token_ids)
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return Answer(text, tuple(ids), "length" if output.finish_reason == "length" else "end")

@@ -43,7 +43,7 @@ from tunekit.kernels.adamw_kernel import BLOCK, GROUP, TILE, adamw_kernel
 from tunekit.kernels.backend import triton, uses_triton
 
 States = Literal["float32", "bfloat16", "8bit"]
-"""What m and v are kept in."""
+"""Data type of m and v."""
 
 MANTISSA_BITS = 3
 
@@ -175,7 +175,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _part(parameter: Tensor) -> list[int]:
-    """Which part of a parameter this process has: its place along what divides it."""
+    """Return the slice of a parameter that this process holds: its index along the sharded dimensions."""
     if not isinstance(parameter, DTensor):
         return []
     place = parameter.device_mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""Where the kernels run: in Triton on an accelerator, in plain torch elsewhere.
+"""Dispatch of kernels: Triton on an accelerator, plain torch elsewhere.
 
 Triton comes with torch's builds for accelerators. Where it is missing, the kernels can be imported nevertheless: their
 operations are computed by torch, on every device.
@@ -19,7 +19,7 @@ except ImportError:  # no wheels of it on macOS and Windows, and none needed on 
 __all__ = ["jit", "tl", "triton", "uses_triton"]
 
 interprets = False
-"""Whether tensors on a CPU go through the kernels too. Tests set it, who have Triton's interpreter run them."""
+"""True if tensors on a CPU go through the kernels too. Set by tests, which run them in Triton's interpreter."""
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -28,5 +28,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def uses_triton(tensor: "torch.Tensor") -> bool:
-    """Whether the operations on a tensor run in Triton. On `meta` they do, to be compiled without an accelerator."""
+    """Return whether the operations on a tensor run in Triton. On `meta` they do, to be compiled without an
+    accelerator.
+    """
     return triton is not None and (tensor.is_cuda or tensor.is_meta or interprets)

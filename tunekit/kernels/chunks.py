@@ -1,4 +1,4 @@
-"""How tokens are cut into chunks whose logits fit a budget: what the head computes by, and what plans count by."""
+"""Chunks of tokens whose logits fit a budget: the head computes by them, and plans count by them."""
 
 BUDGET_BYTES = 512 << 20
 """Bytes of a chunk's logits, at most."""

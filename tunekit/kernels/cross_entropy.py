@@ -39,13 +39,13 @@ IGNORED = -100
 """Label of a token that has no loss."""
 
 STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What else there is to know of each token besides its log-probability, without a gradient of its own."""
+"""Statistics of each token besides its log-probability, without a gradient of their own."""
 
 _MAX_THREADS = 1024
 
 
 class Shape(NamedTuple):
-    """What makes a token's loss of its logits."""
+    """Parameters that turn a token's logits into its loss."""
 
     logit_scale: float = 1.0
     softcap: float | None = None

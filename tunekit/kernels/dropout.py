@@ -44,7 +44,7 @@ def _(x: Tensor, seed: Tensor, place: int, probability: float) -> Tensor:
 
 
 def dropout_factors(x: Tensor, seed: Tensor, place: int, probability: float) -> Tensor:
-    """What each element of x is multiplied by: 0, or 1 / (1 - probability).
+    """Return the factor of each element of x: 0, or 1 / (1 - probability).
 
     Args:
         x: (..., columns).

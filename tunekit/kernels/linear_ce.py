@@ -41,7 +41,7 @@ _COLUMNS = ("log_probs", *STATISTICS)
 
 
 class TokenScores(NamedTuple):
-    """What a head says of tokens, each `(..., seq)` like the labels and zero without a label; None is not asked for."""
+    """Per-token results of a head, each `(..., seq)` like the labels zero without a label; None if not requested."""
 
     loss: Tensor | None
     log_probs: Tensor

@@ -111,7 +111,7 @@ def lora_parts(x: Tensor, layers: Sequence[Linear]) -> tuple[tuple[Tensor, Tenso
 
 
 def reference_lora_linears(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:
-    """What `lora_linears` computes, in plain torch."""
+    """Reference of `lora_linears` in plain torch."""
     seed = _draw_seed(x, layers)
     outputs = []
     for place, layer in enumerate(layers):
@@ -124,7 +124,7 @@ def reference_lora_linears(x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor,
 
 
 class _Constants(NamedTuple):
-    """What a layer has beside tensors."""
+    """Settings of a layer besides its tensors."""
 
     nf4: tuple[int, tuple[int, int], torch.dtype, int, str] | None
     scale: float

@@ -34,7 +34,7 @@ from torch import Tensor
 from tunekit.kernels.backend import jit, tl, triton, uses_triton
 
 Casting = Literal["llama", "gemma", "float32"]
-"""Where a model rounds.
+"""Point at which a model rounds.
 
 - `llama`: n to the type of x, then its product with the weight to the type that both promote to. So do Llama, Mistral,
   Qwen, Phi 3, Granite, SmolLM 3, and most others.
@@ -164,7 +164,7 @@ def _type_of_norm(of_rows: torch.dtype, weight: Tensor | None, rounds: bool) -> 
 
 
 def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor | None, rounds: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Where norm, sum and rstd are to be written."""
+    """Allocate the outputs: norm, sum and rstd."""
     of_rows = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty(x.shape, dtype=_type_of_norm(of_rows, weight, rounds))
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=of_rows)
@@ -227,7 +227,7 @@ def _backward_in_torch(
 
 
 def _fits(total: Tensor, wants_weight: bool) -> bool:
-    """Whether registers hold what the backward pass needs: of the widest rows only 16-bit values, and no sums."""
+    """Return whether registers hold the backward pass: of the widest rows only 16-bit values, and no sums."""
     return total.shape[-1] <= (8192 if wants_weight or total.element_size() > 2 else MAX_COLUMNS)
 
 

@@ -314,7 +314,7 @@ NUM_WARPS = 4
 
 
 class _Blocks(NamedTuple):
-    """How heads are cut into blocks, so that each thread has 8 values of a half, or of the rest: loads of 16 bytes."""
+    """Partition of heads into blocks, so that each thread has 8 values of a half, or of the rest: loads of 16 bytes."""
 
     half: int
     half_block: int
@@ -342,7 +342,7 @@ def _angle_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _triton_type(*dtypes: torch.dtype) -> Any:
-    """What the types promote to, as Triton names it."""
+    """Return the promoted type of the inputs, as Triton names it."""
     promoted = dtypes[0]
     for dtype in dtypes[1:]:
         promoted = torch.promote_types(promoted, dtype)
@@ -398,7 +398,7 @@ def _launch_forward(
 def _normed_types(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, llama: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """What the normalised values are rounded to."""
+    """Return the types that the normalized values are rounded to."""
     if q_weight is None or k_weight is None or not llama:
         return q.dtype, k.dtype
     return torch.promote_types(q.dtype, q_weight.dtype), torch.promote_types(k.dtype, k_weight.dtype)

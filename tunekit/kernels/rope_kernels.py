@@ -15,7 +15,7 @@ def _rounded(x, dtype: tl.constexpr):
 
 @jit
 def _rows_of(block, seq, batch_stride, token_stride, head_stride, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Where each of a block's rows begins in a tensor of these strides."""
+    """Return the start of each of a block's rows in a tensor of these strides."""
     rows = block * ROWS + tl.arange(0, ROWS)
     tokens = rows // HEADS
     heads = (rows - tokens * HEADS).to(tl.int64)

@@ -1,4 +1,4 @@
-"""How fast the ranks of a run exchange data: an all-reduce and an all-gather, as training does them, in a few sizes.
+"""Bandwidth between the ranks of a run: an all-reduce and an all-gather, as in training, in a few sizes.
 
 The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md there): bytes of the whole tensor over the time of one
 call, times 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for an all-gather. That is what each rank has to send, so
@@ -33,13 +33,13 @@ NUM_CALLS = 10
 """Calls that are timed together, after one that is not."""
 
 BEAT_SECONDS = 1
-"""How often a rank says that it is there."""
+"""Seconds between heartbeats of a rank."""
 
 SILENT_SECONDS = 8
-"""How long a rank may say nothing before it is taken for stopped."""
+"""Seconds of silence after which a rank counts as stopped."""
 
 STUCK_SECONDS = 120
-"""How long a rank may be at one thing: starting, which imports torch, or one size of a collective."""
+"""Seconds that a rank may spend on one step: starting, which imports torch, or one size of a collective."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Measured:
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What each rank sent in a second, in a ring."""
+        """Bytes that each rank sent in a second, in a ring."""
         passes = 2 if self.collective == "all-reduce" else 1
         return passes * (self.num_ranks - 1) / self.num_ranks * self.size_bytes / self.seconds
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What was measured across the ranks of some hosts.
+    """Measurements across the ranks of some hosts.
 
     Attributes:
         backend: What carried it: gloo or nccl.
@@ -124,7 +124,7 @@ def expected(hardware: Hardware, of_a_node: int) -> Range | None:
 
 
 class _Watch:
-    """What is heard of the ranks on some hosts."""
+    """Messages of the ranks on some hosts."""
 
     def __init__(self, hosts: Hosts, of_a_node: int) -> None:
         self._hosts = hosts

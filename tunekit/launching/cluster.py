@@ -1,4 +1,4 @@
-"""What a cluster's schedulers have in common: the nodes that a run is planned for, and the processes of each."""
+"""Common part of a cluster's schedulers: the nodes that a run is planned for, and the processes of each."""
 
 import shlex
 
@@ -45,7 +45,8 @@ def num_local(plan: Plan) -> int:
 
 
 def command_of(plan: Plan, python: str, folder: str, *, meeting: str) -> str:
-    """What a shell starts on each node: tunekit's own supervisor on one alone, and one torchrun on each of several.
+    """Return the shell command for each node: tunekit's own supervisor on a single one, one torchrun on each of
+    several.
 
     Args:
         plan: The plan.

@@ -18,7 +18,7 @@ from tunekit.runs.lock import claimed
 from tunekit.runs.run import Run, list_runs
 
 GONE = ".deleted-"
-"""What the name of a run begins with while it is deleted."""
+"""Prefix of a run's name while it is deleted."""
 
 
 def delete_run(run: Run) -> None:
@@ -76,7 +76,7 @@ def _check_alone(folder: Path) -> None:
 
 
 def _starts_from(run: Run, folder: Path) -> bool:
-    """Whether a run needs the model of the run in a folder."""
+    """Return whether a run needs the model of the run in a folder."""
     try:
         models = list(_models(run))
     except TunekitError:

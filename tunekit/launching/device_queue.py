@@ -32,7 +32,7 @@ from tunekit.runs.run import Run
 from tunekit.runs.stop_request import Request, words_of
 
 LOOK_SECONDS = 0.5
-"""How often a run that waits looks whether it is served."""
+"""Seconds between two looks of a waiting run at the queue."""
 
 FREE_SHARE = 0.97
 """Of a device that another run gives back: a little less than one has free that nobody uses, which is taken first."""
@@ -58,7 +58,7 @@ class Ticket:
     waits: bool
 
     def shares(self, other: "Ticket") -> bool:
-        """Whether both have a device in common."""
+        """Return whether both have a device in common."""
         return not set(self.devices).isdisjoint(other.devices)
 
 
@@ -203,12 +203,12 @@ def _tickets(folder: Path) -> list[Ticket]:
 
 
 def _folder() -> Path:
-    """Where the tickets of this machine are; homes may be shared by several."""
+    """Return the folder of this machine's tickets; homes may be shared by several machines."""
     return platformdirs.user_state_path("tunekit") / "line" / socket.gethostname()
 
 
 def _line(folder: Path) -> FileLock:
-    """What is held while tickets are looked at or changed."""
+    """Return the lock for reading or changing tickets."""
     return FileLock(folder / "line.lock")
 
 

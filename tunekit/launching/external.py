@@ -32,10 +32,10 @@ FIRST_PORT, NUM_PORTS = 10_000, 20_000
 """Ports for the store: below those that systems give to programs that do not care."""
 
 LINGER_SECONDS = 3
-"""How long the others stay for the first one then."""
+"""Seconds that the others then wait for the first one."""
 
 LEAVE_SECONDS = 60
-"""How long the first process stays for the others where it made no run."""
+"""Seconds that the first process waits for the others where it made no run."""
 
 
 def train_joined(place: Place, make: Callable[[], Run], listener: Listener | None) -> Run:

@@ -37,7 +37,7 @@ from tunekit.runs.run import Run
 from tunekit.runs.stop_request import Request, forget_request, requested, words_of
 
 POLL_SECONDS = 0.1
-"""How often the other processes and their events are looked at."""
+"""Seconds between two looks at the other processes and their events."""
 
 FAULTS = (ExchangeError.__name__, StandstillError.__name__, DataWorkerError.__name__)
 """Errors that another start may be free of. All others that have a hint are for the user to mend first."""
@@ -120,21 +120,21 @@ def supervise(
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Return whether this process is the kernel of a notebook."""
     kernel = sys.modules.get("ipykernel.kernelapp")
     return kernel is not None and bool(kernel.IPKernelApp.initialized())
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a group of processes ended too early."""
+    """Reason that a group of processes ended early."""
 
     error: Exception
     is_the_users: bool = False
-    """Whether the user has to mend something, so that another try would end in the same way."""
+    """True if the user has to fix something, so that another attempt would end in the same way."""
 
     def is_due_to(self, wishes: Wishes) -> bool:
-        """Whether processes failed because they were to end, and not all at the same moment."""
+        """Return whether processes failed because of a stop request, and not all at the same moment."""
         return wishes.asked is not None and not self.is_the_users and type(self.error) is RunError
 
 
@@ -173,7 +173,7 @@ class _Supervisor:
         raise failure.error
 
     def _stopped(self) -> Stopped:
-        """What to raise now that all processes are gone, having said it if they have not."""
+        """Return the error to raise once all processes are gone, after recording it if they have not."""
         asked = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
         reason = self.run.status()["exit_reason"]
         if reason is None:
@@ -223,7 +223,7 @@ class _Supervisor:
             return _Failure(error, is_the_users=not isinstance(error, HostLostError))
 
     def _end_of_all(self) -> _Failure | None:
-        """Why processes ended too early, once all of them are gone."""
+        """Return why processes ended early, once all of them are gone."""
         pulse = Pulse(self.run)
         with self.start() as group, self.wishes.waiting():
             silent: list[Beat] = []
@@ -253,7 +253,7 @@ class _Supervisor:
                 self.listener(event)
 
     def _why(self, codes: dict[int, int], silent: list[int]) -> _Failure:
-        """Why a group failed.
+        """Return why a group failed.
 
         Args:
             codes: Exit codes of the ranks that ended, in the order in which they failed.
@@ -276,7 +276,7 @@ class _Supervisor:
 
 
 def _without_word(rank: int, code: int, hint: str) -> RunError:
-    """What to say of a process that said nothing itself."""
+    """Return the error for a process that reported nothing itself."""
     if code >= 0:
         return RunError(f"rank {rank} ended with exit code {code} and no word of why", hint=hint)
     if code == -signal.SIGKILL:

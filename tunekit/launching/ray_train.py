@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
 
 POLL_SECONDS = 0.2
-"""How often the events of the processes are looked at."""
+"""Seconds between two looks at the events of the processes."""
 
 
 def train_on_ray(run: Run, address: str | None = None, listener: Listener | None = None) -> None:
@@ -110,7 +110,7 @@ def _scaling(plan: Plan) -> "ScalingConfig":
 
 
 def _work(config: dict[str, Any]) -> None:
-    """What Ray calls in each process."""
+    """Train in one process; called by Ray."""
     from ray.train import get_context
 
     from tunekit.training.worker import work

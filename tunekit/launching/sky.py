@@ -31,7 +31,7 @@ NAMES = {"a100-40gb": "A100", "h100-pcie": "H100"}
 MEETING = (
     '--node-rank="$SKYPILOT_NODE_RANK" --master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)" --master-port=29511'
 )
-"""How several nodes meet. Ranks begin on the first, so that what the main process writes is in its folder."""
+"""Rendezvous of several nodes. Ranks begin on the first, so that what the main process writes is in its folder."""
 
 
 def write_task(run: Run, on: str) -> Path:

@@ -34,15 +34,15 @@ NOTICE_SECONDS = 60
 """Between the signal and the limit, besides a step and a save."""
 
 EARLY_SECONDS = 60
-"""How much earlier than asked Slurm may send a signal."""
+"""Seconds by which Slurm may send a signal early."""
 
 REPEAT_SECONDS = 10
-"""How often the processes are told until they end: while they load, they do not listen yet."""
+"""Seconds between two signals to the processes until they end: while they load, they do not listen yet."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked of Slurm for a job.
+    """Options of a job for sbatch.
 
     Attributes:
         time: Limit, as sbatch has it: minutes, `hours:minutes:seconds` or `days-hours`. The partition's where None.
@@ -209,7 +209,7 @@ exit "$code"
 
 
 def _meeting(plan: Plan) -> str:
-    """How several nodes meet, expanded on each: the first holds what they agree on."""
+    """Return the rendezvous of several nodes, expanded on each: the first one hosts the store."""
     return (
         f"--max-restarts={plan.recipe.parallel.max_restarts} "
         '--rdzv-backend=c10d --rdzv-endpoint="$TUNEKIT_MEET" '

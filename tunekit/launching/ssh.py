@@ -22,7 +22,7 @@ from tunekit.runs.run import SEEN_SECONDS, Run
 from tunekit.runs.stop_request import forget_request
 
 RETURN_SECONDS = 600
-"""How long a run that may start again waits for a host that was lost."""
+"""Seconds that a run that may restart waits for a lost host."""
 
 RETRY_SECONDS = 2
 

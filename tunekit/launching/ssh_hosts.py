@@ -28,10 +28,10 @@ from tunekit.process.network import name_interface
 from tunekit.redact import is_secret
 
 CONNECT_SECONDS = 10
-"""How long ssh tries to reach a host."""
+"""Seconds for ssh to reach a host."""
 
 ANSWER_SECONDS = 60
-"""How long a host that is reached may take to answer: the first time it imports, perhaps from a shared disk."""
+"""Seconds for a host that is reached to answer: the first time it imports, perhaps from a shared disk."""
 
 BOUND_SECONDS = LOST_SECONDS + 5
 """After which time a cut is reported: the silence, the time to end what runs on the others, and some for slow hosts."""
@@ -82,12 +82,12 @@ class Host:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the connection ended, or it has said nothing for so long that it must be cut off, or down."""
+        """True if the connection ended, or was silent for so long that it must be cut off, or down."""
         return self._is_gone or (bool(self.facts) and time.monotonic() - self._heard > LOST_SECONDS)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it said that all its processes ended."""
+        """True if it reported that all its processes ended."""
         return bool(self.codes) and None not in self.codes
 
     def say(self, ask: str, **fields: Any) -> None:
@@ -107,7 +107,7 @@ class Host:
             self.codes = message["codes"]
 
     def why_silent(self) -> str:
-        """Why nothing is heard of it, in the last words of ssh or of the host's shell where there are some."""
+        """Return why a host is silent, in the last words of ssh or of the host's shell if there are any."""
         if not self._is_gone:
             return f"no sign of life for {LOST_SECONDS} s"
         self._words.seek(0)
@@ -178,7 +178,7 @@ class Hosts:
 
     @property
     def hardware(self) -> Hardware:
-        """What each host has, by the one with the least memory free."""
+        """Facts about each host, by the one with the least free memory."""
         found = [Hardware.model_validate(host.facts["hardware"]) for host in self.all]
         least = min(found, key=lambda hardware: hardware.device.memory_free_bytes)
         cores = min((hardware.num_cores for hardware in found if hardware.num_cores), default=None)
@@ -191,7 +191,7 @@ class Hosts:
         return [host for host in self.all if not host.has_ended and host.is_silent]
 
     def poll(self) -> list[tuple[Host, Message]]:
-        """What the hosts said since, after waiting a moment for it."""
+        """Return the messages of the hosts since the last call, after a short wait."""
         heard: list[tuple[Host, Message]] = []
         with contextlib.suppress(queue.Empty):
             heard.append(self._inbox.get(timeout=POLL_SECONDS))
@@ -202,7 +202,7 @@ class Hosts:
         return heard
 
     def ask(self, what: str, hosts: Sequence[Host] | None = None, **fields: Any) -> list[Message]:
-        """What hosts answer, all of them or some, asked at once.
+        """Send a request to all hosts or some, at once, and return their answers.
 
         Raises:
             RunError: One of them does not answer.
@@ -344,7 +344,7 @@ class Hosts:
 
 
 def lost_error(lost: Sequence[Host]) -> HostLostError:
-    """What to say of hosts that are lost."""
+    """Return the error for hosts that are lost."""
     problem = _each({host: host.why_silent() for host in lost})
     return HostLostError(problem, hint="it is down or cut off, or what ran there was ended")
 
@@ -363,7 +363,7 @@ def _destination(name: str) -> list[str]:
 
 
 def _command(name: str | None) -> list[str]:
-    """What starts `tunekit.launching.ssh_node` on a host."""
+    """Return the command that starts `tunekit.launching.ssh_node` on a host."""
     node = [sys.executable, "-m", "tunekit.launching.ssh_node"]
     if name is None:
         return node
@@ -381,7 +381,7 @@ def _devices(host: Host) -> str:
 
 
 def unusable(failures: Mapping[Host, str], hint: str) -> RunError:
-    """What to say of hosts that cannot be used, each with the reason."""
+    """Return the error for hosts that cannot be used, each with the reason."""
     return RunError(_each(failures), hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""What runs on each host of a run that is started from elsewhere, for as long as the two hear each other.
+"""Supervisor on each host of a run that is started from elsewhere, for as long as the two hear each other.
 
 `python -m tunekit.launching.ssh_node` is started over ssh. It tells what the host has, starts the host's share of the
 processes, and ends them when it is told to, when its standard input ends, or when it has heard nothing for
@@ -25,15 +25,15 @@ from tunekit.process.network import infiniband, way_to
 from tunekit.process.processes import Group, Share
 
 BEAT_SECONDS = 2
-"""How often each side says that it is there."""
+"""Seconds between heartbeats of each side."""
 
 LOST_SECONDS = 10
-"""How long a side may be silent before the other takes it for lost."""
+"""Seconds of silence after which a side counts as lost."""
 
 POLL_SECONDS = 0.1
 
 REACH_SECONDS = 5
-"""How long a connection to another host may take to be made."""
+"""Seconds to connect to another host."""
 
 SAME = ("tunekit", "torch", "transformers", "accelerate", "peft", "trl")
 """Packages of which all hosts must have the same version."""
@@ -91,7 +91,7 @@ class Node:
         return True
 
     def _read(self, file: str) -> Message:
-        """What a file of the run's folder holds, and whether the folder can be written to."""
+        """Return the contents of a file in the run's folder, and whether the folder is writable."""
         path = Path(file)
         content = path.read_text(encoding="utf-8") if path.is_file() else None
         return {"content": content, "writable": os.access(path.parent, os.W_OK)}
@@ -111,7 +111,7 @@ class Node:
         return {"port": self._door.getsockname()[1]}
 
     def _reach(self, address: str, port: int) -> Message:
-        """Whether a port of another host can be reached."""
+        """Return whether a port of another host can be reached."""
         try:
             socket.create_connection((address, port), timeout=REACH_SECONDS).close()
         except OSError as error:

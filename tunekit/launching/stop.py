@@ -25,19 +25,19 @@ from tunekit.runs.scheduler_job import read_job
 from tunekit.runs.stop_request import COMMAND, Request, request, words_of
 
 LOOK_SECONDS = 0.2
-"""How often processes are looked at."""
+"""Seconds between two looks at the processes."""
 
 LEAST_SECONDS = 60
-"""How long a run has to end at least, besides two of its longest steps and a checkpoint."""
+"""Minimum seconds for a run to end, besides two of its longest steps and a checkpoint."""
 
 NOW_SECONDS = 10
-"""How long it has that is to end at once, before its processes are killed."""
+"""Seconds for a run that must end at once, before its processes are killed."""
 
 SILENT_SECONDS = 20
-"""How long another host gives no sign of life until what was on it is taken for gone."""
+"""Seconds of silence of another host after which its processes count as gone."""
 
 TELL_SECONDS = 5
-"""How often it is told what is waited for."""
+"""Seconds between two reports of what is waited for."""
 
 
 def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
@@ -81,7 +81,7 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
 
 
 def words_of_what_lives(run: Run) -> str | None:
-    """What there is of a run's processes, in words; None where nothing is."""
+    """Describe the living processes of a run; None where there are none."""
     left = _Left(run)
     return left.words() if left.look() else None
 
@@ -104,7 +104,7 @@ def _wait(left: "_Left", seconds: float, tell: Callable[[str], None]) -> bool:
 
 
 def _patience_seconds(run: Run) -> float:
-    """How long a run may take to end with a checkpoint, by what its last steps and its last checkpoint took."""
+    """Return the seconds that a run may take to end with a checkpoint, from its last steps and its last checkpoint."""
     steps = [event["step_seconds"] for event in last_events(run.path / "events.jsonl") if event["event"] == "log"]
     save = run.status().get("save_seconds", 0.0)
     together = run.plan.schedule.save_together if run.plan.schedule is not None else 1
@@ -112,7 +112,7 @@ def _patience_seconds(run: Run) -> float:
 
 
 class _Left:
-    """What is left of a run's processes.
+    """Remaining processes of a run.
 
     Args:
         run: The run.
@@ -152,7 +152,7 @@ class _Left:
             kill(pid, identity)
 
     def words(self) -> str:
-        """What is left, in words: what each process is at, and since when."""
+        """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
         told = []
         for beat in sorted(beats_in(self._run.path), key=lambda one: one["rank"]):
@@ -195,7 +195,7 @@ def _started_by(pid: int, since: float) -> Iterator[psutil.Process]:
 
 
 def _is_tunekit(pid: int) -> bool:
-    """Whether a process does nothing but what tunekit does."""
+    """Return whether a process runs nothing but tunekit."""
     with contextlib.suppress(psutil.Error):
         words = psutil.Process(pid).cmdline()[1:4]
         return any(Path(word).name == "tunekit" or word.startswith("tunekit.") for word in words)

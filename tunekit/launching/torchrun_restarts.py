@@ -26,14 +26,14 @@ from tunekit.runs.rollback_rules import goes_back
 from tunekit.runs.run import Run
 
 ASK_SECONDS = 0.2
-"""How often a process that waits asks the store; between, it can be interrupted."""
+"""Seconds between two queries of the store by a waiting process; between them it can be interrupted."""
 
 OF_LAUNCH = "run-of-launch"
 """Key in the agent's store of the folder of the run that its attempts work on."""
 
 
 def outlives_attempts(environment: dict[str, str]) -> bool:
-    """Whether the store by which processes meet is one of an agent, and may be from an earlier attempt."""
+    """Return whether the store by which processes meet is an agent's, and may be from an earlier attempt."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -1,4 +1,4 @@
-"""What every method builds its trainer from, and what it tells the trainer and its TRL config from that."""
+"""Inputs from which every method builds its trainer, and the arguments of its TRL config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What every method builds its trainer from.
+    """Inputs from which every method builds its trainer.
 
     Attributes:
         train: The optimisation.
@@ -48,7 +48,7 @@ class Parts:
 
     @property
     def head(self) -> HeadKind:
-        """How tokens are scored, of a method whose trainer has TRL's head."""
+        """Kind of head that scores tokens, for a method whose trainer has TRL's head."""
         return head_kind("tiles", self.plan.recipe.method, self.plan.kernels, self.plan.layout)
 
     def given(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from tunekit.planner.passes import likelihood_weight
 from tunekit.recipe.methods import CPOMethod
 
 LEARNER = Learner("cpo", ("preference",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from trl.experimental.cpo import CPOTrainer

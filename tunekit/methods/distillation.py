@@ -9,7 +9,7 @@ from tunekit.methods.generation import end_at_stop_texts, generation_arguments
 from tunekit.recipe.methods import DistillationMethod
 
 LEARNER = Learner("distillation", ("prompts",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

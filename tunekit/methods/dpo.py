@@ -8,7 +8,7 @@ from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import DPOMethod
 
 LEARNER = Learner("dpo", ("preference",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

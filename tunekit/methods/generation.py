@@ -1,4 +1,4 @@
-"""How answers are generated that a model learns from: what TRL's on-policy trainers are told, and where one ends.
+"""Generation of the answers that a model learns from: arguments of TRL's on-policy trainers, and end-of-answer tokens.
 
 TRL takes an answer for finished where its last token is an end token, and for cut off otherwise. One that ends with a
 text of `method.generation.stop` does so without such a token. transformers pads it behind that text, so that padding

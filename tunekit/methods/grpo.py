@@ -10,7 +10,7 @@ from tunekit.methods.reference import loading_arguments
 from tunekit.recipe.methods import GRPOMethod
 
 LEARNER = Learner("grpo", ("prompts",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer

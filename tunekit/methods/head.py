@@ -45,7 +45,7 @@ _BOUND = (
     "logit_scale",
     "outputs",
 )
-"""What TRL's forward pass has taken from the model and from its trainer."""
+"""Objects that TRL's forward pass has bound from the model and from its trainer."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Head:
 
     @property
     def statistics(self) -> list[str]:
-        """What is wanted of each token besides its log-probability."""
+        """Statistics of each token that are needed besides its log-probability."""
         return [name for name in self.bound["outputs"] if name != "log_probs"]
 
 

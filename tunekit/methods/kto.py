@@ -15,7 +15,7 @@ from tunekit.recipe.methods import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
 
 LEARNER = Learner("kto", ("unpaired_preference",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from datasets import Dataset

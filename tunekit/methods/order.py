@@ -1,4 +1,4 @@
-"""Which rows each optimizer step takes: the same ones however many processes divide them.
+"""Rows of each optimizer step: the same ones for any number of processes.
 
 Processes that compute side by side take as many micro-batches each. Where an epoch's rows do not fill the last ones,
 Accelerate repeats rows of its beginning, so that the step is another one than in one process. Here rows without a

@@ -7,7 +7,7 @@ from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import ORPOMethod
 
 LEARNER = Learner("orpo", ("preference",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from trl.experimental.orpo import ORPOTrainer

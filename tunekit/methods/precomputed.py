@@ -23,10 +23,10 @@ FILE = "log_probs.parquet"
 """File of an entry of the cache."""
 
 PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-"""What of a model's configuration says where it came from, or is known of its weights."""
+"""Keys of a model's configuration that say where it came from, or record facts about its weights."""
 
 ASKED = ("ld_alpha", "loss_type", "max_length", "truncation_mode")
-"""What of TRL's config decides which tokens count, or which columns there are."""
+"""Fields of TRL's config that decide which tokens count, or which columns there are."""
 
 
 class RememberingDPOTrainer(DPOTrainer):  # type: ignore[misc]

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 COPY = "ref"
-"""What TRL calls its copy of the adapter that it was given."""
+"""TRL's name for its copy of the adapter that it was given."""
 
 
 def loading_arguments(base: ModelSection) -> dict[str, Any]:
-    """How TRL is to load a second model, where it does so itself: from where the first came from."""
+    """Return the arguments with which TRL loads a second model itself: from where the first came from."""
     return {"revision": base.revision, "trust_remote_code": base.trust_remote_code, "use_safetensors": True}
 
 

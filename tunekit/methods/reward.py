@@ -10,7 +10,7 @@ from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import RewardMethod
 
 LEARNER = Learner("reward", ("preference",))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from trl import RewardTrainer

@@ -8,7 +8,7 @@ from tunekit.methods.arguments import Parts
 from tunekit.recipe.methods import SFTMethod
 
 LEARNER = Learner("sft", ("messages", "prompt_completion", "text", "tokens"))
-"""What it learns from."""
+"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from trl import SFTTrainer

@@ -208,7 +208,7 @@ def _end_tokens(draft: Draft, entry: Entry) -> Fate:
 
 
 def are_texts(draft: Draft) -> bool:
-    """Whether all rows are plain texts, of which the longer ones go on in the next sequence."""
+    """Return whether all rows are plain texts, of which the longer ones continue in the next sequence."""
     given = draft.values.get("data.train")
     formats = [one.get("format") if isinstance(one, dict) else None for one in given] if isinstance(given, list) else []
     return all(format == "text" for format in formats or [draft.values.get("data.format")])

@@ -19,7 +19,7 @@ class UnfitError(Exception):
 
 
 class Draft:
-    """What was found so far.
+    """Recipe under construction, with the fate of each key so far.
 
     Args:
         original: The configuration.
@@ -46,7 +46,7 @@ class Draft:
         return self.original.get(key, default)
 
     def line_of(self, key: str) -> int:
-        """Where a key of the original stands; 0 where it does not."""
+        """Return the line of a key in the original; 0 where it is absent."""
         return next((one.line for one in self.original.entries if one.key == key or one.key.startswith(f"{key}.")), 0)
 
     def put(self, target: str, value: Any, *keys: str) -> None:
@@ -76,7 +76,7 @@ class Draft:
 
 
 Rule = Callable[[Draft, Entry], Fate]
-"""What is done with a key."""
+"""Handler of a key."""
 
 Rules = Mapping[str, Rule]
 """Rules by key, `datasets[].path`; one of a key holds for what is below it and has none itself."""
@@ -232,12 +232,12 @@ def no_method(draft: Draft, key: str, what: str) -> RecipeError:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value switches something off: false, 0, and the words for it, as YAML 1.1 has them too."""
+    """Return whether a value switches something off: false, 0, and the words for it, in YAML 1.1 too."""
     return value in (False, 0) or (isinstance(value, str) and value.lower() in ("false", "no", "off", "none", "n", ""))
 
 
 def truth(value: Any) -> bool:
-    """What a switch says.
+    """Return the boolean value of a switch.
 
     Raises:
         UnfitError: It is no switch.

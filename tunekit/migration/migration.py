@@ -29,12 +29,12 @@ WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
 
 
 class Tool(Protocol):
-    """What a module of a tool has."""
+    """Interface of a tool's module."""
 
     MARKS: frozenset[str]
 
     def rules(self, draft: Draft) -> Rules:
-        """What is done with each key."""
+        """Return the rule for each key."""
 
     def prepare(self, draft: Draft) -> None:
         """Lay in what several keys say together."""

@@ -56,13 +56,13 @@ class Original:
     tool: str | None = None
     """The tool, where the file says it: a shell script calls it by name."""
     task: str | None = None
-    """What the tool's command is to do, such as `sft`; None where it is not in the file."""
+    """Task of the tool's command, such as `sft`; None where the file does not name it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that a shell script sets."""
 
     @property
     def folder(self) -> Path:
-        """Where the file lies; other files are named from there or from the working directory."""
+        """Folder of the file; other files are named relative to it or to the working directory."""
         return Path(self.path).parent
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -102,7 +102,7 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What another file beside a configuration says, such as LLaMA-Factory's dataset_info.json.
+    """Read a mapping from another file beside a configuration, such as LLaMA-Factory's dataset_info.json.
 
     Raises:
         RecipeError: It cannot be read, or holds no mapping.
@@ -230,7 +230,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, ...]:
-    """What `--key value`, `--key=value` and `--flag` words say; several values make a list."""
+    """Parse `--key value`, `--key=value` and `--flag` words; several values make a list."""
     found: dict[str, tuple[list[str], int]] = {}
     key = None
     for word, line in zip(words, lines, strict=True):

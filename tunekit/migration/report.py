@@ -1,4 +1,4 @@
-"""What came of a configuration: a recipe, and of every key of the original what became of it."""
+"""Result of a migration: a recipe, and the fate of every key of the original."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple
 from tunekit.recipe.schema import Recipe
 
 Kind = Literal["carried", "decided", "different", "unsupported", "silent"]
-"""What became of a key: the recipe says it; tunekit decides it by itself; the recipe trains otherwise in this; it
-cannot be had; or it asked for nothing."""
+"""Fate of a key: set in the recipe; decided by tunekit; trains differently here; unsupported; or without effect."""
 
 TOOLS: Mapping[str, str] = {
     "axolotl": "Axolotl",
@@ -21,7 +20,7 @@ TOOLS: Mapping[str, str] = {
 
 
 class Fate(NamedTuple):
-    """What became of a key, and in words to what or why."""
+    """Fate of a key, with its target or reason in words."""
 
     kind: Kind
     words: str
@@ -71,7 +70,7 @@ class Migration:
     assumed: tuple[Assumed, ...]
     suspicious: tuple[Suspicion, ...]
     unsaid: tuple[Line, ...] = ()
-    """What the tool does where the original is silent or says something else besides, and the recipe otherwise."""
+    """Defaults of the tool that differ from the recipe's, where the original sets nothing."""
 
     def of_kind(self, kind: Kind) -> tuple[Line, ...]:
         """The keys that something became of."""
@@ -84,7 +83,7 @@ class Migration:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no key was left behind; what is there may still be `different`."""
+        """True if no key was left behind; those that are there may still be `different`."""
         return not self.of_kind("unsupported")
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What looks wrong in a configuration whatever the tool: numbers that are far from what others train with."""
+"""Suspicious values in a configuration of any tool: numbers far from those that others train with."""
 
 from tunekit.migration.draft import Draft
 from tunekit.migration.report import Suspicion

@@ -67,7 +67,7 @@ _MODELS = {
 """Builders of models, and the names of those models on the hub."""
 
 _INSTRUCT = {"meta-llama": "-Instruct", "Qwen": "-Instruct", "google": "-it"}
-"""What a maker adds to the name of a model that was trained to chat."""
+"""Suffixes that makers add to the names of chat models."""
 
 _OPTIMIZERS = {
     "torch.optim.AdamW": ("adamw_torch_fused", 0.01),
@@ -139,7 +139,7 @@ _OTHER_PROMPTS = {
     "instruct_dataset": _AS_TURNS.format("a user's turn and the assistant's"),
     "stack_exchange_paired_dataset": _AS_TURNS.format("'Question: ... Answer: ' into a user's turn"),
 }
-"""How builders of data sets write prompts that a recipe writes otherwise."""
+"""Prompt templates of dataset builders that differ from the recipe's."""
 
 _ROWS = re.compile(r"_(?:alpaca|chat|instruct)_")
 

@@ -1,4 +1,4 @@
-"""What most tools share: the batch, the schedule, and the arguments of transformers' Trainer.
+"""Rules that most tools share: the batch, the schedule, and the arguments of transformers' Trainer.
 
 TRL, LLaMA-Factory and ms-swift pass these on under their own names.
 """
@@ -285,7 +285,7 @@ def precision_bf16(draft: Draft, entry: Entry) -> Fate:
 
 
 def shuffle(draft: Draft, entry: Entry) -> Fate:
-    """Whether the rows come in random order."""
+    """Migrate whether rows are shuffled."""
     if truth(entry.value):
         return Fate("silent", "data.shuffle is on by default")
     draft.put("data.shuffle", False, entry.key)
@@ -443,7 +443,7 @@ HF_RULES: Rules = {
 
 
 def too_long(*same: str) -> Rule:
-    """What becomes of rows longer than the longest sequence, which are cut at their end here.
+    """Return the rule for rows longer than the longest sequence, which are truncated at their end here.
 
     Args:
         same: Values that mean to cut at the end.
@@ -465,7 +465,7 @@ def drops_too_long(draft: Draft, key: str, value: str) -> None:
 
 
 def hf_defaults(draft: Draft, *, learning_rate: float) -> None:
-    """What transformers' Trainer does where nothing is said, and tunekit does otherwise."""
+    """Record the defaults of transformers' Trainer that differ from tunekit's."""
     own = f"{draft.tool}'s default, where the file says nothing"
     if "train.max_steps" not in draft.values:
         draft.assume("train.num_epochs", 3, own)

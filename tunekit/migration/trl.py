@@ -85,7 +85,9 @@ def prepare(draft: Draft) -> None:
 
 
 def _method(draft: Draft) -> str:
-    """What the command is: named in the script or beside the file, or guessed by what only one of them takes."""
+    """Return the command's method: named in the script or beside the file, or inferred from keys that only one of them
+    takes.
+    """
     task = draft.original.task
     if task in CONFIGS:
         return task

@@ -1,4 +1,4 @@
-"""What is trained: every weight, or low-rank updates through PEFT."""
+"""Trained parameters: every weight, or low-rank updates through PEFT."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 Task = Literal["CAUSAL_LM", "SEQ_CLS"]
-"""What a model is for, by PEFT's names. With `SEQ_CLS` the score that stands for a head is trained and saved whole."""
+"""PEFT's task type. With `SEQ_CLS` the score that replaces the head is trained and saved whole."""
 
 
 def attach_adapter(

@@ -36,7 +36,7 @@ def register_packed_attention() -> None:
 
 
 class Call(NamedTuple):
-    """How a layer calls for attention."""
+    """Call of attention by a layer."""
 
     num_heads: int
     num_kv_heads: int

@@ -220,7 +220,7 @@ def _forward_of_whole_blocks(layer: Any, x: "torch.Tensor") -> "torch.Tensor":
 
 
 def _about_code(error: Exception) -> str | None:
-    """What to do where transformers would have to run code that comes with a model."""
+    """Return advice where transformers would have to run code that comes with a model."""
     return "read that code, then set trust_remote_code=true" if "trust_remote_code" in str(error) else None
 
 

@@ -1,4 +1,4 @@
-"""What a plan is decided from: plain facts about the machine, the model and the data.
+"""Inputs of a plan: plain facts about the machine, the model and the data.
 
 Facts are gathered by `tunekit.probe` and `tunekit.data`, or written down by hand in a test. Nothing here looks at
 anything; nothing here decides anything.
@@ -39,19 +39,19 @@ class Device(Facts):
     memory_total_bytes: int
     memory_free_bytes: int
     native_bfloat16: bool
-    """Whether bfloat16 products are computed by the hardware at speed."""
+    """True if the hardware computes bfloat16 products at full speed."""
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability, such as (9, 0)."""
     gfx: str | None = None
     """AMD's name for its instruction set, such as gfx942."""
     link: str | None = None
-    """What joins it to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
+    """Links to the other accelerators of its node and to main memory: `18 × NVLink, PCIe 5.0 x16`."""
     visible_as: str | None = None
-    """What CUDA_VISIBLE_DEVICES holds for a process that is to see this one alone, and HIP_VISIBLE_DEVICES on ROCm."""
+    """Value of CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES on ROCm, for a process that sees this device alone."""
 
 
 class Figures(Facts):
-    """What data sheets, price lists and the driver say of one accelerator; None where they do not.
+    """Figures of one accelerator from data sheets, price lists and the driver; None where unknown.
 
     These are peaks: what a program reaches is less. Operations are dense ones, without structured sparsity, and links
     count one direction.
@@ -73,7 +73,7 @@ class Figures(Facts):
     """Of the node's local disk, which all its accelerators share."""
     usd_per_hour: float | None = None
     price_source: str | None = None
-    """Whose price that is, and of which day."""
+    """Source of the price, with its date."""
 
 
 class Hardware(Facts):
@@ -88,7 +88,7 @@ class Hardware(Facts):
     more than the launcher starts processes for."""
     num_cores: int | None = None
     flash_attn: bool | None = False
-    """Whether the flash-attn package is installed; None where it cannot be known."""
+    """True if the flash-attn package is installed; None where it cannot be known."""
     flash_attn_3: bool | None = None
     """The same of FlashAttention 3 (`flash_attn_interface`)."""
     flash_attn_4: bool | None = None
@@ -100,7 +100,7 @@ class Hardware(Facts):
     torchao: bool | None = None
     """The same of torchao."""
     cxx: bool | None = None
-    """Whether there is a C++ compiler, which torch.compile needs for a CPU."""
+    """True if there is a C++ compiler, which torch.compile needs for a CPU."""
     deepspeed: bool | None = None
     """The same of DeepSpeed."""
     vllm: bool | None = None
@@ -113,7 +113,7 @@ class Hardware(Facts):
     disk_free_bytes: int | None = None
     """Free where the run will lie; None where that is not known, as of another machine."""
     note: str | None = None
-    """What is to be said of every plan for it."""
+    """Note for every plan on this machine."""
 
     @property
     def device(self) -> Device:
@@ -151,7 +151,7 @@ class Hardware(Facts):
 
 @dataclass(frozen=True)
 class Shapes:
-    """How many tensors of each shape a model has, by where they are."""
+    """Number of tensors of each shape, by their location in the model."""
 
     layers: tuple[tuple[Counter[tuple[int, ...]], int], ...]
     """Of each kind of layer, and how many layers are of it."""
@@ -178,7 +178,7 @@ class Linears:
 
     @cached_property
     def shapes(self) -> Counter[tuple[int, int]]:
-        """How many there are of each size."""
+        """Number of tensors of each size."""
         return Counter(self.sizes.values())
 
     @cached_property
@@ -193,7 +193,7 @@ class Linears:
 
 
 SCORE = "score.weight"
-"""What stands for the head of a model that judges, by transformers' name."""
+"""Name in transformers of the head of a reward model."""
 
 _LATENT_NORM = re.compile(r"\.(q|kv)_a_layernorm\.weight$")
 
@@ -209,12 +209,12 @@ class ModelFacts(Facts):
     model_type: str
     """The name that transformers has for its code."""
     layer_types: tuple[str, ...] = ()
-    """How each layer mixes tokens, by transformers' names; empty where config.json does not say."""
+    """Kind of each layer's token mixing, by transformers' names; empty where config.json does not say."""
     tensors: Mapping[str, tuple[int, ...]]
     """Shape of every tensor by name, as stored, but for experts: those of a layer are fused, as transformers' modules
     have them."""
     known_from: Literal["weights", "config", "table"] = "weights"
-    """Where the tensors were looked up: in the weight files, or made from config.json or from tunekit's own table."""
+    """Source of the tensors: the weight files, or shapes made from config.json or from tunekit's own table."""
     dtype: str
     """Type in which most weights are stored."""
     hidden_size: int
@@ -239,7 +239,7 @@ class ModelFacts(Facts):
     origin: Origin | None = None
     """The run or the adapter that training starts from, where it is not the model itself; the rest is of the base."""
     judges: bool = False
-    """Whether it has a score of a text in the place of its head."""
+    """True if it has a score of a text in the place of its head."""
 
     @property
     def num_sliding_layers(self) -> int:
@@ -262,7 +262,7 @@ class ModelFacts(Facts):
 
     @cached_property
     def shapes(self) -> Shapes:
-        """How many tensors of each shape there are, by where they are."""
+        """Number of tensors of each shape, by their location in the model."""
         layers: dict[str, Counter[tuple[int, ...]]] = {}
         rest: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
         for name, shape in self.tensors.items():
@@ -292,7 +292,7 @@ class ModelFacts(Facts):
 
     @cached_property
     def has_tied_head(self) -> bool:
-        """Whether the head has no weights of its own and uses those of the embedding."""
+        """True if the head has no weights of its own and uses those of the embedding."""
         return not self.judges and not any(is_head(name) for name in self.tensors)
 
     def as_judge(self) -> "ModelFacts":
@@ -361,7 +361,7 @@ class ModelFacts(Facts):
 
     @cached_property
     def _divided(self) -> "dict[int, ModelFacts]":
-        """What `divided_by` has made."""
+        """Cache of `divided_by`."""
         return {}
 
     def _is_no_linear(self, name: str) -> bool:
@@ -391,7 +391,7 @@ class ModelFacts(Facts):
 
     @cached_property
     def has_query_norms(self) -> bool:
-        """Whether queries and keys have norms of their own (Qwen 3, Gemma 3)."""
+        """True if queries and keys have norms of their own (Qwen 3, Gemma 3)."""
         return any(name.endswith("q_norm.weight") for name in self.tensors)
 
     def num_params_in(self, modules: list[str]) -> int:
@@ -414,7 +414,7 @@ class ModelFacts(Facts):
         return self._adapted[asked]
 
     def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
-        """How often outputs and inputs of each size get an adapter, and of how many times its rank."""
+        """Count the adapters by outputs and inputs of their layer, and by the multiple of the rank."""
         asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
         if asked not in self._adapted_shapes:
             self._adapted_shapes[asked] = Counter(
@@ -430,17 +430,17 @@ class ModelFacts(Facts):
 
     @cached_property
     def _adapted(self) -> dict[str | tuple[str, ...], Linears]:
-        """What `adapted` has found by what it was asked."""
+        """Cache of `adapted`, by its argument."""
         return {}
 
     @cached_property
     def trained_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """What `states.trained_bytes` has counted, by adapter and optimizer."""
+        """Cache of `states.trained_bytes`, by adapter and optimizer."""
         return {}
 
     @cached_property
     def _adapted_shapes(self) -> dict[str | tuple[str, ...], Counter[tuple[int, int, int]]]:
-        """What `adapter_shapes` has counted by what it was asked."""
+        """Cache of `adapter_shapes`, by its argument."""
         return {}
 
     def _matched(self, target_modules: str | list[str]) -> dict[str, tuple[int, int]]:
@@ -466,7 +466,7 @@ class SourceFacts(Facts):
 
 
 class DataFacts(Facts):
-    """How much there is to train on.
+    """Amount of training data.
 
     `tokenized` is false while only rows were counted. Afterwards the counts are those of the sequences that are
     trained on: rows without a trainable token left out, and packed where the recipe asks for it.
@@ -480,7 +480,7 @@ class DataFacts(Facts):
     """Shape of the rows, after other shapes were converted to it."""
     tokenized: bool = False
     sources: tuple[SourceFacts, ...] = ()
-    """What is trained on by source, in the order of the recipe."""
+    """Amount of training data of each source, in the order of the recipe."""
     num_rows: int | None = None
     """Rows that were read to train on."""
     num_train_tokens: int | None = None
@@ -494,7 +494,9 @@ class DataFacts(Facts):
 
     @property
     def has_lengths(self) -> bool:
-        """Whether it is known how long sequences are: of prompts alone it is not, as answers are yet to be written."""
+        """True if the lengths of sequences are known; of prompts alone they are not, as answers are yet to be
+        generated.
+        """
         return self.tokenized and self.format != "prompts"
 
     @property
@@ -504,17 +506,17 @@ class DataFacts(Facts):
 
 
 def is_vision(name: str) -> bool:
-    """Whether a tensor belongs to a vision tower or its way into the decoder."""
+    """Return whether a tensor belongs to a vision tower or its projector."""
     return "vision_tower" in name or "multi_modal_projector" in name
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a weight is that of an embedding table."""
+    """Return whether a weight is an embedding table."""
     return _is_vocabulary(name) and not is_head(name)
 
 
 def is_head(name: str) -> bool:
-    """Whether a weight is that of a head of its own."""
+    """Return whether a weight is that of a head of its own."""
     return _leaf(name) in {"embed_out", "lm_head", "output"}
 
 
@@ -538,7 +540,7 @@ def _ends_in(module: str, ending: str) -> bool:
 
 
 def _is_vocabulary(name: str) -> bool:
-    """Whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
+    """Return whether a weight belongs to an embedding table or the head rather than to a linear layer between them."""
     return is_head(name) or _leaf(name) in {
         "embed_tokens",
         "wte",
@@ -550,7 +552,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _is_router(name: str) -> bool:
-    """Whether a weight chooses experts. In transformers 5 only llama4 and phimoe have linear modules for that."""
+    """Return whether a weight is a router's. In transformers 5 only llama4 and phimoe have linear modules for that."""
     return _leaf(name) in {"gate", "router"}
 
 

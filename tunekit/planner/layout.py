@@ -1,4 +1,4 @@
-"""How the work of a run is spread over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
+"""Distribution of a run over devices, in the terms of Accelerate's plugins and `ParallelismConfig`."""
 
 from tunekit.planner.facts import Facts
 from tunekit.planner.memory.states import Dtype
@@ -33,7 +33,7 @@ class Layout(Facts):
 
     @property
     def why_not_resumed(self) -> str | None:
-        """Why a run in this layout cannot go on from a checkpoint, so that it writes none; None where it can."""
+        """Reason that a run in this layout cannot resume, so that it writes no checkpoints; None where it can."""
         if self.tp_size > 1:
             return "transformers resumes no model whose layers were divided when it was loaded"
         if self.sp_size > 1:
@@ -60,7 +60,7 @@ class Layout(Facts):
 
     @property
     def offloads(self) -> bool:
-        """Whether anything leaves the devices."""
+        """True if anything is offloaded from the devices."""
         return self.offload_param_device != "none" or self.offload_optimizer_device != "none"
 
     def reduces_in(self, dtype: Dtype) -> Dtype:

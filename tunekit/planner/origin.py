@@ -1,4 +1,4 @@
-"""What training starts from, where that is a run or an adapter: what it is made of, and what it came from.
+"""Origin of training where that is a run or an adapter: its contents and its own origin.
 
 A run gives the next one its model: all weights of a run that trained all, or an adapter on the base that it was trained
 on. A new adapter section then either trains that adapter further, with the same matrices, or has it merged into the
@@ -41,11 +41,11 @@ class Origin(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     folder: str
-    """Where its weights are, and its tokenizer if it has one of its own."""
+    """Folder of its weights, and of its tokenizer if it has one."""
     base: ModelSection
-    """What transformers loads: the model below the adapter, or that folder."""
+    """Model that transformers loads: the one below the adapter, or that folder."""
     adapter: Annotated[LoraAdapter | QloraAdapter, Field(discriminator="type")] | None
-    """How the adapter was trained; None where the folder holds a whole model."""
+    """Settings of the adapter's training; None where the folder holds a whole model."""
     start: str
     """The model that the first run started from."""
     runs: tuple[Ancestor, ...]
@@ -62,11 +62,11 @@ class Origin(BaseModel):
         return " > ".join([self.start, *(run.words for run in self.runs)] if self.runs else [self.start, self.folder])
 
     def continues_in(self, adapter: FullAdapter | LoraAdapter) -> bool:
-        """Whether its adapter is what is trained further."""
+        """Return whether its adapter is trained further."""
         return self.adapter is not None and isinstance(adapter, LoraAdapter)
 
     def is_merged_for(self, adapter: FullAdapter | LoraAdapter) -> bool:
-        """Whether its adapter becomes part of the weights, all of which are trained."""
+        """Return whether its adapter is merged into the weights, all of which are trained."""
         return self.adapter is not None and isinstance(adapter, FullAdapter)
 
 
@@ -84,7 +84,7 @@ class Contradiction(NamedTuple):
 
 
 def contradictions(origin: Origin, adapter: FullAdapter | LoraAdapter) -> Iterator[Contradiction]:
-    """What a recipe sets of an adapter, and cannot have as the adapter is there already."""
+    """Yield the recipe's adapter settings that contradict the existing adapter."""
     if origin.adapter is None or not isinstance(adapter, LoraAdapter):
         return
     for field in MATRICES:
@@ -116,7 +116,7 @@ def taken_over(origin: Origin, adapter: FullAdapter | LoraAdapter, *, is_type_as
 
 
 def start_words(origin: Origin, adapter: FullAdapter | LoraAdapter) -> tuple[str, str]:
-    """Where training starts, in words: the choice and the reason of a plan."""
+    """Return choice and reason of a plan about the start of training."""
     choice = origin.chain
     if origin.adapter is None:
         return choice, f"all weights of {origin.name} are what is started from"

@@ -1,4 +1,4 @@
-"""What a training method does with a row besides one forward and one backward pass, and what that needs.
+"""Passes of a training method besides one forward and one backward pass, and their memory.
 
 Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/trainer/dpo_trainer.py) takes both answers
 of a pair through it in one batch, then both through the reference model without gradients, while everything that the
@@ -66,12 +66,12 @@ class Generation:
     num_steps: int
     """Optimizer steps on the same answers."""
     by_vllm: bool = False
-    """Whether vLLM generates them, and not transformers."""
+    """True if vLLM generates them rather than transformers."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What a method does in an optimizer step."""
+    """Passes of a method in an optimizer step."""
 
     method: Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"] = "sft"
     sequences_per_row: int = 1
@@ -79,20 +79,20 @@ class Passes:
     max_scored_share: float = 1.0
     """Share of the tokens that count in the loss, at most."""
     keeps_reference: bool = False
-    """Whether a reference model is there besides the trained one."""
+    """True if a reference model is loaded besides the trained one."""
     copies_adapter: bool = False
-    """Whether a copy of the adapter is there besides the trained one, to be the reference."""
+    """True if the reference is a copy of the adapter, kept besides the trained one."""
     refers_in_micro_batch: bool = False
-    """Whether the reference is computed between the forward and the backward pass."""
+    """True if the reference is computed between the forward and the backward pass."""
     num_forwards: float = 0.0
     """Forward passes without gradients of each sequence, in each optimizer step."""
     num_forwards_before: int = 0
     """The same once, before the training."""
     generation: Generation | None = None
     head: HeadKind = "tiles"
-    """How tokens are scored."""
+    """Kind of head that scores tokens."""
     estimates: bool = False
-    """Whether each sequence is taken through the model and its reference once more, with another's answer."""
+    """True if each sequence passes the model and its reference once more, with another's answer."""
     least_rows: int = 1
     """Rows of a micro-batch that there are at least."""
     teacher: ModelFacts | None = None
@@ -109,7 +109,7 @@ class Passes:
 
     @property
     def always_pads(self) -> bool:
-        """Whether TRL pads batches whatever is asked for."""
+        """True if TRL pads batches whatever the recipe says."""
         return self.method != "sft"
 
 
@@ -125,7 +125,7 @@ def passes_of(
     teacher: ModelFacts | None = None,
     by_vllm: bool = False,
 ) -> Passes:
-    """What a method does in a step.
+    """Return the passes of a method in a step.
 
     Args:
         method: The method.
@@ -172,7 +172,7 @@ def passes_of(
 def _on_policy(
     method: OnPolicyMethod, data: DataSection, global_batch_size: int, *, full: bool, by_vllm: bool
 ) -> Passes:
-    """What a method does that generates answers and learns from them."""
+    """Return the passes of a method that generates answers and learns from them."""
     completion_tokens = method.max_completion_length
     share = completion_tokens / data.max_length
     num_steps = 1 if isinstance(method, DistillationMethod) else method.num_iterations
@@ -245,7 +245,7 @@ def _dpo_words(method: DPOMethod) -> str:
 
 
 def _mixed(method: DPOMethod) -> Iterator[str]:
-    """What of its losses depends on which pairs share a micro-batch."""
+    """Yield the losses that depend on which pairs share a micro-batch."""
     if "sft" in method.loss_type:
         yield _MEAN_OVER_TOKENS.format("sft loss")
     if {"aot", "aot_unpaired"} & set(method.loss_type):
@@ -253,7 +253,7 @@ def _mixed(method: DPOMethod) -> Iterator[str]:
 
 
 def _estimated(method: KTOMethod) -> Iterator[str]:
-    """How KTO's loss is held against the model's way from its reference."""
+    """Describe how KTO's loss estimates the divergence of the model from its reference."""
     if method.loss_type == "kto":
         yield (
             "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all devices: "
@@ -287,7 +287,7 @@ def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> in
 def with_reference(
     kept: Kept, model: ModelFacts, passes: Passes, dtype: Dtype, layout: Layout, *, devices_per_node: int
 ) -> Kept:
-    """What a run keeps from step to step, and a second model beside it: a reference, or a teacher.
+    """Return the bytes kept from step to step, with a second model: a reference, or a teacher.
 
     A reference has weights in the type of the trained model's, float32, and whole but where FSDP2 or ZeRO-3 divides
     them; DeepSpeed casts them. TRL's `prepare_fsdp` makes one unit of the whole model, so where units are not freed
@@ -328,7 +328,7 @@ def method_needs(
     num_tokens: int,
     needs: Mapping[Phase, Need],
 ) -> Iterator[tuple[Phase, Need]]:
-    """What the phases need that supervised fine-tuning does not have.
+    """Yield the needs of the phases that supervised fine-tuning does not have.
 
     GRPO's passes without gradients need no phase: they are those of a micro-batch, at a time when nothing is kept for a
     backward pass.
@@ -373,7 +373,7 @@ def reference_pass(
     head: Head,
     num_tokens: int,
 ) -> Need:
-    """What the reference's forward pass needs: at its end, in the head, or in a layer.
+    """Return the need of the reference's forward pass: at its end, in the head, or in a layer.
 
     Autocast remembers the copies of all weights until the pass ends. FSDP2 gathers the whole reference model, and
     keeps the buffer in which it arrived beside the weights until it gathers again.
@@ -416,7 +416,7 @@ def kv_cache_bytes(
 def _generation(
     model: ModelFacts, adapter: FullAdapter | LoraAdapter, generation: Generation, dtype: Dtype, layout: Layout
 ) -> Need:
-    """What generating the answers of a step needs, which TRL does for all of them at once.
+    """Return the need of generating the answers of a step, which TRL does for all of them at once.
 
     The most is there either while the prompts are read, in one layer, or at the last token: the cache, the copies that
     autocast makes of all weights, and logits of one token of each sequence with their copy and their probabilities.
@@ -445,7 +445,7 @@ def _generation(
 
 
 class _Sequences(TypedDict):
-    """What is the same for the cache of prompts and of whole sequences."""
+    """Common part of the caches of prompts and of whole sequences."""
 
     layout: Layout
     num_sequences: int

@@ -24,10 +24,10 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-"""What reads the YAML of a plan: in C where PyYAML was built with it, ten times as fast."""
+"""YAML loader of plans: in C where PyYAML was built with it, ten times as fast."""
 
 EXCHANGE_MARGIN_SECONDS = 60
-"""How much longer than a run is watched an exchange waits."""
+"""Seconds by which collectives wait longer than the watchdog."""
 
 MAX_DEPTH = 50
 """Deepest nesting of what is read as a plan."""
@@ -62,7 +62,7 @@ _BASIS: Mapping[Confidence, str] = {
     "closed form": "formulas that no trace was compared with",
     "outside the model": "formulas of a Llama of its sizes",
 }
-"""What figures of memory are, by their confidence."""
+"""Description of memory figures, by their confidence."""
 
 VARIABLES = frozenset(
     {
@@ -93,11 +93,11 @@ class Rejected(Facts):
     layout: Layout
     why: str
     needed_bytes: int | None = None
-    """What each device would have needed at least; None where something else than memory ruled it out."""
+    """Bytes that each device would have needed at least; None where something other than memory ruled it out."""
 
 
 class Schedule(Facts):
-    """When things happen, in optimizer steps."""
+    """Schedule of a run, in optimizer steps."""
 
     num_steps: int
     steps_per_epoch: int | None
@@ -110,15 +110,15 @@ class Schedule(Facts):
 
 
 class Plan(Facts):
-    """How a recipe is run on a machine."""
+    """Plan of a recipe on a machine."""
 
     recipe: Recipe = Field(exclude=True)
     origin: Origin | None = None
     """The run or the adapter that training starts from; None where it is a model that no run made."""
     reference: Reference = "none"
-    """What training is held to."""
+    """Reference model of the training."""
     layout: Layout
-    """How the work is spread over devices."""
+    """Distribution of the work over devices."""
     num_nodes: int
     """Machines that the processes of `layout` run on, as many on each."""
     device: Device
@@ -126,22 +126,22 @@ class Plan(Facts):
     dtype: Dtype
     """Type of the products, and of the frozen weights. Trained weights are float32."""
     autocast: bool
-    """Whether products are computed in `dtype` while trained weights are kept in float32."""
+    """True if products are computed in `dtype` while trained weights are kept in float32."""
     attn_implementation: Literal[
         "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "tunekit_varlen"
     ]
     flash_attention: FlashAttention = "FA2"
-    """What tunekit_varlen goes to on CUDA."""
+    """Backend of tunekit_varlen on CUDA."""
     kernels: Kernels = "torch"
-    """Whose kernels compute what torch would in many small steps; torch's own in plans that do not say."""
+    """Kernels that replace sequences of small torch operations; torch's own in plans that do not say."""
     torch_compile: bool = False
-    """Whether each decoder layer is compiled."""
+    """True if each decoder layer is compiled."""
     fp8: bool = False
-    """Whether products of linear layers have factors of 8 bits."""
+    """True if products of linear layers have 8-bit factors."""
     ddp_find_unused_parameters: bool = False
-    """Whether DDP looks for trained parameters that a step does not reach: of a vision tower, which text does not."""
+    """True if DDP looks for trained parameters that a step does not reach: of a vision tower, which text does not."""
     padding_free: bool
-    """Whether the rows of a micro-batch lie one behind the other, kept apart by their positions; always when packed."""
+    """True if the rows of a micro-batch are concatenated, kept apart by their positions; always when packed."""
     gradient_checkpointing: bool
     micro_batch_size: int
     gradient_accumulation_steps: int
@@ -150,15 +150,15 @@ class Plan(Facts):
     environment: Mapping[str, str] = {}
     """Variables that every process finds in its environment."""
     timeout_seconds: int = 600
-    """How long a process may stand still in a step, or wait for the others in it."""
+    """Seconds that a process may make no progress in a step, or wait for the others in it."""
     patience_seconds: int = 600
     """The same where nobody sees whether it moves: while it loads or saves, in its first step, at answers."""
     vllm: VLLM | None = None
-    """What generates the answers that the model learns from; None for transformers."""
+    """Engine that generates the answers that the model learns from; None for transformers."""
     zero_buckets: ZeroBuckets | None = None
-    """What DeepSpeed exchanges at once; None for other engines."""
+    """Sizes of DeepSpeed's communication buckets; None for other engines."""
     pad_to_multiple_of: int | None = None
-    """What the length of a micro-batch is padded to a multiple of, where sequences are divided."""
+    """Multiple that the length of a micro-batch is padded to, where sequences are divided."""
     learning_rate: float
     router_aux_loss_coef: float | None = None
     """Coefficient of the routers' auxiliary loss, 0 where it is left out; None where model or method have none."""
@@ -168,23 +168,23 @@ class Plan(Facts):
     schedule: Schedule | None
     """None while the number of packed sequences is not known, which is only before tokenising."""
     saving: Saving = Saving()
-    """What is written to disk."""
+    """Checkpoints of the run."""
     memory: MemoryEstimate
     unchecked: str | None = None
-    """What lies outside of the range in which the formulas of memory were checked; None where nothing does."""
+    """Properties outside of the range in which the formulas of memory were checked; None where there are none."""
     memory_limit_bytes: int
-    """What the plan allows itself to use of the device."""
+    """Bytes of the device that the plan allows itself to use."""
     speed: Speed | None = None
     """Time and cost; None for models whose operations are not counted."""
     reasons: tuple[Reason, ...]
     rejected: tuple[Rejected, ...] = ()
-    """What was looked at first, in its order."""
+    """Rejected layouts, in the order in which they were tried."""
     change_first: str | None = None
-    """What to change in the recipe first if memory runs out after all."""
+    """Change of the recipe to try first if memory runs out after all."""
 
     @property
     def exchange_timeout_seconds(self) -> int:
-        """How long the libraries wait in an exchange: longer than a run is watched, which tells more."""
+        """Seconds that collectives wait: longer than the watchdog, whose error says more."""
         return self.patience_seconds + EXCHANGE_MARGIN_SECONDS
 
     def to_yaml(self) -> str:
@@ -219,14 +219,14 @@ class Plan(Facts):
 
     @property
     def devices_words(self) -> str:
-        """What it runs on: `16 x H100 SXM 80 GB in 2 nodes`."""
+        """Devices of the run: `16 x H100 SXM 80 GB in 2 nodes`."""
         number = self.layout.num_processes
         words = self.device.name if number == 1 else f"{number} x {self.device.name}"
         return words if self.num_nodes == 1 else f"{words} in {self.num_nodes} nodes"
 
     @property
     def layout_words(self) -> str:
-        """How the work is spread, and whether activations are computed again: `FSDP2, full shard, checkpointing`."""
+        """Layout of the work, and whether activations are recomputed: `FSDP2, full shard, checkpointing`."""
         return f"{self.layout.name}, checkpointing" if self.gradient_checkpointing else self.layout.name
 
     @property
@@ -244,14 +244,14 @@ class Plan(Facts):
 
     @property
     def memory_basis(self) -> str:
-        """What the figures of memory are: how they were checked, and on which side they err."""
+        """Basis of the memory figures: how they were checked, and on which side they err."""
         if self.device.kind == "cuda" and self.kernels != "torch":
             return f"{_BASIS[self.memory.confidence]}; an upper bound: {self.kernels}'s kernels keep less"
         return _BASIS[self.memory.confidence]
 
     @property
     def model_words(self) -> str:
-        """What is trained, by its name."""
+        """Name of the trained model."""
         return self.recipe.model.path if self.origin is None else self.origin.name
 
     @property
@@ -261,7 +261,7 @@ class Plan(Facts):
 
     @property
     def figures(self) -> str:
-        """What the choice needs, how fast it is, how long it takes and what that costs, in one line."""
+        """Figures of the choice in one line: memory, speed, time and cost."""
         each = "" if self.layout.num_processes == 1 else " on each"
         memory = f"{gib(self.memory.total_bytes)} of {gib(self.memory_limit_bytes)}{each}"
         speed = self._speed_reason
@@ -269,7 +269,7 @@ class Plan(Facts):
 
     @property
     def speed_basis(self) -> str:
-        """Where the figures of speed come from, or why there are none."""
+        """Source of the speed figures, or why there are none."""
         return self._speed_reason.why if self._speed_reason else ""
 
     @property
@@ -317,7 +317,7 @@ class Plan(Facts):
         return [(part, self.memory.parts[part], COLOURS[part]) for part in COLOURS if part in self.memory.parts]
 
     def elsewhere_lines(self) -> list[str]:
-        """What is needed of each node besides its devices, a line each."""
+        """Return the needs of each node besides its devices, a line each."""
         sizes = (("main memory", self.memory.host_bytes), ("disk", self.memory.nvme_bytes))
         return [f"{name}: {gib(size)} on each node" for name, size in sizes if size]
 

@@ -73,7 +73,7 @@ def resolve(
     records: Sequence[RunRecord] = (),
     teacher: ModelFacts | None = None,
 ) -> Plan:
-    """How to run `recipe` on `hardware`.
+    """Plan how to run `recipe` on `hardware`.
 
     Args:
         recipe: What is asked for.
@@ -227,7 +227,7 @@ def setting_of(
     limit_bytes: int | None = None,
     teacher: ModelFacts | None = None,
 ) -> Setting:
-    """What every layout of a recipe has in common.
+    """Return the settings that every layout of a recipe has in common.
 
     Args:
         recipe: What is asked for.
@@ -292,7 +292,7 @@ def _spare_bytes(setting: Setting, chosen: _Chosen) -> int | None:
 
 
 def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chosen, str]:
-    """What generates answers, where the recipe leaves that open, and why: vLLM where it can be had in the same layout.
+    """Choose the generation engine where the recipe leaves it open: vLLM where it fits the same layout.
 
     Returns:
         The setting with it, the layout that was chosen, cut anew where vLLM takes its part, and the reason.
@@ -336,7 +336,9 @@ def _that_fit(setting: Setting) -> Iterator[tuple[Layout, MemoryEstimate]]:
 
 
 def _beyond_reasons(setting: Setting, candidate: Candidate, speed: Speed | None) -> Iterator[Reason]:
-    """Where another engine is expected to be faster: what sends weights over the network, or to the processor."""
+    """Yield the reason that another engine is expected to be faster: weights sent over the network, or to the
+    processor.
+    """
     if not (candidate.layout.num_shards > candidate.devices_per_node or candidate.layout.offloads):
         return
     other = _other_engine(setting)
@@ -395,7 +397,7 @@ def _choose(setting: Setting) -> _Chosen:
 
 
 def _elsewhere(setting: Setting) -> list[str]:
-    """Where to start with another engine, for all weights of a model that many devices are needed for."""
+    """Return where to start with another engine, for full training of a model that needs many devices."""
     other = _other_engine(setting) if setting.hardware.num_accelerators > 1 else None
     return [] if other is None else other.words()
 
@@ -414,7 +416,7 @@ def _machine(setting: Setting) -> str:
 
 
 def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list[Refusal]) -> PlanError:
-    """What to say where no layout is left to try."""
+    """Return the error for a recipe without any layout left to try."""
     if rejected:
         return PlanError(f"{rejected[0].layout.name}: {rejected[0].why}", hint=refusals[0].hint)
     given = setting.recipe.parallel.model_dump(exclude_defaults=True)
@@ -427,16 +429,16 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
 
 
 def _multiple_of(setting: Setting) -> str:
-    """What to do where processes are asked for that the batch cannot be divided over."""
+    """Return advice where the batch cannot be divided over the requested processes."""
     num, batch = setting.recipe.parallel.num_processes, setting.recipe.train.global_batch_size
     return f", or make train.global_batch_size a multiple of {num}" if num and batch % num else ""
 
 
 class Smaller(NamedTuple):
-    """What of a recipe to change so that it fits."""
+    """Change of a recipe so that it fits."""
 
     words: str
-    """What, and what it comes to then."""
+    """Description of the change, and its result."""
     changes: tuple[str, ...] = ()
     """The same as `key=value`; none where nothing would do."""
 
@@ -473,7 +475,7 @@ def _changes(recipe: Recipe, free: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _change_first(setting: Setting, num_nodes: int, found: Fit) -> str | None:
-    """What to change first if memory runs out after all: what leaves the result as it is, if anything does."""
+    """Return the change to try first if memory runs out after all: preferably one that leaves the result as it is."""
     for change, changed, other in _savings(setting, found):
         if refusal(changed, other.layout) is not None:
             continue

@@ -14,14 +14,14 @@ WHOLE = ("single", "ddp")
 
 
 class Obstacle(NamedTuple):
-    """Why a checkpoint cannot be gone on from in a layout, and the nearest in which it can."""
+    """Reason that a checkpoint cannot be resumed in a layout, and the nearest in which it can."""
 
     why: str
     hint: str
 
 
 def obstacle(saved: Layout, layout: Layout) -> Obstacle | None:
-    """Why a checkpoint of one layout cannot be gone on from in another; None where it can.
+    """Return why a checkpoint of one layout cannot be resumed in another; None where it can.
 
     torch's sharded checkpoints are read by any number of processes, and so are those of processes that hold everything.
     Each is also taken apart or put together for the other. What DeepSpeed divides, it takes back as it was.
@@ -42,7 +42,7 @@ def obstacle(saved: Layout, layout: Layout) -> Obstacle | None:
 
 
 def _divides(layout: Layout) -> tuple[int, int, bool]:
-    """What the files of DeepSpeed's state depend on."""
+    """Return the part of a layout that the files of DeepSpeed's state depend on."""
     return layout.num_processes, layout.num_shards, layout.offloads
 
 
@@ -78,7 +78,7 @@ def _times(of: Range | None, factor: float) -> Range | None:
 
 
 def differences(before: Plan, now: Plan) -> list[str]:
-    """What is decided otherwise than before, a phrase each."""
+    """Return the decisions that differ from those before, a phrase each."""
     pairs = (
         ("layout", before.layout.name, now.layout.name),
         ("processes", before.layout.num_processes, now.layout.num_processes),

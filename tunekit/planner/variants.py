@@ -32,7 +32,7 @@ MAX_LENGTH = 2**20
 """Longest sequence that is tried for a model that does not say how many positions it has."""
 
 Largest = Literal["batch", "length", "model"]
-"""What the largest of may be looked for."""
+"""Quantity to maximize."""
 
 NEXT = "next"
 """Note of the variant beyond the largest that fits."""

@@ -106,7 +106,7 @@ def _gfx(version: int) -> str:
 
 
 def _has_bfloat16(version: int) -> bool:
-    """Whether matrix products are computed in bfloat16: from MI100 (gfx908) and Radeon RX 7000 (gfx11) on."""
+    """Return whether matrix products are computed in bfloat16: from MI100 (gfx908) and Radeon RX 7000 (gfx11) on."""
     return 90008 <= version < 100000 or version >= 110000
 
 
@@ -117,7 +117,7 @@ def _pcie(card: Path) -> tuple[int, int]:
 
 
 def _text(file: Path) -> str:
-    """What a file of /sys holds; nothing where it is missing or the driver does not tell."""
+    """Return the content of a file of /sys; empty where it is missing or the driver does not tell."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -21,7 +21,7 @@ _NAMING = ("config.json", "tokenizer_config.json", "generation_config.json", "pr
 
 
 def is_folder(section: ModelSection) -> bool:
-    """Whether a model lies on this machine, or should by what it is called, rather than on the hub."""
+    """Return whether a model is a local folder, or should be by its name, rather than one of the hub."""
     path = section.path
     return path == "pico" or Path(path).is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
 

@@ -52,7 +52,7 @@ def figures_of(used: Sequence[Found]) -> Figures | None:
 
 
 def _link(used: Sequence[Found], sheet: Figures) -> float | None:
-    """What the slowest carries to the others: over links of its own if those join every two, else over PCIe."""
+    """Return the bandwidth of the slowest device: over direct links if those join every two, else over PCIe."""
     everyone = {one.device.visible_as for one in used}
     if len(used) < 2 or any(everyone - one.linked - {one.device.visible_as} for one in used):
         return used[0].host_bytes_per_second

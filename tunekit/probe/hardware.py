@@ -21,7 +21,7 @@ from tunekit.probe.nodes import read_launch, use_launch
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed torch was built for."""
+    """Accelerator that the installed torch was built for."""
 
     cuda: str | None
     hip: str | None
@@ -29,7 +29,7 @@ class TorchBuild:
 
 
 def probe_hardware() -> Hardware:
-    """What a run has to compute with here, on all nodes.
+    """Probe the hardware of a run on all nodes.
 
     Raises:
         PlanError: The driver does not answer, or the launcher and the machine contradict each other.
@@ -38,7 +38,7 @@ def probe_hardware() -> Hardware:
 
 
 def probe_node() -> Hardware:
-    """What this machine has, whatever a launcher says. Accelerators count only where torch is built for them.
+    """Probe this machine, regardless of launchers. Accelerators count only where torch is built for them.
 
     Raises:
         PlanError: The driver does not answer.
@@ -112,7 +112,7 @@ def with_nodes(node: Hardware, environment: Mapping[str, str]) -> Hardware:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a distribution is there; two of FlashAttention share the name that they are imported by."""
+    """Return whether a distribution is installed; two of FlashAttention share their import name."""
     try:
         distribution(name)
     except PackageNotFoundError:
@@ -121,6 +121,6 @@ def _is_installed(name: str) -> bool:
 
 
 def torch_build() -> TorchBuild:
-    """What torch was built for, from the one small file of it that says so; torch itself is not imported."""
+    """Return torch's build from the one small file that names it; torch itself is not imported."""
     known = runpy.run_path(str(distribution("torch").locate_file(Path("torch", "version.py"))))
     return TorchBuild(cuda=known["cuda"], hip=known["hip"])

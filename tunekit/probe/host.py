@@ -24,7 +24,7 @@ METAL_SHARES = ((36 * 2**30, 3 / 4), (0, 2 / 3))
 
 @dataclass(frozen=True)
 class Limits:
-    """What a group of processes may use; None where it may use all."""
+    """Resource limits of a group of processes; None where it may use all."""
 
     memory_bytes: int | None = None
     memory_used_bytes: int = 0
@@ -83,7 +83,7 @@ def processor() -> str:
 
 
 def cgroup_limits(root: Path) -> Limits:
-    """What this process may use by its control groups.
+    """Return the limits of this process's control groups.
 
     Args:
         root: The folder that `proc` and `sys` are in.

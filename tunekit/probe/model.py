@@ -41,14 +41,14 @@ PICO = Path(__file__).parents[1] / "models" / "pico"
 """Folder of the chat model that ships with tunekit."""
 
 HUB_SECONDS = 10
-"""How long a look at the hub may take before it counts as out of reach."""
+"""Seconds that a request to the hub may take before it counts as out of reach."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 """Files that hold a tokenizer; one of them is enough."""
 
 
 def model_folder(model: ModelSection) -> str:
-    """What transformers is told to load: a folder, or a hub name."""
+    """Return the argument for transformers' loaders: a folder, or a hub name."""
     return str(PICO) if model.path == "pico" else model.path
 
 
@@ -76,7 +76,7 @@ def _of_origin(origin: Origin, look: Callable[[ModelSection], ModelFacts]) -> Mo
 
 
 def with_tokenizer(model: ModelSection) -> ModelSection:
-    """Where the tokenizer of a model is: with an adapter that has none of its own, in its base."""
+    """Return the section of the model with the tokenizer: its base for an adapter that has none of its own."""
     origin = origin_of(model)
     if origin is None or any((Path(origin.folder) / name).is_file() for name in TOKENIZER_FILES):
         return model
@@ -171,7 +171,7 @@ def known_model(name: str) -> ModelFacts:
 
 
 def _has_config_only(folder: Path) -> bool:
-    """Whether there is a config.json, and no weights at all."""
+    """Return whether there is a config.json, and no weights at all."""
     weights = (file for pattern in ("*.safetensors*", "*.bin") for file in folder.glob(pattern))
     return (folder / "config.json").is_file() and not any(weights)
 
@@ -192,7 +192,7 @@ def _config_tensors(config: Mapping[str, Any], path: str) -> dict[str, tuple[tup
 
 
 def _near(folder: Path) -> str:
-    """What may have been meant by a folder that is not there."""
+    """Return a suggestion for a folder that does not exist."""
     from difflib import get_close_matches
 
     if not folder.parent.is_dir():
@@ -370,7 +370,7 @@ _DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
 
 
 def _is_loaded(name: str, num_layers: int) -> bool:
-    """Whether a stored tensor is a parameter of the model as transformers builds it.
+    """Return whether a stored tensor is a parameter of the model as transformers builds it.
 
     Layers behind the last one predict further tokens (DeepSeek-V3, GLM-4.5) and are left out. What corrects the scores
     of experts is a buffer, which nothing trains, but for Ernie's.

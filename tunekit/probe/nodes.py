@@ -1,4 +1,4 @@
-"""How many machines a run has, and which of its processes this is, by what the launcher wrote into the environment.
+"""Number of machines of a run, and the rank of this process, from the launcher's environment variables.
 
 The innermost launcher counts: torchrun, mpirun and srun start the processes, Slurm and SkyPilot give them the nodes.
 Only this node can be looked at; the others are taken to be like it, and the plan says so.
@@ -22,7 +22,7 @@ do. The rest of its configuration is forgotten."""
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says of the machines."""
+    """Launcher's description of the machines."""
 
     launcher: str
     num_nodes: int
@@ -30,9 +30,9 @@ class Launch:
     """Processes on this node (torchrun, mpirun, srun), or accelerators that it was given (Slurm, SkyPilot); None where
     not said."""
     starts_processes: bool = False
-    """Whether `num_local` counts processes."""
+    """True if `num_local` counts processes."""
     is_elsewhere: bool = False
-    """Whether this process runs on none of the nodes, as on the login node of a cluster."""
+    """True if this process runs on none of the nodes, as on the login node of a cluster."""
     rank: int = 0
     """Number of this process among all that the launcher started."""
     local_rank: int = 0
@@ -45,7 +45,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What the launcher of this process says; None where there is none.
+    """Return the launcher of this process; None where there is none.
 
     Raises:
         PlanError: What it says cannot be true.
@@ -55,7 +55,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def use_launch(launch: Launch, num_visible: int) -> tuple[int, str | None]:
-    """How many of this node's accelerators a run uses, and what is to be said of every plan.
+    """Return how many of this node's accelerators a run uses, and a note for every plan.
 
     Args:
         launch: What the launcher says.
@@ -117,7 +117,7 @@ def check_may_go_back(recipe: Recipe, launcher: str) -> None:
 
 
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
-    """How many of a node's accelerators the launcher leaves to a run, and what is to be said of it."""
+    """Return how many of a node's accelerators the launcher leaves to a run, and a note on it."""
     given = launch.num_local
     if given is None or given == num_visible:
         return num_visible, None
@@ -152,7 +152,7 @@ def _devices(number: int) -> str:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launch | None:
-    """What torchrun tells the processes that it starts; `accelerate launch` does the same."""
+    """Read torchrun's variables; `accelerate launch` sets the same."""
     local = _count(environment, "LOCAL_WORLD_SIZE")
     world = _count(environment, "WORLD_SIZE")
     if not local or not world:
@@ -162,7 +162,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _mpirun(environment: Mapping[str, str]) -> Launch | None:
-    """What Open MPI tells the processes that it starts."""
+    """Read Open MPI's variables."""
     local = _count(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     world = _count(environment, "OMPI_COMM_WORLD_SIZE")
     if not local or not world:
@@ -172,7 +172,7 @@ def _mpirun(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _srun(environment: Mapping[str, str]) -> Launch | None:
-    """What Slurm tells the tasks of a step, where there are several.
+    """Read Slurm's variables in a task of a step, where there are several.
 
     SLURM_PROCID and SLURM_NTASKS are there in the script of a job too, which is no task; and a step of one task is a
     shell, or a command that is to start its processes itself.
@@ -189,7 +189,7 @@ def _srun(environment: Mapping[str, str]) -> Launch | None:
 def _started(
     launcher: str, name: str, world: int, nodes: int, local: int, environment: Mapping[str, str], ranks: tuple[str, str]
 ) -> Launch:
-    """What a launcher says that starts the processes.
+    """Return the launch of a launcher that starts the processes.
 
     Args:
         launcher: Which.
@@ -213,7 +213,7 @@ def _started(
 
 
 def _slurm(environment: Mapping[str, str]) -> Launch | None:
-    """What Slurm tells a job's steps, its script, and the shell of `salloc`, which may run on a login node."""
+    """Read Slurm's variables in a job's steps, its script, or the shell of `salloc`, which may run on a login node."""
     nodes = _count(environment, "SLURM_JOB_NUM_NODES") or _count(environment, "SLURM_NNODES")
     if nodes is None:
         return None

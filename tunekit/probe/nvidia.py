@@ -46,7 +46,7 @@ def nvidia_devices(environment: Mapping[str, str]) -> tuple[Found, ...]:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether an NVIDIA driver answers."""
+    """Return whether an NVIDIA driver responds."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -161,7 +161,7 @@ def _nvlinks(gpu: Any) -> tuple[int, float | None]:
 
 
 def _has_nvlink(gpu: Any, other: Any) -> bool:
-    """Whether NVLink joins two GPUs, directly or through a switch."""
+    """Return whether NVLink joins two GPUs, directly or through a switch."""
     try:
         status = pynvml.nvmlDeviceGetP2PStatus(gpu, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except pynvml.NVMLError:

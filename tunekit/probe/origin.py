@@ -1,4 +1,4 @@
-"""What a folder is that training starts from: the result of a run, or an adapter; read from its small files.
+"""Folder that training starts from: the result of a run, or an adapter; read from its small files.
 
 The result of a run lies in `model/` of the run's folder, whose recipe and plan tell the base and what came before.
 An adapter by itself says in its `adapter_config.json` what it is; only what a recipe can say is taken.
@@ -41,11 +41,12 @@ PLAIN: dict[str, Any] = {
     "velora_config": None,
     "megatron_config": None,
 }
-"""What `adapter_config.json` says of an adapter that a recipe can describe. How its matrices began does not matter."""
+"""Values in `adapter_config.json` of adapters that a recipe can describe. The initialization of its matrices does not
+matter."""
 
 
 def origin_of(section: ModelSection) -> Origin | None:
-    """What a model section starts from; None where that is a model which no run made.
+    """Return the origin of a model section; None where that is a model which no run made.
 
     Raises:
         ModelError: It is an adapter that lacks a part, or that a recipe has no words for.
@@ -60,7 +61,7 @@ def origin_of(section: ModelSection) -> Origin | None:
 
 
 def is_result(folder: Path) -> bool:
-    """Whether a folder is what came out of a run."""
+    """Return whether a folder is the result of a run."""
     return folder.name == "model" and (folder.parent / "status.json").is_file()
 
 
@@ -87,7 +88,7 @@ def _of_run(folder: Path, path: str) -> Origin:
 
 
 def _origin_in(plan: Path) -> Origin | None:
-    """What a run started from, as its plan has it."""
+    """Return the origin of a run, from its plan."""
     found = yaml.safe_load(plan.read_text(encoding="utf-8")).get("origin")
     return None if found is None else Origin.model_validate(found)
 

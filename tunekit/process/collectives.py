@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other besides what is trained, and what to say where one does not answer."""
+"""Collectives of a run's processes besides those of training, and errors for a process that does not answer."""
 
 import re
 import traceback
@@ -10,14 +10,14 @@ from tunekit.runs.rank import Place
 T = TypeVar("T")
 
 FROM_GLOO = re.compile(r"/gloo/|\bgloo\b", re.IGNORECASE)
-"""What gloo's errors have in common: the place in its code where they were raised; they are plain RuntimeErrors."""
+"""Common part of gloo's errors: the place in its code that raised them; they are plain RuntimeErrors."""
 
 
 DATA_WORKER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) "
     r"(?:is killed by signal: (?P<sign>[^.]+)|exited unexpectedly)"
 )
-"""What torch says where one of the processes ended that make micro-batches: RuntimeErrors, raised wherever it is."""
+"""Message of torch where a data worker died: RuntimeErrors, raised anywhere."""
 
 DATA_WORKER_HINT = (
     "the system kills a process where main memory runs out, which its own log says, and one that finds no room in "
@@ -26,7 +26,7 @@ DATA_WORKER_HINT = (
 
 
 def same_everywhere(value: T, place: Place) -> T:
-    """What the main process says, in every process; all call it together."""
+    """Broadcast the main process's value to every process; all call it together."""
     if place.num_processes == 1:
         return value
     import torch
@@ -37,7 +37,7 @@ def same_everywhere(value: T, place: Place) -> T:
 
 
 def data_worker_problem(error: BaseException, place: Place) -> str | None:
-    """Which process that makes micro-batches ended, in words; None where the error is another.
+    """Describe which data worker died; None where the error is another.
 
     Args:
         error: What was raised.
@@ -64,7 +64,7 @@ def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
 
 
 def of_all(value: T, place: Place) -> list[T]:
-    """What each process says, by rank, in every process; all call it together."""
+    """Gather the values of all processes by rank, in every process; all call it together."""
     if place.num_processes == 1:
         return [value]
     import torch
@@ -75,7 +75,7 @@ def of_all(value: T, place: Place) -> list[T]:
 
 
 def exchange_problem(error: RuntimeError, place: Place) -> str | None:
-    """What a process waited for in vain, in words; None where the error is no other process's end or silence.
+    """Describe what a process waited for in vain; None where the error is not another process's end or silence.
 
     Args:
         error: What was raised.

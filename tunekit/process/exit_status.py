@@ -1,4 +1,4 @@
-"""How a process that was asked to end says so: on the screen at once, and in the status when it is over."""
+"""Exit of a process that was asked to stop: reported on the screen at once, and in the status when it is over."""
 
 import os
 from types import TracebackType
@@ -44,12 +44,12 @@ class Ending:
         self.wishes.__exit__(kind, error, trace)
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
-        """Whether what ended the work is that it was to end: some end before others, who then see that."""
+        """Return whether an error follows from a stop request: some processes end before others, who then see that."""
         asked = self.wishes.asked is not None
         return isinstance(error, KeyboardInterrupt) or (asked and isinstance(error, ExchangeError))
 
     def stopped(self, *, at_a_boundary: bool) -> Stopped:
-        """What to raise once the work is over, having said it.
+        """Record the stop and return the error to raise once the work is over.
 
         Args:
             at_a_boundary: Whether all processes ended together, as they were asked to.
@@ -90,7 +90,7 @@ def phase_after(run: Run, asked: Request) -> str:
 
 
 def stopped(run: Run, asked: Request, reason: str) -> Stopped:
-    """What to raise where a run was stopped."""
+    """Return the error for a run that was stopped."""
     return Stopped(reason, hint=next_command(run), exit_code=asked.exit_code)
 
 

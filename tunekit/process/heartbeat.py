@@ -20,15 +20,15 @@ from tunekit.runs.run import Run
 from tunekit.runs.small_files import read_object
 
 BEAT_SECONDS = 1.0
-"""How often they do."""
+"""Seconds between heartbeats."""
 
 UNEVEN = ("generation", "rewards")
-"""What does not take all processes through the same moves."""
+"""Activities that not all processes go through."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process said last.
+    """Last heartbeat of a process.
 
     Attributes:
         rank: Which one it is.
@@ -58,12 +58,12 @@ class Beat:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """How far it is, to be compared with others."""
+        """Progress of the process, for comparison with others."""
         # Answers differ in length, and rewards in what they take.
         return self.step, self.marks, 0 if self.at in UNEVEN else self.moves
 
     def has_moved_since(self, before: "Beat") -> bool:
-        """Whether it was seen to move."""
+        """Return whether it made progress since an earlier heartbeat."""
         return (self.step, self.marks, self.moves) != (before.step, before.marks, before.moves)
 
 
@@ -102,7 +102,7 @@ class Heart:
         self._moves += 1
 
     def now(self) -> Beat:
-        """Where it is now."""
+        """Return the current heartbeat."""
         return Beat(
             rank=self._place.rank,
             pid=os.getpid(),
@@ -146,7 +146,7 @@ class Heart:
 
 
 def beats_of(run: Run) -> list[Beat]:
-    """What the processes of a run said last, by rank; one that ended in order says nothing more."""
+    """Return the last heartbeats of a run's processes, by rank; one that ended in order sends no more."""
     beats = []
     for file in (run.path / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
@@ -156,7 +156,7 @@ def beats_of(run: Run) -> list[Beat]:
 
 
 def last_signs(run: Run) -> dict[int, int]:
-    """When each process of a run gave its last sign of life, by rank, by the clock of the disk in nanoseconds."""
+    """Return the time of each rank's last heartbeat, by the clock of the disk in nanoseconds."""
     signs = {}
     for file in (run.path / RANKS).glob("rank-*.json"):
         with contextlib.suppress(FileNotFoundError):

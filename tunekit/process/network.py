@@ -14,7 +14,7 @@ ANY_PORT = 9
 """A port to name where none matters: no packet is sent to it."""
 
 INFINIBAND = Path("sys/class/infiniband")
-"""Where Linux lists the adapters that speak verbs, with the state of their ports."""
+"""Folder where Linux lists InfiniBand and RoCE adapters, with the state of their ports."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Way:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it leads to the node itself and nowhere else."""
+        """True if it leads to the node itself and nowhere else."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
 

@@ -31,10 +31,10 @@ LOG = "launcher.log"
 """File of a run folder with what its processes wrote to standard output and error, rather than to their own logs."""
 
 GONE_SECONDS = 15
-"""How long the system may take to end processes that were killed."""
+"""Seconds for the system to end processes that were killed."""
 
 FOLLOW_SECONDS = 0.5
-"""How often a process looks whether its supervisor is there."""
+"""Seconds between two checks of a process that its supervisor is alive."""
 
 LAUNCHERS_OWN = ("ACCELERATE_", "FSDP_")
 """Beginnings of variables with which `accelerate launch` configures what it starts, which the plan does here."""
@@ -59,7 +59,7 @@ class Share:
     listener: socket.socket | None
 
     def places(self, local_rank: int) -> dict[str, str]:
-        """What tells a process its place and where the store is, with torchrun's variables."""
+        """Return torchrun's variables for a process: its rank, and the address of the store."""
         rank = self.node * self.num_local + local_rank
         places = {
             "RANK": rank,
@@ -163,7 +163,7 @@ class Group:
 
 
 def is_supervised() -> bool:
-    """Whether a supervisor of tunekit's started this process."""
+    """Return whether a supervisor of tunekit's started this process."""
     return SUPERVISOR in os.environ
 
 

@@ -28,22 +28,22 @@ from tunekit.runs.run import Run
 from tunekit.runs.stop_request import EXIT_CODES, Request, request, requested
 
 LISTEN_SECONDS = 0.5
-"""How often the run folder is looked at for a wish of others."""
+"""Seconds between two looks at the run folder for a stop request."""
 
 SIGN_SECONDS = 10.0
-"""How often a process that supervises others shows that it lives."""
+"""Seconds between heartbeats of a supervisor."""
 
 MARGIN_SECONDS = 3.0
-"""How long before it is killed a run has ended; a fifth of its time where that is less."""
+"""Seconds before it is killed by which a run has ended; a fifth of its time where that is less."""
 
 SAME_SECONDS = 1.0
 """Two SIGTERM within this time are one wish that came on two ways: from a scheduler, and from the launcher."""
 
 STUCK_SECONDS = 2.0
-"""How long a process has to end by itself that is to end at once."""
+"""Seconds for a process to exit by itself after a request to end at once."""
 
 CHILD_SECONDS = 0.5
-"""How long a process that was forked waits to see whether a SIGTERM was meant for all."""
+"""Seconds that a forked process waits to see whether a SIGTERM was meant for all."""
 
 PR_SET_PDEATHSIG = 1
 """Linux's number of what sends a process a signal when its parent is gone."""
@@ -53,7 +53,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Wishes:
-    """Whether a run is to end, as this process knows it, from the beginning of a `with` block to its end.
+    """Stop requests to a run, as this process knows them, within a `with` block.
 
     Signals are heard where the block is in the main thread: Python tells no other of them. A signal is left alone that
     the process was started to ignore, but for Slurm's SIGUSR1, or for which the program has a handler of its own.
@@ -106,7 +106,7 @@ class Wishes:
 
     @property
     def seconds_left(self) -> float:
-        """How long the run may still take to end, infinite where nobody kills it."""
+        """Seconds that the run may still take to end, infinite where nobody kills it."""
         return self._deadline - time.monotonic()
 
     @contextlib.contextmanager
@@ -280,7 +280,7 @@ def before_a_run(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_free(sign: signal.Signals, handler: Any) -> bool:
-    """Whether a signal is for runs to handle."""
+    """Return whether a signal is for runs to handle."""
     if sign == signal.SIGINT:
         return handler is not signal.SIG_IGN
     if sign in (signal.SIGTERM, signal.SIGHUP):
@@ -291,7 +291,7 @@ def _is_free(sign: signal.Signals, handler: Any) -> bool:
 
 
 class _Forks:
-    """What holds for processes that are forked from this one, such as those that make micro-batches.
+    """Hooks for processes that are forked from this one, such as data workers.
 
     They get the signals too that are sent to all of a job's or a terminal's processes, and are needed for the step that
     is still computed; but SIGTERM is also how this process ends them. They end when it is gone, however it ended.

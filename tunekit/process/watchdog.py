@@ -1,4 +1,4 @@
-"""What ends a run that stands still, says which process it is, and leaves the stacks of all.
+"""Watchdog: ends a run that makes no progress, names the responsible process, and writes the stacks of all.
 
 Each process watches itself, from a thread of its own, so that it needs no supervisor: whatever started it, a process
 that has not moved for as long as the plan allows writes its stacks to `RUN/stacks/rank-N.txt` and its error to
@@ -43,28 +43,28 @@ ASK = signal.SIGUSR2
 """The signal on which a process writes its stacks, whatever it is at."""
 
 STEADY = ("data", "forward", "backward", "optimizer", "logging", "evaluation")
-"""What a process must move in all the time, once its first step is over."""
+"""Activities in which a process must make progress all the time, once its first step is over."""
 
 EXCHANGING = ("/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
 """Files of torch from which it exchanges outside of Python: buffers before a pass, and gradients in a backward pass."""
 
 LOOK_SECONDS = 5 * BEAT_SECONDS
-"""How long others on this host are looked at, to see who gives a sign of life and who moves."""
+"""Seconds that others on this host are watched, to see which ones send heartbeats and which make progress."""
 
 TELL_SECONDS = 15
-"""How long a process that only waited stays for the word of the one that it waited for."""
+"""Seconds that a process which only waited stays for the error of the one that it waited for."""
 
 PULSE_MARGIN_SECONDS = 60
-"""How much longer than a process may stand still the supervisor waits for a sign of life."""
+"""Seconds that the supervisor waits for a heartbeat beyond the limit of a process."""
 
 
 def limit_of(plan: Plan, beat: Beat) -> int:
-    """How long a process may stand still where it is, in seconds."""
+    """Return the limit for a process without progress at its current activity, in seconds."""
     return plan.timeout_seconds if beat.is_warm and beat.at in STEADY else plan.patience_seconds
 
 
 def where(beat: Beat) -> str:
-    """What a process is at, in words."""
+    """Describe the current activity of a process."""
     if beat.at == "data":
         return f"waiting for the rows of step {beat.step}"
     return f"in {beat.at} of step {beat.step}" if beat.step else f"in {beat.at}"
@@ -72,7 +72,7 @@ def where(beat: Beat) -> str:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a process that stands still sees of its run.
+    """State of a run as seen by a process that makes no progress.
 
     Attributes:
         mine: Where it is itself.
@@ -92,11 +92,11 @@ class Sight:
 
     @property
     def is_patient(self) -> bool:
-        """Whether it waits for one that moves, which is as it should be."""
+        """True if it waits for a process that makes progress, as it should."""
         return any(other.rank in self.moving and other.position <= self.mine.position for other in self.others)
 
     def verdict(self, seconds: float, stacks: Path) -> RunError:
-        """Who hangs, as one says it who stands still.
+        """Return the error that names the hanging process, from the view of one that waits.
 
         Args:
             seconds: How long it has stood.
@@ -122,12 +122,12 @@ class Sight:
 
 
 def no_sign_of(beat: Beat) -> str:
-    """What to say of a process that gives no sign of life."""
+    """Describe a process that sends no heartbeats."""
     return f"rank {beat.rank} (process {beat.pid} on {beat.host}) gives no sign of life, last heard of {where(beat)}"
 
 
 def gone_words(run: Run) -> str:
-    """Which processes of this host are gone without a word, to be said behind what one says that has lost them."""
+    """Describe the processes of this host that died without an error, for the message of one that lost them."""
     gone = [
         f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
         for beat in beats_of(run)
@@ -218,7 +218,7 @@ class Watchdog:
         os._exit(HUNG_CODE)
 
     def _look(self, mine: Beat) -> Sight:
-        """What there is to see of the others, who are looked at for some beats."""
+        """Watch the other processes for some heartbeats and return what they do."""
         place, run = self._record.place, self._record.run
         if place.num_processes == 1:
             return Sight(mine, waits=False, others=(), silent=(), moving=(), num_processes=1)
@@ -255,7 +255,7 @@ class Watchdog:
 
 
 class Pulse:
-    """What a supervisor hears of its processes, on whatever host they are.
+    """Heartbeats of a supervisor's processes, on any host.
 
     Args:
         run: The run.
@@ -333,7 +333,7 @@ def end_children(since: float) -> None:
 
 
 def is_waiting(thread: int) -> bool:
-    """Whether a thread stands in an exchange between processes, as far as its stack tells."""
+    """Return whether a thread waits in a collective, judging by its stack."""
     frame = sys._current_frames().get(thread)
     for depth, file in enumerate(_files(frame)):
         if "/torch/" not in file:

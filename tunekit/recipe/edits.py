@@ -1,4 +1,4 @@
-"""What becomes of an edited recipe when a run goes on from a checkpoint: field by field, from the recipe alone.
+"""Classify edits of a recipe on resume: applied, ignored or refused, field by field, from the recipe alone.
 
 A checkpoint holds the weights, the optimizer and its learning rates, the schedule's position, the random numbers and
 how many rows were seen. An edit that these know nothing of takes effect. One that they hold themselves would be
@@ -23,7 +23,7 @@ where that state is left; or it cannot be had in this run."""
 
 
 class Ruling(NamedTuple):
-    """What becomes of an edit of a field, or of any field of a section."""
+    """Effect of an edit of a field, or of any field of a section."""
 
     effect: Effect
     why: str = ""
@@ -152,13 +152,13 @@ RULINGS: Mapping[str, Ruling] = {
 
 
 def ruling_of(key: tuple[str, ...]) -> Ruling | None:
-    """What becomes of an edit of a field as a rule; None where nobody has thought of it."""
+    """Return the general effect of an edit of a field; None where no rule covers it."""
     names = (dotted(key[:length]) for length in range(len(key), 0, -1))
     return next((RULINGS[name] for name in names if name in RULINGS), None)
 
 
 def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
-    """What becomes of an edit in a run.
+    """Return the effect of an edit in a run.
 
     Args:
         edit: The edit.

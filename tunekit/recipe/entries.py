@@ -199,7 +199,7 @@ def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
 
 
 def _kind_of(annotation: Any) -> Kind:
-    """What a plain type holds."""
+    """Return the kind of a plain type."""
     plain = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     if get_origin(plain) is Literal:
         return "choice"
@@ -208,7 +208,7 @@ def _kind_of(annotation: Any) -> Kind:
 
 
 def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
-    """What the schema says of any field."""
+    """Return the schema's entry for any field."""
     field = holder.field
     bounds = constraints_of(field)
     return Entry(
@@ -229,6 +229,6 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
 
 
 def _number(bound: Any) -> float | None:
-    """What a constraint names: a number in recipes, though annotated-types allows whatever has an order."""
+    """Return a constraint's bound: a number in recipes, though annotated-types allows any ordered value."""
     number: float | None = bound
     return number

@@ -90,12 +90,12 @@ def _words(sections: list[type[Section]]) -> list[str]:
 
 
 def _stands_alone(section: type[Section]) -> bool:
-    """Whether a lone word says all that a section requires."""
+    """Return whether a lone word sets all that a section requires."""
     return all(name == section.shorthand or not field.is_required() for name, field in section.model_fields.items())
 
 
 def _in_list(key: tuple[str, ...], path: list[list[Holder]]) -> Iterator[str]:
-    """How the key is written where a section above it, or it itself, is one of a list."""
+    """Yield spellings of the key where a section above it, or it itself, is one of a list."""
     for depth, holders in enumerate(path, start=1):
         if takes_list(holders[0].field):
             items = [dotted((*key[:depth], position, *key[depth:])) for position in (0, 1)]
@@ -153,7 +153,7 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
 
 
 def takes_words(holders: list[Holder]) -> str:
-    """What a field takes, in words, with its bounds; the words of all variants for a tag."""
+    """Describe the values that a field takes, with its bounds; the words of all variants for a tag."""
     kinds = [kind for holder in holders for kind in members(holder.field.annotation) if kind is not type(None)]
     bounds = [_bound(item) for item in constraints_of(holders[0].field)]
     return " ".join([expected(list(dict.fromkeys(kinds))), " and ".join(filter(None, bounds))]).rstrip()

@@ -35,12 +35,12 @@ def sections_of(field: FieldInfo) -> list[type[Section]]:
 
 
 def takes_list(field: FieldInfo) -> bool:
-    """Whether a list of sections may stand in a field."""
+    """Return whether a field takes a list of sections."""
     return any(_is_section(item) for kind in members(field.annotation) for item in _items(kind))
 
 
 def takes_one(field: FieldInfo) -> bool:
-    """Whether a section may stand in a field by itself: not where it takes lists alone, such as `method.rewards`."""
+    """Return whether a field takes a section by itself: not where it takes lists alone, such as `method.rewards`."""
     return any(_is_section(kind) for kind in members(field.annotation))
 
 
@@ -61,7 +61,7 @@ def choices_of(field: FieldInfo) -> list[str]:
 
 
 def expands_env(field: FieldInfo) -> bool:
-    """Whether `${NAME}` stands for an environment variable in a field."""
+    """Return whether `${NAME}` is expanded to an environment variable in a field."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get(next(iter(EXPANDS_ENV))))
 
@@ -73,7 +73,7 @@ def tag_of(section: type[Section]) -> str | None:
 
 
 def is_free_mapping(field: FieldInfo) -> bool:
-    """Whether a field takes any keys, such as `method.trainer_args`."""
+    """Return whether a field takes any keys, such as `method.trainer_args`."""
     return any(get_origin(kind) is dict or kind is dict for kind in members(field.annotation))
 
 

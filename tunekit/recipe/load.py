@@ -116,7 +116,7 @@ def check_text(
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """What a YAML text says, unchecked, with each shorthand written out, such as `model: pico`; {} of an empty text.
+    """Parse a YAML text, unchecked, with each shorthand expanded, such as `model: pico`; {} of an empty text.
 
     Raises:
         RecipeError: It cannot be read as one mapping; the message has the place.
@@ -130,7 +130,7 @@ def read_text(text: str) -> dict[str, Any]:
 
 
 def _not_text(text: str, start: Place) -> list[Problem]:
-    """Why a text is none of a recipe, before it is looked at."""
+    """Return the problems of a text that is no recipe's, before parsing it."""
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
         return [Problem(start, f"is larger than {MAX_BYTES // 1024} KiB", hint="name a recipe, not its data")]
     return []
@@ -256,7 +256,7 @@ def _read_file(source: str | Path) -> _Draft:
 
 
 def _draft(text: str, start: Place, name: str | None) -> _Draft:
-    """What a YAML text says."""
+    """Parse a YAML text into a draft."""
     try:
         values, places, problems = read_yaml(text, start)
     except YAMLProblem as error:
@@ -299,7 +299,7 @@ def _not_found(path: Path) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """What may have been meant: recipe files in the same folder, shipped recipes."""
+    """Suggest recipe files in the same folder and shipped recipes."""
     folder = path.parent
     files = sorted(str(file) for file in folder.iterdir() if file.suffix in _SUFFIXES) if folder.is_dir() else []
     near = near_names(str(path), files) or near_names(str(path), [recipe.name for recipe in list_recipes()])
@@ -361,7 +361,7 @@ def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
 
 
 def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
-    """Where a data section gives a format: for all of its sources, and for one of them."""
+    """Yield the formats that a data section sets: for all of its sources, and for one of them."""
     yield ("data", "format"), data.get("format")
     for name in ("train", "eval"):
         given = data.get(name)
@@ -375,7 +375,7 @@ def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
 
 
 def _rewards(method: dict[str, Any], places: Places) -> Iterator[tuple[Key, Any]]:
-    """Where a method names functions as rewards: at their path, or as a whole where that stands alone."""
+    """Yield the functions that a method names as rewards: at their path, or as a whole where that stands alone."""
     given = method.get("rewards")
     for position, value in enumerate(given if isinstance(given, list) else []):
         if _mapping(value).get(TAG) == "function":
@@ -393,7 +393,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _trainer_args_problems(values: dict[str, Any], places: Places) -> list[Problem]:
-    """What is wrong with `method.trainer_args`; nothing of TRL is looked at where it is empty."""
+    """Return the problems of `method.trainer_args`; nothing of TRL is looked at where it is empty."""
     method = {TAG: Recipe.model_fields["method"].default.type, **_mapping(values.get("method"))}
     args = _mapping(method.get("trainer_args"))
     if not args or method[TAG] not in CONFIGS:

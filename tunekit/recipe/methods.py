@@ -1,4 +1,4 @@
-"""How a model is trained: one section for each method, with only the fields that matter to it.
+"""Training methods: one section for each, with only the fields that matter to it.
 
 Each is carried out by a trainer of TRL's. Whatever else that trainer can do stands in `trainer_args`, by TRL's names.
 """

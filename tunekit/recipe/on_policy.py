@@ -1,4 +1,4 @@
-"""What does not go together in methods that learn from answers which the model generates.
+"""Conflicts within methods that learn from answers which the model generates.
 
 TRL finds most of this when it builds a trainer, after the model was loaded, or warns in its log, or goes on with
 something else than was asked for.
@@ -23,7 +23,7 @@ UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
 def conflicts_of_answers(
     method: OnPolicyMethod, *, max_length: int, global_batch_size: int, save_steps: int | None, full: bool
 ) -> Iterator[Conflict]:
-    """What does not go together in a method, with the rows, the batch and the adapter.
+    """Yield conflicts of a method with the rows, the batch and the adapter.
 
     Args:
         method: The method.
@@ -66,7 +66,7 @@ def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
 
 
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
-    """What of vLLM is given for another way of using it, and arguments that say the same twice."""
+    """Yield vLLM settings that belong to another mode, and arguments that set the same twice."""
     asked, section = method.generation, ("method", "generation")
     colocated: dict[str, object] = {"vllm_gpu_memory_utilization": asked.vllm_gpu_memory_utilization}
     of_server: dict[str, object] = {"vllm_server_base_url": asked.vllm_server_base_url}
@@ -104,7 +104,7 @@ _OWNERS = {
 
 
 def _conflicts_of_loss(method: GRPOMethod) -> Iterator[Conflict]:
-    """What a loss of GRPO does not do with the other fields."""
+    """Yield the fields that a loss of GRPO does not support."""
     loss, level = method.loss_type, method.importance_sampling_level
     key = ("method", "importance_sampling_level")
     if loss == "luspo" and level != "sequence":

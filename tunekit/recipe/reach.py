@@ -1,4 +1,4 @@
-"""Where a recipe reaches on the machine that it runs on: the files and folders that its fields may name.
+"""Files and folders that the fields of a recipe may name on the machine that it runs on.
 
 Whoever lets others write recipes, such as a page in a browser, can say by these which are theirs to use. A name may
 also be one of the hub, a URL or a shipped example: what it is depends on the disk, and is not asked here.

@@ -1,4 +1,4 @@
-"""What a user can ask for: every section, every field, every default, and the sentence that explains it.
+"""Schema of recipes: every section, every field, every default, and the sentence that explains it.
 
 A recipe holds intent in machine-free units; how it is carried out on a machine is the plan's. The string under a
 field is its only description: `tunekit explain`, the JSON schema for editors and the reference page show that string.
@@ -224,7 +224,7 @@ class DataSection(Section):
         return self
 
     def _conflicts_of_sources(self) -> Iterator[Conflict]:
-        """What does not go together in what is mixed, and in what is evaluated on."""
+        """Yield conflicts between sources of a mixture, and of the evaluation."""
         sources = list(_each("train", self.train))
         num_weights = sum(source.weight is not None for _, source in sources)
         for key, source in sources:
@@ -254,7 +254,7 @@ class DataSection(Section):
             yield Conflict(("eval_size",), "cannot be given together with data.eval", "keep one of them")
 
     def _conflicts_of_order(self) -> Iterator[Conflict]:
-        """What does not go together in the order of the rows and in streams."""
+        """Yield conflicts between the order of the rows and streaming."""
         if self.packing and not self.shuffle:
             what = "cannot be false with data.packing, which puts the rows into another order"
             yield Conflict(("shuffle",), what, "leave one of them out")
@@ -314,7 +314,7 @@ class OutputSection(Section):
 
 
 def has_choice(key: tuple[str, ...], method: str) -> bool:
-    """Whether a field may be anything but its default with a method; a form leaves out those that may not.
+    """Return whether a field may differ from its default with a method; a form leaves out those that may not.
 
     Args:
         key: The field's key without positions in lists.
@@ -328,7 +328,7 @@ def has_choice(key: tuple[str, ...], method: str) -> bool:
 
 
 def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
-    """What a method cannot do with rows: only sft lays them out and masks them as the data section says."""
+    """Yield conflicts between a method and rows: only sft lays them out and masks them as the data section says."""
     if isinstance(method, SFTMethod):
         return
     with_it = f"with method {method.type}"
@@ -345,7 +345,7 @@ def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
 
 
 def _conflicts_of_adapter(method: Method, adapter: Adapter) -> Iterator[Conflict]:
-    """What a method cannot do with an adapter."""
+    """Yield conflicts between a method and an adapter."""
     if not isinstance(method, PairMethod | KTOMethod) or not isinstance(adapter, LoraAdapter) or not adapter.dropout:
         return
     if method.trainer_args.get("disable_dropout", True):
@@ -359,7 +359,7 @@ def _conflicts_of_adapter(method: Method, adapter: Adapter) -> Iterator[Conflict
 def _conflicts_of_numbers(
     method: Method, data: DataSection, train: TrainSection, adapter: Adapter
 ) -> Iterator[Conflict]:
-    """What a method asks of other numbers in the recipe."""
+    """Yield conflicts between a method and other numbers in the recipe."""
     if isinstance(method, DPOMethod | KTOMethod) and method.precompute_ref_log_probs and data.streaming:
         what = "cannot be true with data.streaming: the rows of a stream are not known before training"
         yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
@@ -374,7 +374,7 @@ def _conflicts_of_numbers(
 
 
 def _conflicts_of_losses(method: Method) -> Iterator[Conflict]:
-    """What losses do not read, or cannot do without."""
+    """Yield the fields that losses do not read, or require."""
     if isinstance(method, DPOMethod):
         losses = ", ".join(method.loss_type)
         if method.loss_weights is not None and len(method.loss_weights) != len(method.loss_type):
@@ -421,7 +421,7 @@ def _conflicts_of_cpo(method: CPOMethod) -> Iterator[Conflict]:
 
 
 def _conflicts_of_batch(method: Method, train: TrainSection) -> Iterator[Conflict]:
-    """What a method asks of the rows that are computed together."""
+    """Yield conflicts between a method and the batch."""
     if not isinstance(method, KTOMethod) or method.loss_type != "kto":
         return
     for name in ("global_batch_size", "micro_batch_size"):
@@ -432,7 +432,7 @@ def _conflicts_of_batch(method: Method, train: TrainSection) -> Iterator[Conflic
 
 
 def _conflicts_of_output(method: Method, output: OutputSection) -> Iterator[Conflict]:
-    """What a method's model cannot be shown to do."""
+    """Yield conflicts between a method's model and its output."""
     if isinstance(method, RewardMethod) and output.sample_prompts:
         what = "means nothing with method reward, whose model judges and does not answer"
         yield Conflict(("output", "sample_prompts"), what, "leave it out")

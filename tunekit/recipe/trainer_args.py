@@ -1,4 +1,4 @@
-"""What may stand in `method.trainer_args`: the fields of TRL's config, less those that tunekit sets itself.
+"""Keys of `method.trainer_args`: the fields of TRL's config, less those that tunekit sets itself.
 
 The names and types come from the installed TRL, so a recipe is held to the version that will run it. Importing TRL
 would take seconds and bring in torch; instead the source files of its config and of the classes that this builds on are
@@ -212,14 +212,14 @@ class ConfigField:
 
 
 def owner_hint(method: str, name: str) -> str | None:
-    """What to use instead of an argument that tunekit sets itself; None for one that is free to set."""
+    """Return the replacement for an argument that tunekit sets itself; None for one that is free to set."""
     by_family = [hint for prefix, hint in OWNED_PREFIXES.items() if name.startswith(prefix)]
     return OWNED_BY_METHOD[method].get(name) or OWNED.get(name, by_family[0] if by_family else None)
 
 
 def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:
-    """What is wrong with `method.trainer_args`: for each bad argument its name, the complaint, the hint, and whether
-    the value is at fault rather than the name.
+    """Return the problems of `method.trainer_args`: for each bad argument its name, the complaint, the hint, and
+    whether the value is at fault rather than the name.
 
     Args:
         method: The method's type, a key of `CONFIGS`.
@@ -245,7 +245,7 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
 
 
 def _meant(method: str, name: str) -> str:
-    """What to do about a name that TRL does not know: the key of the recipe, or the free argument, that it is like."""
+    """Return advice on a name that TRL does not know: the key of the recipe, or the free argument, that it is like."""
     likely = near(name, config_fields(method), cutoff=0.8)
     key = owner_hint(method, likely) if likely is not None else None
     if key is not None and key.startswith("use "):
@@ -267,7 +267,7 @@ def config_fields(method: str) -> dict[str, ConfigField]:
 
 
 def _package_folder(package: str) -> Path:
-    """Where an installed package lies. Looking for a top-level package does not import it."""
+    """Return the folder of an installed package. Looking for a top-level package does not import it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise DependencyError(f"{package} is not installed", hint=f"pip install {package}")
@@ -309,7 +309,7 @@ def _imported_from(tree: ast.Module, name: str, file: Path) -> Path | None:
 
 
 def _field(name: str, statement: ast.AnnAssign) -> dict[str, ConfigField]:
-    """What an annotated name in a class body declares: one field, or none for class variables and the like."""
+    """Return the fields that an annotated name in a class body declares: one, or none for class variables."""
     names = {node.id for node in ast.walk(statement.annotation) if isinstance(node, ast.Name)}
     if names & {"ClassVar", "InitVar"}:
         return {}
@@ -362,7 +362,7 @@ _WORDS = {
 
 
 def _value_fault(field: ConfigField, value: Any) -> tuple[str, str | None] | None:
-    """What is wrong with a value for a field, and the hint; None if nothing is."""
+    """Return the problem of a value for a field, and the hint; None if there is none."""
     if field.types is None:
         return None
     kind = "None" if value is None else type(value).__name__

@@ -40,10 +40,10 @@ SPEEDS = (
     ("grad_norm", "Gradient norm"),
     ("tokens_per_second", "Tokens per second"),
 )
-"""What is drawn besides losses and measures."""
+"""Curves besides losses and metrics."""
 
 NONE = "–"
-"""What stands where a run has no such figure."""
+"""Text in place of a figure that a run does not have."""
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,11 @@ class _Page:
 
     @property
     def result(self) -> Event | None:
-        """What it came to; None before its end."""
+        """Result of the run; None before its end."""
         return self.reader.newest("result")
 
     def points(self, name: str) -> list[Point]:
-        """What was logged under a name, by step."""
+        """Return the values logged under a name, by step."""
         return list(self.reader.series.get(name, ()))
 
     def last(self, name: str) -> float | None:
@@ -236,7 +236,7 @@ def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _surroundings(story: Story) -> Iterator[tuple[str, str]]:
-    """What runs can differ in besides their recipes."""
+    """Yield the circumstances of a run besides its recipe."""
     yield from ((what, words) for what, words in story.facts() if what not in ("Trained", "Method", "Begun"))
     yield from story.environment()
     yield "Batch", story.plan.batch_words
@@ -251,7 +251,7 @@ def _differing(columns: Sequence[Mapping[str, str]]) -> dict[str, tuple[str | No
 
 
 def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
-    """What came of the runs, the most important first."""
+    """Yield the results of the runs, the most important first."""
     why_not = {split: why_unranked(pages, split) for split in ("train", "eval")}
     yield from _figures_of("loss", "training loss", ".4f", pages, ranked=why_not["train"] is None)
     yield from _figures_of("eval_loss", "evaluation loss", ".4f", pages, ranked=why_not["eval"] is None)
@@ -319,7 +319,7 @@ def _best(values: Sequence[float | None], better: Literal["more", "less"] | None
 
 
 def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
-    """What `tunekit eval` said of the results, by rows or task and measure."""
+    """Yield the results of `tunekit eval`, by rows or task and metric."""
     found = [
         {(score.of, score.name): score for _, score in newest_scores(evaluations_of(page.story.run), None)}
         for page in pages
@@ -336,7 +336,7 @@ def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
 
 
 def _costs(pages: Sequence[_Page]) -> Iterator[Figure]:
-    """What it took."""
+    """Yield the costs of the runs."""
     results = [page.result or {} for page in pages]
     speeds = tuple(
         result.get("tokens_per_second") or page.last("tokens_per_second")
@@ -358,7 +358,7 @@ def _costs(pages: Sequence[_Page]) -> Iterator[Figure]:
 
 
 def why_unranked(pages: Sequence[_Page], split: str) -> str | None:
-    """Why losses and measures of runs are not figures of the same thing; None where they are.
+    """Return why losses and metrics of runs are not comparable; None where they are.
 
     Args:
         pages: The runs.
@@ -377,7 +377,7 @@ def why_unranked(pages: Sequence[_Page], split: str) -> str | None:
 
 
 def _rows_of(story: Story, split: str) -> str:
-    """What tells the rows of a run from others: the prepared ones, with their tokens and labels, where it has them."""
+    """Return an identity of a run's rows: the prepared ones, with their tokens and labels, where it has them."""
     of_rows = [digest for what, digest in story.digests().items() if what.startswith(f"data/{split}")]
     if of_rows:
         return of_rows[0]
@@ -386,7 +386,7 @@ def _rows_of(story: Story, split: str) -> str:
 
 
 def _same_rewards(pages: Sequence[_Page], name: str) -> bool:
-    """Whether what a measure says of rewards is said of the same ones."""
+    """Return whether a metric of rewards is of the same rewards in all runs."""
     methods = [page.story.recipe.method for page in pages]
     rewards = [method.rewards for method in methods if isinstance(method, RewardedMethod)]
     return not name.startswith("reward") or all(one == rewards[0] for one in rewards)

@@ -1,4 +1,4 @@
-"""Why a run ended before it was done: what its processes wrote down, put together for whoever looks at it later.
+"""Diagnosis of a run that ended early, from the files that its processes wrote.
 
 Nothing is guessed from a log. An error says of itself of which kind it is and which changes of the recipe mend it (see
 `tunekit.errors`); a run that wrote none was ended from outside, or its machine was.
@@ -20,9 +20,9 @@ from tunekit.runs.run import Run
 from tunekit.training.checkpointing.edit_effects import effects_of
 
 Cause = Literal["memory", "non_finite", "rows", "package", "model", "disk", "hung", "lost", "killed", "defect", "other"]
-"""What a failure comes down to: `hung`, where a process stood still; `lost`, where others were waited for in vain;
-`killed`, where processes are gone without a word; `defect`, an exception that nobody thought of, of tunekit, of a
-library or of the user's own functions."""
+"""Cause of a failure: `hung`, where a process made no progress; `lost`, where others were waited for in vain; `killed`,
+where processes died without an error; `defect`, an unexpected exception of tunekit, of a library or of the user's own
+functions."""
 
 CAUSES: tuple[tuple[type[TunekitError], Cause], ...] = (
     (errors.MemoryShortError, "memory"),
@@ -36,7 +36,7 @@ CAUSES: tuple[tuple[type[TunekitError], Cause], ...] = (
     (errors.DependencyError, "package"),
     (errors.ModelError, "model"),
 )
-"""What each kind of error comes down to; the first that fits counts."""
+"""Cause of each kind of error; the first that matches counts."""
 
 REPEATED: tuple[Cause, ...] = ("memory", "non_finite", "rows")
 """Causes that come again at the same place where nothing is changed."""
@@ -47,7 +47,7 @@ TAIL_BYTES = 8192
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a run ended before it was done.
+    """Reason that a run ended early.
 
     Attributes:
         cause: What it comes down to.
@@ -73,7 +73,7 @@ class Diagnosis:
 
 
 def diagnose_run(run: Run) -> Diagnosis | None:
-    """Why a run ended before it was done, or stands still; None for one that is well, or was stopped."""
+    """Diagnose a run that ended early or hangs; None for one that is well, or was stopped."""
     state, status = run.state, run.status()
     if state not in ("failed", DIED, STUCK):
         return None
@@ -103,7 +103,7 @@ def _cause_of(kind: str) -> Cause:
 
 
 def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, str]:
-    """What there is to say of a run whose processes wrote no error."""
+    """Return the cause for a run whose processes wrote no error, and its description."""
     where = f"in step {status['step'] + 1}" if status["phase"] == "training" else f"while {status['phase']}"
     if state == STUCK:
         return "hung", f"{where}: the processes that trained are gone, and process {status['pid']} waits for them"
@@ -127,7 +127,7 @@ def _can_go_on(run: Run, changes: Sequence[str]) -> bool:
 
 
 def _stacks_of(run: Run) -> str | None:
-    """What every process was doing when one stood still; None where none did."""
+    """Return the stacks of all processes where one hung; None where none did."""
     files = sorted((run.path / "stacks").glob("rank-*.txt"))
     return "\n".join(f"{file.stem}:\n{_tail(file)}" for file in files) or None
 

@@ -35,7 +35,7 @@ CURVES = (
     ("grad_norm", "Gradient norm"),
     ("tokens_per_second", "Tokens per second"),
 )
-"""What is drawn of every run besides what it is judged by."""
+"""Curves of every run besides the metric that it is judged by."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def report(run: Run | str | Path) -> str:
 
 
 def _headline(story: Story, result: Event | None) -> str:
-    """How far it is, in words."""
+    """Describe the progress of a run."""
     words = f"step {story.step_words}"
     if result is None:
         return words
@@ -117,7 +117,7 @@ def _headline(story: Story, result: Event | None) -> str:
 
 
 def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[str, str]]:
-    """What came of it; of a run that has not finished, as far as it is."""
+    """Yield the results of a run; of one that has not finished, the latest."""
     logs = [event for event in events if event["event"] == "log"]
     evals = [event for event in events if event["event"] == "eval"]
     for what, found, name in (("Training loss", logs, "loss"), ("Evaluation loss", evals, "eval_loss")):
@@ -134,7 +134,7 @@ def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[st
 
 
 def _evaluated(run: Run) -> Iterator[tuple[str, list[Score]]]:
-    """What was evaluated on, and the figures: the newest of each, of the result first and then of checkpoints."""
+    """Yield evaluations with their figures: the newest of each, of the result first and then of checkpoints."""
     made = evaluations_of(run)
     for step in sorted({one.step for one in made}, key=lambda step: (step is not None, step)):
         newest = [score for _, score in newest_scores(made, step)]
@@ -146,7 +146,7 @@ def _evaluated(run: Run) -> Iterator[tuple[str, list[Score]]]:
 
 
 def _measured(plan: Plan, result: Event | None) -> Iterator[Measured]:
-    """What was planned beside what was measured, of a finished run."""
+    """Yield planned beside measured figures of a finished run."""
     if result is None:
         return
     planned, peak = plan.memory.total_bytes, result["peak_memory_bytes"]
@@ -177,7 +177,7 @@ def _within(rates: Range | None, result: Event) -> str:
 
 
 def _curves(events: Sequence[Event]) -> Iterator[Curve]:
-    """What was logged over the steps, what the run is judged by first."""
+    """Yield the curves of what was logged, the metric that the run is judged by first."""
     logs = {event["step"]: event for event in events if event["event"] == "log"}
     evals = {event["step"]: event for event in events if event["event"] == "eval"}
     names = {name for log in logs.values() for name in log}
@@ -220,7 +220,7 @@ def _warnings(events: Sequence[Event]) -> list[tuple[str, str]]:
 
 
 def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    """Where the run was stopped, restarted and gone on with."""
+    """Yield when the run was stopped, restarted and resumed."""
     for event in events:
         if event["event"] == "resume":
             changed = f", with {', '.join(event['changes'])}" if event["changes"] else ""
@@ -232,7 +232,7 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
 
 
 def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
-    """What trackers it was reported to: where it is shown there, and what failed on the way."""
+    """Yield the trackers of the run: where it is shown there, and what failed."""
     known = [event["name"] for event in events if event["event"] == "tracker"]
     for tracker in dict.fromkeys((*story.recipe.output.report_to, *known)):
         places = [event["message"] for event in events if event["event"] == "tracker" and event["name"] == tracker]
@@ -245,7 +245,7 @@ def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str,
 
 
 def _environment(story: Story) -> Iterator[tuple[str, str]]:
-    """What it ran with, and how what it is made of is known."""
+    """Yield the environment of the run, and the provenance of its inputs."""
     yield from story.environment()
     prints = fingerprints_of(story.run)
     if prints:
@@ -253,7 +253,7 @@ def _environment(story: Story) -> Iterator[tuple[str, str]]:
 
 
 def _commands(run: Run) -> list[str]:
-    """How it is repeated, shown and gone on with."""
+    """Return the commands to repeat, show and resume it."""
     folder = shlex.quote(str(run.path))
     again = shlex.quote(str(run.path / "recipe.yaml"))
     return [

@@ -1,4 +1,4 @@
-"""What the folder of a run says: what was asked and planned, how far it is, what was trained on what, and with what.
+"""Summary of a run's folder: recipe and plan, progress, data and environment.
 
 It is the same of a run that trains, has ended early, or came from another machine.
 """
@@ -47,12 +47,12 @@ class Story:
 
     @property
     def step_words(self) -> str:
-        """How far it is: `4 of 24`."""
+        """Progress in steps: `4 of 24`."""
         of = f" of {self.status['num_steps']:,}" if self.status["num_steps"] else ""
         return f"{self.status['step']:,}{of}"
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """What was trained on what."""
+        """Yield the facts about model and data."""
         recipe, plan = self.recipe, self.plan
         if plan.origin is not None:
             yield "Comes from", plan.origin.chain
@@ -70,7 +70,7 @@ class Story:
         yield "Begun", datetime.fromtimestamp(self.status["started"], UTC).strftime("%Y-%m-%d %H:%M UTC")
 
     def environment(self) -> Iterator[tuple[str, str]]:
-        """What it ran with."""
+        """Yield the facts about the environment."""
         plan = self.plan
         yield "Host", f"{self.status['host']}, {plan.devices_words}"
         weights = ", with float32 weights" if plan.autocast else ""
@@ -95,7 +95,7 @@ class Story:
         return ", ".join(f"{name} {version}" for name, version in versions.items())
 
     def digests(self) -> dict[str, str]:
-        """What it is made of: of each kind of thing, such as `data.train` and `rows`, one digest of all its files."""
+        """Return one digest for all files of each kind of input, such as `data.train` and `rows`."""
         found: dict[str, list[str]] = {}
         for one in fingerprints_of(self.run):
             what = one.path if one.what == "rows" else one.what
@@ -104,7 +104,7 @@ class Story:
 
 
 def story_of(run: Run | str | Path) -> Story:
-    """What the folder of a run says.
+    """Summarize a run's folder.
 
     Args:
         run: The run, its folder, or its name in `runs/`.

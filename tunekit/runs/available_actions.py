@@ -1,4 +1,4 @@
-"""What can be done with a run that has ended, for whoever looks at it. Nothing heavy is loaded."""
+"""Available actions for a run that has ended. Nothing heavy is loaded."""
 
 import shlex
 from collections.abc import Sequence
@@ -13,24 +13,24 @@ ENDED_EARLY = ("failed", "interrupted", "died")
 
 
 def has_checkpoints(run: Run) -> bool:
-    """Whether anything of a run was saved, whole or not."""
+    """Return whether a run has saved anything, complete or not."""
     began = read_continuation(run).weights is not None
     return began or any((run.path / CHECKPOINTS).glob("checkpoint-*"))
 
 
 def can_go_on(run: Run) -> bool:
-    """Whether a run has a whole checkpoint."""
+    """Return whether a run has a complete checkpoint."""
     return newest_complete(run.path).path is not None
 
 
 def begins_with_weights(run: Run) -> bool:
-    """Whether a run began with the weights of a checkpoint that is still there."""
+    """Return whether a run began with the weights of a checkpoint that still exists."""
     weights = read_continuation(run).weights
     return weights is not None and (run.path / weights).is_dir()
 
 
 def prospects(run: Run) -> str | None:
-    """What can be done next, in a sentence; None for a run that is not over."""
+    """Describe the next steps in a sentence; None for a run that is not over."""
     state, name = run.state, shlex.quote(str(run.path))
     if state not in ("finished", *ENDED_EARLY):
         return None

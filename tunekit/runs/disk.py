@@ -1,4 +1,4 @@
-"""How much room there is on the disk of a run, and what to say where it is not enough."""
+"""Free space on the disk of a run, and the errors where it is too little."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ RESERVE = ".room"
 RESERVE_BYTES = 2**18
 
 SETTLE_SECONDS = 60
-"""How long a checkpoint may take to find out that the disk is full, and to go."""
+"""Seconds for a checkpoint to notice that the disk is full, and to be removed."""
 
 
 def hold_room(run: Run) -> None:
@@ -79,7 +79,7 @@ def tokenizers_errors() -> Iterator[None]:
 
 
 def disk_full(run: Run, where: str, error: OSError) -> DiskError:
-    """What to say where something else than a checkpoint could not be written."""
+    """Return the error for a file other than a checkpoint that could not be written."""
     give_room(run)
     return DiskError(
         f"{where}: {words_of(error)}; what a run says of itself is written to {run.path}",
@@ -99,7 +99,7 @@ def place_of_run(recipe: Recipe) -> Path:
 
 
 def words_of(error: BaseException) -> str:
-    """What went wrong with a file, in words."""
+    """Describe the error of a file."""
     if isinstance(error, OSError):
         name = "" if error.filename is None else f"{Path(error.filename).name}: "
         return f"{name}{error.strerror or error}"
@@ -107,7 +107,7 @@ def words_of(error: BaseException) -> str:
 
 
 def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskError:
-    """What to say where a checkpoint or the result could not be written.
+    """Return the error for a checkpoint or result that could not be written.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""What an evaluation came to, as it is kept in the run folder: figures before and after, each with its interval.
+"""Result of an evaluation, as stored in the run folder: figures before and after, each with its interval.
 
 A run folder holds a file for each in `evaluations/`. Nothing here loads a model: whoever shows them reads them so.
 """
@@ -69,7 +69,7 @@ class Score:
 
     @property
     def verdict(self) -> str:
-        """What the difference says, in a word or two; empty where nothing can be said."""
+        """Verdict on the difference in a word or two; empty where there is none."""
         gap = self.difference
         if gap is not None and gap.value == 0 and gap.low is None:
             return "no difference"
@@ -89,7 +89,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model scores, and what the model before its training does.
+    """Scores of a model, and of the model before its training.
 
     Attributes:
         model: Its name.
@@ -197,5 +197,5 @@ def newest_scores(evaluations: Iterable[Evaluation], step: int | None = None) ->
 
 
 def sliced(of: str, limit: int | None) -> str:
-    """What rows are called of which only the first ones are taken: `held-out[:100]`."""
+    """Return the name of rows of which only the first ones are taken: `held-out[:100]`."""
     return of if limit is None else f"{of}[:{limit}]"

@@ -1,4 +1,4 @@
-"""What happens in a run, one JSON line an event, written as it happens and read while it grows.
+"""Events of a run, one JSON line each, written as they happen and read while the file grows.
 
 Every event has `event` (its kind), `time` (seconds since the epoch) and the fields of its kind:
 
@@ -60,8 +60,8 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 PHASES = ("queued", "starting", "loading", "training", "saving", "finished", "failed", "interrupted")
-"""What a run can be at: `queued` where a cluster is to start it, at first or again, or where it waits in the
-line for devices; the last three are final."""
+"""Phase of a run: `queued` where a cluster is to start it, at first or again, or where it waits in the queue for
+devices; the last three are final."""
 
 FINAL_PHASES = PHASES[-3:]
 
@@ -131,7 +131,7 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 
 def unreadable(path: Path, error: OSError) -> RunError:
-    """What to raise where the file of a run's events is none, or another user's."""
+    """Return the error for an events file that is none, or another user's."""
     return RunError(f"{path} cannot be read: {error.strerror}", hint="put it back from a copy")
 
 
@@ -148,7 +148,7 @@ def parse_event(line: bytes) -> Event:
 
 
 def is_event(event: object) -> bool:
-    """Whether what a line says is an event, with what everything that reads events relies on."""
+    """Return whether a line's value is an event, with the fields that every reader relies on."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
     fields = FIELDS.get(event["event"], ())
@@ -156,7 +156,7 @@ def is_event(event: object) -> bool:
 
 
 def _damaged(path: Path, offset: int, lines: Sequence[bytes]) -> RunError:
-    """What is said of lines behind a byte offset of which one at least is no JSON."""
+    """Return the error for lines behind a byte offset of which one at least is no JSON."""
     with open_regular(path) as stream:
         number = stream.read(offset).count(b"\n")
     for line in lines:

@@ -1,4 +1,4 @@
-"""What a run is made of besides its folder's recipe and plan, as it was when the run was made.
+"""Fingerprints of a run's inputs besides recipe and plan, as they were when it was made.
 
 The files of the model and of its tokenizer, the rows that were prepared, and the files that they came from. A run that
 goes on with others of these would be another run, which no checkpoint tells.
@@ -47,7 +47,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 class Fingerprint(Facts):
-    """What something was when the run was made."""
+    """Fingerprint of an input when the run was made."""
 
     what: str
     """`model`, `tokenizer`, `rows`, or the recipe's key of a source."""
@@ -64,7 +64,7 @@ def record(run: Run) -> None:
 
 
 def fingerprints_of(run: Run) -> list[Fingerprint]:
-    """What a run was made of; nothing of a run that kept no fingerprints.
+    """Return the fingerprints of a run; none for a run that has no file of them.
 
     Raises:
         RunError: The file is damaged.
@@ -79,7 +79,7 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
 
 
 def changes(run: Run, recipe: Recipe) -> list[str]:
-    """What has changed since a run was made by this recipe, a line each; nothing of a run that kept no fingerprints."""
+    """Return the changes since a run was made by this recipe, a line each; none for a run without fingerprints."""
     recorded = fingerprints_of(run)
     if not recorded:
         return []
@@ -103,7 +103,7 @@ def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) ->
 
 
 def digest_of(file: Path) -> str:
-    """What tells a file from a changed one."""
+    """Return a digest that changes with the file."""
     size = file.stat().st_size
     if size <= WHOLE_BYTES:
         with file.open("rb") as stream:
@@ -183,7 +183,7 @@ def _files_of_source(source: CompleteSource) -> list[Path]:
 
 
 def _of_listings(section: DataSection) -> Iterator[Fingerprint]:
-    """Which files folders and patterns name."""
+    """Yield the files that folders and patterns name."""
     for source in (*section.sources, *section.eval_sources):
         if not Path(source.path).is_dir() and not any(sign in source.path for sign in "*?["):
             continue

@@ -1,4 +1,4 @@
-"""What finished runs tell about the next one: how fast this machine was, and how much memory it took."""
+"""Records of finished runs: how fast this machine was, and how much memory they took."""
 
 from pathlib import Path
 

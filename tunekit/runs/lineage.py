@@ -67,7 +67,7 @@ def check_text(
 
 
 def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
-    """What of a recipe does not go together with the run that it starts from, or with the code of its models."""
+    """Yield conflicts of a recipe with the run that it starts from, or with the code of its models."""
     yield from _conflicts_of_code(recipe)
     try:
         origin = origin_of(settled(recipe.model))

@@ -1,4 +1,4 @@
-"""Whether the processes of a run live, by what they left in its folder: seen from any terminal, on any host."""
+"""Liveness of a run's processes, from the files in its folder: seen from any terminal, on any host."""
 
 import contextlib
 import os
@@ -15,18 +15,18 @@ RANKS = "ranks"
 """Folder of a run folder with what its processes say."""
 
 SILENT_SECONDS = 120
-"""How long a run on another host may give no sign of life. It gives some every few seconds, which file systems of a
-network may show a minute late."""
+"""Seconds of silence after which a run on another host counts as gone. It sends heartbeats every few seconds, which
+network file systems may show a minute late."""
 
 SETTLE_SECONDS = 30
-"""How long a supervisor has to say what became of the processes that it started."""
+"""Seconds for a supervisor to report the end of the processes that it started."""
 
 DIED, STUCK = "died", "stuck"
 """What a run is at whose process is gone, and one whose process is there and does nothing for those that are gone."""
 
 
 def state_of_processes(folder: Path, status: Mapping[str, Any]) -> str:
-    """What a run is at that did not say that it was over: its phase, as long as its processes live."""
+    """Return the state of a run whose status is not final: its phase, as long as its processes live."""
     phase = str(status["phase"])
     beats = beats_in(folder)
     if status["host"] != os.uname().nodename:
@@ -44,7 +44,7 @@ def state_of_processes(folder: Path, status: Mapping[str, Any]) -> str:
 
 
 def beats_in(folder: Path) -> list[dict[str, Any]]:
-    """What the processes of a run said last."""
+    """Return the last heartbeats of the processes of a run."""
     beats = []
     for file in (folder / RANKS).glob("rank-*.json"):
         # It may end meanwhile.
@@ -62,7 +62,7 @@ def _beat(file: Path) -> dict[str, Any]:
 
 
 def _silent_seconds(folder: Path, *patterns: str) -> float:
-    """How long ago one of some files was written last, by the clock of the disk that they are on."""
+    """Return the seconds since one of some files was last written, by the clock of the disk that they are on."""
     files = [file for pattern in patterns for file in folder.glob(pattern)]
     written = []
     for file in files:

@@ -1,4 +1,4 @@
-"""Who may go on with a run, or delete it: one process at a time.
+"""Lock of a run against a second resume or deletion: one process at a time.
 
 Both look at what the run is at, then decide, which may take seconds, and then act. Of two that look before either has
 acted, the second would act on what is no longer so: two would train in one folder, or one in a folder that is deleted.

@@ -1,4 +1,4 @@
-"""What tells whether a method works besides its loss: TRL's names for it, and the words and digits it is shown with."""
+"""Metrics that tell whether a method works besides its loss: TRL's names, with their labels and formats."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,12 +86,12 @@ BETTER: Mapping[str, Literal["more", "less"]] = {
     "frac_reward_zero_std": "less",
     "nll_loss": "less",
 }
-"""Which way is better, of what methods log. Of the rest neither is: a margin grows also where both answers get
-unlikely, and KL and entropy say how far a model went and how sure it is."""
+"""Direction in which metrics of methods improve. The rest have none: a margin grows also where both answers get
+unlikely, and KL and entropy measure how far a model moved and how sure it is."""
 
 
 def rows_of(measures: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
-    """What `first_and_last` found, in words: what it is, and how it went."""
+    """Describe the first and last values that `first_and_last` returned."""
     ends = [{name: values[place] for name, values in measures.items()} for place in (0, -1)]
     return [
         (measure.label(name), " → ".join(_said(measure, name, end) for end in ends))
@@ -102,7 +102,7 @@ def rows_of(measures: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
 
 
 def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What is told of a step, the most important first.
+    """Return the metrics of a step in short form, the most important first.
 
     Args:
         logs: What was logged.
@@ -117,12 +117,12 @@ def brief(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def judged_by(names: Sequence[str]) -> str:
-    """What tells best whether a run learns, of what was logged: the loss where nothing else does."""
+    """Return the logged metric that best tells whether a run learns: the loss where there is no other."""
     return next((name for name in ("reward", "rewards/margins", "margin") if name in names), "loss")
 
 
 def direction_of(name: str, logged: Container[str]) -> Literal["more", "less"] | None:
-    """Which way of a measure is better; None where neither is.
+    """Return the direction in which a metric improves; None where it has none.
 
     Args:
         name: The measure, by its name in training.
@@ -135,7 +135,7 @@ def direction_of(name: str, logged: Container[str]) -> Literal["more", "less"] |
 
 
 def words_of(name: str) -> str:
-    """What something logged is called."""
+    """Return the label of a logged metric."""
     return next((measure.label(name) for measure in MEASURES if fnmatch(name, measure.name)), name)
 
 
@@ -153,7 +153,9 @@ def _said(measure: Measure, name: str, values: Mapping[str, Any], *, spread: boo
 
 
 def _is_tied(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a share of pairs says nothing: the model is its reference still, and prefers neither answer."""
+    """Return whether an accuracy on pairs carries no information: the model still equals its reference and prefers
+    neither answer.
+    """
     margin = values.get("rewards/margins")
     return name == "rewards/accuracies" and margin is not None and abs(margin) < _TIED
 

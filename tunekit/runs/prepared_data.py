@@ -43,18 +43,18 @@ PLACES = "train_places.npz"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a run trains and evaluates on, and what was counted in it."""
+    """Prepared data of a run, with its counts."""
 
     splits: tuple[Split, ...]
-    """What is trained and evaluated on; of a stream its first rows."""
+    """Splits of training and evaluation; of a stream its first rows."""
     facts: DataFacts
     report: DataReport
     streaming: bool = False
-    """Whether the training rows are a stream."""
+    """True if the training rows are a stream."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should see before the training starts, a sentence each."""
+        """Notes for the user before the training starts, a sentence each."""
         ends = (f"{source.source}: end token: {source.end_token_words}" for source in self.report.sources)
         return (*self.report.notes, *ends)
 
@@ -79,7 +79,7 @@ class PreparedRows:
     splits: tuple[AlignmentSplit, ...]
     facts: DataFacts
     notes: tuple[str, ...]
-    """What the user should see before the training starts, a sentence each."""
+    """Notes for the user before the training starts, a sentence each."""
     skipped: tuple[Skipped, ...]
 
     def save(self, folder: Path) -> None:
@@ -128,7 +128,7 @@ def prepare(
 
 
 def _facts(splits: tuple[Split, ...]) -> DataFacts:
-    """What the plan needs to know."""
+    """Return the facts that the plan needs."""
     train, reports = splits[0].prepared, splits[0].prepared.reports
     return DataFacts(
         num_train=train.num_sequences,
@@ -230,7 +230,7 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
 
 
 def room_of(recipe: Recipe) -> Room:
-    """How long rows of answers, or of prompts alone, may be."""
+    """Return the maximum lengths of rows of answers, or of prompts alone."""
     method, max_length = recipe.method, recipe.data.max_length
     if isinstance(method, RewardMethod):
         # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
@@ -250,7 +250,7 @@ def _left_out(recipe: Recipe, splits: Sequence[AlignmentSplit]) -> Iterator[str]
 
 
 def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
-    """What is known of the rows before they are tokenised: how many there are, and how much text."""
+    """Return the facts about rows before they are tokenized: their number, and the amount of text."""
     sources = list(_counted_sources(recipe, data)) if len(data.train) > 1 else []
     return DataFacts(
         num_train=sum(source.num_rows for source in sources) or len(data.train[0]),

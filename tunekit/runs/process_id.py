@@ -1,4 +1,4 @@
-"""Which process it is: a number is given to another one after its end, and clocks are set."""
+"""Identity of a process: its number is reused after its end, and clocks are set."""
 
 import contextlib
 import os
@@ -12,7 +12,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity_of(pid: int) -> str | None:
-    """What no other process has that ever had this number on this host; None where there is none, or only its remains.
+    """Return an identity that no other process of this number ever had on this host; None where there is none, or a
+    zombie.
 
     On Linux that is the boot, and when it started since then, which no change of the clock alters.
     """
@@ -30,7 +31,7 @@ def identity_of(pid: int) -> str | None:
 
 
 def is_alive(pid: int, identity: str) -> bool:
-    """Whether a process of this host is there, and still the same."""
+    """Return whether a process of this host is alive, and still the same."""
     return identity_of(pid) == identity
 
 

@@ -1,4 +1,4 @@
-"""Which of a run's processes this is, by the variables that its launcher sets."""
+"""Rank of this process in a run, from its launcher's variables."""
 
 import os
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Place:
 
     @property
     def is_main(self) -> bool:
-        """Whether it is the one that writes what all have in common."""
+        """True for the process that writes the shared files."""
         return self.rank == 0
 
 

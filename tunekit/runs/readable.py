@@ -1,4 +1,4 @@
-"""Whether the small files of a run can be read, before anything expensive relies on them."""
+"""Check that the small files of a run can be read, before anything expensive relies on them."""
 
 from tunekit.errors import RunError
 from tunekit.runs.run import Run

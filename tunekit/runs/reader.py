@@ -30,7 +30,7 @@ MAX_TOLD = 200
 """Events of a kind that are kept, the newest."""
 
 CHUNK_BYTES = 1 << 18
-"""What is read at once: while it is taken in, nothing else of the process goes on."""
+"""Bytes that are read at once: while they are processed, nothing else of the process runs."""
 
 MAX_LINE_BYTES = 1 << 24
 """Longest line that is read as an event."""
@@ -193,7 +193,7 @@ class Series:
 
 
 class EventReader:
-    """What happened in a run so far, and at each `read` what happened since. Not for several threads at once.
+    """Reader of a run's events: all so far, and at each `read` those since. Not for several threads at once.
 
     Attributes:
         path: The file, `events.jsonl` of a run folder; it need not be there yet.
@@ -286,7 +286,7 @@ class EventReader:
         return loss, evaluated
 
     def _goes_on(self, status: os.stat_result, head: bytes) -> bool:
-        """Whether the file is still the one that was read."""
+        """Return whether the file is still the one that was read."""
         assert self._seen is not None
         return status.st_ino == self._seen[0] and status.st_size >= self.read_bytes and head == self._head
 
@@ -417,5 +417,5 @@ def _event(line: bytes) -> Event | None:
 
 
 def _checked(event: Any) -> Event | None:
-    """What stood in a line as an event; None where it is none."""
+    """Return the event of a line; None where it is none."""
     return event if is_event(event) else None

@@ -1,4 +1,4 @@
-"""What a run says of itself: events and status, written by one of its processes for all."""
+"""Record of a run: events and status, written by one of its processes for all."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ ERRORS = "errors"
 """Folder of a run folder with the errors of its processes, by rank."""
 
 SETTLE_SECONDS = 3
-"""How long the others have to say what they saw, once one has failed."""
+"""Seconds for the others to report what they saw, once one has failed."""
 
 
 class Record:
@@ -100,7 +100,7 @@ def forget_errors(run: Run) -> None:
 
 
 def first_error_of(run: Run) -> dict[str, Any]:
-    """What went wrong first in a run of which some process has told already: the others have a while to tell more."""
+    """Return the first error of a run that has failed, after waiting for the others to report theirs."""
     until = time.monotonic() + SETTLE_SECONDS
     while errors_of(run)[0]["kind"] == ExchangeError.__name__ and time.monotonic() < until:
         time.sleep(SETTLE_SECONDS / 20)
@@ -108,7 +108,7 @@ def first_error_of(run: Run) -> dict[str, Any]:
 
 
 def errors_of(run: Run) -> list[dict[str, Any]]:
-    """What the processes of a run that failed had to say: the earliest first, and last what only saw another end."""
+    """Return the errors of a run's processes: the earliest first, and last those that only saw another end."""
     files = (run.path / ERRORS).glob("rank-*.json")
     told = [_error(file) for file in files]
     return sorted(told, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))

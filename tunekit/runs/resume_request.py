@@ -1,4 +1,4 @@
-"""How a run was gone on with last, as the command that did so leaves it to the processes: `resume.json`."""
+"""Request of the last resume of a run, left by the command for the processes: `resume.json`."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ CONTINUATION = "resume.json"
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a run goes on.
+    """Request of a resume.
 
     Attributes:
         step: The step of the checkpoint.
@@ -35,7 +35,7 @@ def write_continuation(run: Run, continuation: Continuation) -> None:
 
 
 def read_continuation(run: Run) -> Continuation:
-    """How a run was gone on with last; of one that never was, nothing.
+    """Read the request of the last resume of a run; empty if there was none.
 
     Raises:
         RunError: The file is damaged, or names something outside the run.

@@ -23,12 +23,12 @@ EARLIER_PLAN = "plan_out_of_memory.yaml"
 
 
 def may_go_back(recipe: Recipe) -> bool:
-    """Whether a run may have to be started again, so that another process has to watch it."""
+    """Return whether a run may have to be restarted, so that another process has to watch it."""
     return recipe.train.non_finite == "rollback" or recipe.train.retry_out_of_memory
 
 
 def goes_back(run: Run, record: Record, error: Exception) -> bool:
-    """Whether a run that failed is to be started again, once everything is prepared for that, and told."""
+    """Return whether a failed run is to be restarted, after preparing and recording that."""
     if isinstance(error, RollbackError):
         words = "the step will be left out"
     elif isinstance(error, MemoryShortError) and run.recipe.train.retry_out_of_memory:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RUNS = Path("runs")
-"""Where runs are kept, in the working directory."""
+"""Folder of runs, in the working directory."""
 
 TAGS = "tags.json"
 """File of a run folder with the user's own words for it."""
@@ -73,10 +73,10 @@ STATUS: dict[str, tuple[type, ...]] = {
     "host": (str,),
     "exit_reason": (str, type(None)),
 }
-"""What every status holds, by type."""
+"""Fields of every status, by type."""
 
 SEEN_SECONDS = 30
-"""How long another machine has to see a new file of a run, which the file system of a network may show late."""
+"""Seconds for another machine to see a new file of a run, which a network file system may show late."""
 
 
 class Run:
@@ -124,12 +124,12 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """What was asked for."""
+        """Recipe of the run."""
         return reload_recipe(self.path / "recipe.yaml")
 
     @property
     def plan(self) -> Plan:
-        """How it was to be done."""
+        """Plan of the run."""
         return read_plan(self.path / "plan.yaml", self.recipe)
 
     @property
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def is_begun(self) -> bool:
-        """Whether it is this process that has made the run or goes on with it, and has said so."""
+        """True if this process has made or resumed the run, and has recorded that."""
         status, this = self.status(), _this_process()
         return status["phase"] == "starting" and all(status[key] == this[key] for key in this)
 
@@ -186,7 +186,7 @@ class Run:
         return state
 
     def _state_by(self, status: dict[str, Any]) -> str:
-        """What the run is at whose status was read."""
+        """Return the run's state by a status that was read."""
         phase = str(status["phase"])
         job = read_job(self.path)
         if job is not None and phase != "finished":
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def doing(self) -> str | None:
-        """What its first process said last that it does: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
+        """Last activity of its first process: `loading`, `data`, `forward`, `evaluation`, `saving`, ...
 
         None where no process has said anything yet.
         """
@@ -221,7 +221,7 @@ class Run:
         return [{"prompt": prompt, **both} for prompt, both in answers.items()]
 
     def metrics(self) -> "pandas.DataFrame":
-        """What was logged, one row per step; evaluation columns are empty where there was none."""
+        """Return the logged values, one row per step; evaluation columns are empty where there was none."""
         import pandas
 
         rows: dict[int, Event] = {}
@@ -312,7 +312,7 @@ def _runs_in(root: Path) -> list[Run]:
 
 
 def _started(run: Run) -> float | None:
-    """When a run was started; None where its status does not say so, or is gone by now."""
+    """Return when a run was started; None where its status lacks it, or is gone by now."""
     try:
         return float(run.status()["started"])
     except (RunError, FileNotFoundError, KeyError, TypeError, ValueError):
@@ -410,7 +410,7 @@ def check_free(recipe: Recipe) -> None:
 
 
 def _use_of(path: Path, state: str) -> str:
-    """What can be done with the run of a folder."""
+    """Describe what can be done with the run of a folder."""
     folder = shlex.quote(str(path))
     if state not in (*FINAL_PHASES, DIED):
         return f"wait for its end, or stop it first: tunekit stop {folder}"

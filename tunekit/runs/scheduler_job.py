@@ -14,7 +14,7 @@ WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV
 """Slurm's names of states in which a job has no nodes, and will have some."""
 
 ASK_SECONDS = 10
-"""How long Slurm may take to answer."""
+"""Seconds for Slurm to answer."""
 
 
 def write_job(folder: Path, job_id: str) -> None:
@@ -34,7 +34,7 @@ def read_job(folder: Path) -> str | None:
 
 
 def state_of(job_id: str, phase: str) -> str:
-    """What a run is at whose processes a job runs.
+    """Return the state of a run whose processes a job runs.
 
     Args:
         job_id: Slurm's number of the job.

@@ -22,10 +22,10 @@ REQUEST_BYTES = 256
 """Its size."""
 
 COMMAND = "tunekit stop"
-"""Who asks where it is no signal."""
+"""Source of a stop request that is no signal."""
 
 WHO = {"SIGINT": "the user", COMMAND: f"`{COMMAND}`"}
-"""Who asks, in words, where that is not the name of the signal."""
+"""Description of the source, where that is not the name of the signal."""
 
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 """Exit codes after signals, as shells have them. 0 after SIGUSR1 and `tunekit stop`: they ask for nothing else."""
@@ -33,7 +33,7 @@ EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked.
+    """A stop request.
 
     Attributes:
         now: Whether it is to end at once, rather than with a checkpoint after the step.
@@ -63,7 +63,7 @@ def request(run: Run, *, now: bool, by: str = COMMAND, grace_seconds: float | No
 
 
 def requested(run: Run) -> Request | None:
-    """What was asked of a run since it began or went on."""
+    """Return the stop request to a run since it began or resumed."""
     try:
         text = read_text(run.path / REQUEST).strip()
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def requested(run: Run) -> Request | None:
 
 
 def stop_wish(run: Run) -> Literal["after the step", "now"] | None:
-    """When a run that is not over was asked to end; None where nobody has asked."""
+    """Return how a run that is not over was asked to stop; None where it was not."""
     asked = None if run.state in FINAL_PHASES else requested(run)
     return None if asked is None else "now" if asked.now else "after the step"
 
@@ -95,7 +95,7 @@ def _write(run: Run, text: str) -> None:
 
 
 def words_of(run: Run, asked: Request, *, is_late: bool = False) -> str:
-    """Where a run was stopped, by whom, and what it can be gone on from.
+    """Describe where and by whom a run was stopped, and from where it can resume.
 
     Args:
         run: The run, whose processes have ended or end now.

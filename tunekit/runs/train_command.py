@@ -24,7 +24,7 @@ def command_anew(folder: Path, changes: Sequence[str] = (), *, in_place: bool = 
 
 
 def _names_folder(recipe: Path) -> bool:
-    """Whether a recipe names the folder of its run; also where it cannot be read."""
+    """Return whether a recipe names the folder of its run; also where it cannot be read."""
     try:
         return reload_recipe(recipe).output.dir is not None
     except TunekitError:

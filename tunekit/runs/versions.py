@@ -1,4 +1,4 @@
-"""What a run was made with: versions of Python and of the libraries, tunekit's commit, and the machine's threads.
+"""Versions that a run was made with: Python, the libraries, tunekit's commit, and the machine's threads.
 
 It is written beside the fingerprints when the folder is made, so that whoever repeats the run can say what is
 otherwise. The digests of recipe and plan tell whether somebody has changed them in the folder since.
@@ -26,14 +26,14 @@ MADE_WITH = "made_with.json"
 """File of a run folder that says it."""
 
 LIBRARIES = ("tunekit", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
-"""What trains and writes checkpoints."""
+"""Libraries that train and write checkpoints."""
 
 TEXTS = ("recipe.yaml", "plan.yaml")
 """Files that decide what happens in a run."""
 
 
 class MadeWith(Facts):
-    """What a run was made with."""
+    """Versions that a run was made with."""
 
     versions: Mapping[str, str]
     """Of Python, of tunekit and of the libraries that train."""
@@ -61,7 +61,7 @@ def record_versions(run: Run) -> None:
 
 
 def made_with(run: Run) -> MadeWith | None:
-    """What a run was made with; None of a run of an earlier version, which did not write it down.
+    """Return the versions that a run was made with; None of a run of an earlier version, which did not record them.
 
     Raises:
         RunError: What was written down cannot be read.
@@ -76,7 +76,7 @@ def made_with(run: Run) -> MadeWith | None:
 
 
 def changed_texts(run: Run, known: MadeWith) -> list[str]:
-    """Which of recipe and plan are not what they were when the run was made."""
+    """Return which of recipe and plan have changed since the run was made."""
     return [name for name, digest in known.digests.items() if _digest(run.path / name) != digest]
 
 

@@ -1,4 +1,4 @@
-"""How a sweep begins: every combination is checked and planned before the first is trained, all faults told at once."""
+"""Start of a sweep: every combination is checked and planned before the first is trained, all faults at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -192,7 +192,7 @@ def _plans(recipes: Sequence[Recipe], all_changes: Sequence[Changes], hardware: 
 
 
 class _Faults:
-    """What is wrong with combinations: what holds for several is said once.
+    """Faults of combinations: one that holds for several is reported once.
 
     Args:
         num: Combinations that there are.

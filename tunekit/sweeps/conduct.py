@@ -34,7 +34,7 @@ from tunekit.sweeps.study import Study, check_installed
 from tunekit.sweeps.values import to_words
 
 LOOK_SECONDS = 0.3
-"""How often runs are looked at."""
+"""Seconds between two looks at the runs."""
 
 OVER = (*FINAL_PHASES, "died", "stuck", "pruned")
 """States of runs that are waited for no longer."""
@@ -100,13 +100,13 @@ def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
 
 
 def stand_of(outcomes: list[Outcome]) -> str:
-    """How many runs are in which state, in words."""
+    """Describe how many runs are in which state."""
     states = [one.state for one in outcomes]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))) or "no run yet"
 
 
 class _Conductor:
-    """What starts the runs of a sweep, and waits for them."""
+    """Conductor of a sweep: starts its runs, and waits for them."""
 
     def __init__(self, sweep: Sweep, signals: "_Signals", on_event: Callable[[Event], None] | None) -> None:
         self._sweep, self._signals, self._on_event = sweep, signals, on_event
@@ -204,7 +204,7 @@ class _Conductor:
         return f"output.dir={json.dumps(str(self._sweep.run_path(trial)))}"
 
     def _is_one_beginning(self) -> bool:
-        """Whether there is a process of a run that has no folder yet."""
+        """Return whether there is a process of a run that has no folder yet."""
         words = {self._place_word(trial) for trial in self._sweep.trials() if self._sweep.run_of(trial) is None}
         return any(words.intersection(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
@@ -281,7 +281,7 @@ def _write_stop(sweep: Sweep, *, now: bool) -> None:
 
 
 class _Signals:
-    """Whether a sweep is to end, by a signal to this process or by the file in which others ask for it.
+    """Stop requests to a sweep, by a signal to this process or by the file in which others write them.
 
     The first signal ends the runs with checkpoints, and the second at once. Signals are heard in the main thread alone,
     and one is left alone that the process was started to ignore.
@@ -317,7 +317,7 @@ class _Signals:
 
     @property
     def now(self) -> bool:
-        """Whether runs are to end at once."""
+        """True if runs are to end at once."""
         with contextlib.suppress(FileNotFoundError):
             words = read_object(self._sweep.path / STOP)
             return self._again or bool(words.get("now"))

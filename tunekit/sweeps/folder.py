@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     import pandas
 
 SWEEPS = Path("sweeps")
-"""Where sweeps are kept, in the working directory."""
+"""Folder of sweeps, in the working directory."""
 
 RECIPE, SPEC, TRIALS, CONDUCTOR, STOP = "recipe.yaml", "sweep.yaml", "trials.json", "conductor", "stop.json"
 
 Search = Literal["grid", "random", "optuna"]
-"""How combinations are chosen."""
+"""Search strategy."""
 
 WAITING, FAILED, FINISHED, PRUNED = "waiting", "failed", "finished", "pruned"
 """States of runs of a sweep besides those that a run has by itself: not begun, and ended because others do better."""
@@ -74,7 +74,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a combination stands.
+    """State of a combination.
 
     Attributes:
         trial: The combination.
@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a sweep does.
+    """Specification of a sweep.
 
     Attributes:
         axes: What is tried by the dotted keys of the recipe.
@@ -164,7 +164,7 @@ class Sweep:
 
     @property
     def spec(self) -> Spec:
-        """What it does.
+        """Specification of the sweep.
 
         Raises:
             RunError: The file that says so is damaged.
@@ -180,7 +180,7 @@ class Sweep:
 
     @property
     def tag(self) -> str:
-        """What its runs are tagged with; of a long name the end, which is its time."""
+        """Tag of its runs; of a long name the end, which is its time."""
         return f"sweep:{self.name[-(MAX_TAG_LETTERS - len('sweep:')) :]}"
 
     def trials(self) -> list[Trial]:
@@ -211,7 +211,7 @@ class Sweep:
         return Run(path) if (path / "status.json").is_file() else None
 
     def state_of(self, trial: Trial) -> str:
-        """How a combination stands."""
+        """Return the state of a combination."""
         run = self.run_of(trial)
         if run is None:
             return FAILED if trial.problem is not None else WAITING
@@ -219,7 +219,7 @@ class Sweep:
         return PRUNED if trial.is_pruned and state in ENDED_EARLY else state
 
     def outcomes(self) -> list[Outcome]:
-        """How all combinations stand."""
+        """Return the states of all combinations."""
         measure = self.spec.measure
         return [self._outcome(trial, measure) for trial in self.trials()]
 
@@ -252,7 +252,7 @@ class Sweep:
         return choose(ended, key=lambda one: one.value or 0.0) if ended else None
 
     def is_conducted(self) -> bool:
-        """Whether a process lives that starts its runs."""
+        """Return whether the process that starts its runs is alive."""
         try:
             with self.conductor():
                 return False
@@ -260,11 +260,11 @@ class Sweep:
             return True
 
     def conductor(self) -> FileLock:
-        """What the process that starts its runs holds."""
+        """Return the lock of the process that starts its runs."""
         return FileLock(self.path / CONDUCTOR, timeout=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """How it stands as plain data, for JSON."""
+        """Return its state as plain data, for JSON."""
         outcomes, spec = self.outcomes(), self.spec
         best = self.best(outcomes)
         return {

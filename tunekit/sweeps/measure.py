@@ -1,4 +1,4 @@
-"""What tells which run of a sweep is best: a measure of its evaluations, or of its last steps where it has none."""
+"""Measure by which the runs of a sweep are ranked: one of its evaluations, or of its last steps where it has none."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ LOGGED: dict[str, tuple[str, ...]] = {
     "grpo": OF_ANSWERS,
     "rloo": OF_ANSWERS,
 }
-"""What runs of a method may be compared by, in TRL's names."""
+"""Logged metrics by which runs of a method may be ranked, in TRL's names."""
 
 LESS_IS_BETTER = ("loss", "kl", "clipped_ratio", "entropy")
 """Ends of names of which the least value is the best."""
@@ -42,7 +42,7 @@ LESS_IS_BETTER = ("loss", "kl", "clipped_ratio", "entropy")
 
 @dataclass(frozen=True)
 class Measure:
-    """What runs are compared by.
+    """Measure by which runs are ranked.
 
     Attributes:
         name: TRL's, with `eval_` before it where evaluations tell.
@@ -54,17 +54,17 @@ class Measure:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether evaluations tell."""
+        """True if it is measured by evaluations."""
         return self.name.startswith(PREFIX)
 
     @property
     def words(self) -> str:
-        """What it is called."""
+        """Label of the measure."""
         return f"evaluation {words_of(self.name.removeprefix(PREFIX))}" if self.is_held_out else words_of(self.name)
 
     @property
     def how(self) -> str:
-        """Which runs are better, in a sentence."""
+        """Sentence that says which runs are better."""
         which = "greatest" if self.greater_is_better else "least"
         if self.is_held_out:
             return f"the best has the {which} {self.words} at its end"
@@ -80,7 +80,7 @@ class Measure:
         ]
 
     def value(self, events: list[Event]) -> float | None:
-        """What a run has reached; None where that was never told."""
+        """Return the value that a run has reached; None where it was never logged."""
         values = [value for _, value in self.points(events)]
         if not values:
             return None
@@ -89,7 +89,7 @@ class Measure:
 
 
 def measure_of(plan: Plan, by: str | None) -> Measure:
-    """What the runs of a sweep are compared by.
+    """Return the measure by which the runs of a sweep are ranked.
 
     Args:
         plan: The plan of one of them.

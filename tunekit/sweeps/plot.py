@@ -29,7 +29,7 @@ PNG = "sweep.png"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -113,7 +113,7 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
 
 
 def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: Outcome | None) -> None:
-    """What the runs are compared by over their steps."""
+    """Plot the measure of the runs over their steps."""
     from matplotlib.ticker import MaxNLocator
 
     order = ranked(outcomes, measure)

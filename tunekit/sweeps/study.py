@@ -41,7 +41,7 @@ def check_installed() -> None:
 
 
 class Study:
-    """What Optuna knows of a sweep.
+    """Optuna's study of a sweep.
 
     Args:
         sweep: The sweep.
@@ -101,7 +101,7 @@ class Study:
         return drawn
 
     def falls_behind(self, one: Outcome) -> bool:
-        """Whether the evaluations of a run that goes on are worse than the median of others at the same step."""
+        """Return whether the evaluations of a running run are worse than the median of others at the same step."""
         import optuna
 
         if not self._spec.measure.is_held_out or one.run is None:
@@ -125,7 +125,7 @@ class Study:
         )
 
     def _reports(self, run: Run | None) -> dict[int, float]:
-        """What the evaluations of a run said, by step."""
+        """Return the evaluations of a run, by step."""
         measure = self._spec.measure
         return dict(measure.points(run.events())) if run is not None and measure.is_held_out else {}
 

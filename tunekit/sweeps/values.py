@@ -1,4 +1,4 @@
-"""What a sweep tries: values such as `adapter.rank=8,32`, ranges such as `train.learning_rate=1e-5..1e-3`, and draws.
+"""Values of a sweep: lists such as `adapter.rank=8,32`, ranges such as `train.learning_rate=1e-5..1e-3`, and draws.
 
 A range is whole where both of its ends are, and on a logarithmic scale where they are a factor of ten or more apart:
 `linear:1e-5..1e-3` and `log:8..64` say otherwise.
@@ -24,7 +24,7 @@ DIGITS = 3
 """Of a number that is drawn: more would be written and not meant."""
 
 LOG_FACTOR = 10
-"""How far apart the ends of a range are, each above zero, from which on its scale is logarithmic."""
+"""Ratio between the ends of a range, each above zero, from which on its scale is logarithmic."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPAN = re.compile(rf"(?:(log|linear):)?({_NUMBER}?)\.\.({_NUMBER})")
@@ -51,7 +51,7 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole numbers are drawn."""
+        """True if whole numbers are drawn."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def at(self, share: float) -> Number:
@@ -70,11 +70,11 @@ class Span:
 
 
 Axis = Span | tuple[Any, ...]
-"""What is tried of one key."""
+"""Values to try of one key."""
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, Axis], list[str]]:
-    """What is tried, by the keys of the recipe, and the words that change the recipe for all.
+    """Return the axes by the keys of the recipe, and the words that change the recipe for all.
 
     Args:
         words: Each a `key=value`, of which those with several values or a range are tried.
@@ -133,7 +133,7 @@ def read_span(word: str, written: str) -> Span | None:
 
 
 def _axis(word: str, written: str) -> Axis | None:
-    """What is tried of a key; None where that is one value for all."""
+    """Return the axis of a key; None where it has one value for all."""
     span = read_span(word, written)
     if span is not None or "," not in written:
         return span

@@ -22,11 +22,11 @@ from tunekit.runs.stop_request import requested
 from tunekit.tracking.trackers import environment_of, folder_of
 
 LAST_SECONDS = 120.0
-"""How long trackers have to take in the rest once the run is over."""
+"""Seconds for trackers to take in the rest once the run is over."""
 
 
 class Out:
-    """Where words for the run's events go: lines of JSON, for as long as somebody reads them.
+    """Output of words for the run's events: lines of JSON, for as long as somebody reads them.
 
     Args:
         descriptor: The file that they are written to.
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _phase_of(run: Run) -> str:
-    """How a run ended whose process is gone without a word."""
+    """Return the final phase of a run whose process died without an error."""
     phase = str(run.status()["phase"])
     if phase in FINAL_PHASES:
         return phase

@@ -1,4 +1,4 @@
-"""What the main process of a run has to do with trackers: it starts the process that reports, and lets it go.
+"""Start of the process that reports to trackers, by the main process of a run, and its release.
 
 See `tunekit.tracking.process`. That process outlives this one for as long as it needs to hand on the last figures, and
 sees by its pipe when this one is gone, whatever has ended it.
@@ -22,7 +22,7 @@ from tunekit.runs.record import Record
 from tunekit.tracking.trackers import TITLES, folder_of
 
 WAIT_SECONDS = {"finished": 60.0, "failed": 5.0, "interrupted": 5.0}
-"""How long the last figures are waited for, where others may end what is left once this process is gone."""
+"""Seconds to wait for the last figures, where others may end what is left once this process is gone."""
 
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 """Beginnings of variables that tell a process of its place among those that train, which the reporter is none of."""

@@ -22,13 +22,13 @@ from tunekit.runs.run import Run
 from tunekit.tracking.trackers import TITLES, Kept, kept_of, names_of
 
 POLL_SECONDS = 1.0
-"""How often new events are looked for."""
+"""Seconds between two looks for new events."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 60.0
 """How long a tracker that failed is left alone: at first, and at most."""
 
 EXIT_CODES = {"finished": 0, "interrupted": 130}
-"""What Weights & Biases is told of a run's end; 1 of any other."""
+"""Exit codes for Weights & Biases by the end of a run; 1 of any other."""
 
 MLFLOW_STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
 """The same for MLflow; FAILED of any other."""
@@ -42,7 +42,7 @@ class Tell(Protocol):
 
 
 class Settings:
-    """What transformers' callbacks ask of training arguments: names, and all that the tracker is to keep of them.
+    """Training arguments as transformers' callbacks expect them: names, and the values that the tracker stores.
 
     Args:
         run: The run, whose recipe is kept.
@@ -211,7 +211,7 @@ class Pump(threading.Thread):
 
 
 def place_words(tracker: Tracker) -> str:
-    """Where the run is shown, or by what command."""
+    """Describe where the run is shown, or by what command."""
     match tracker:
         case "tensorboard":
             return f"tensorboard --logdir {os.environ['TENSORBOARD_LOGGING_DIR']}"

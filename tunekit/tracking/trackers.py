@@ -31,7 +31,7 @@ PROJECT = "tunekit"
 """Project of runs for which the environment names none."""
 
 REACH_SECONDS = 10
-"""How long a server may take to answer before a run begins."""
+"""Seconds for a server to answer before a run begins."""
 
 INSTALL = "pip install 'tunekit[tracking]'"
 
@@ -41,11 +41,11 @@ TITLES: dict[Tracker, str] = {
     "mlflow": "MLflow",
     "trackio": "trackio",
 }
-"""What trackers are called where people read it."""
+"""Display names of trackers."""
 
 
 def folder_of(run: Run) -> Path:
-    """Where a run keeps what belongs to its trackers."""
+    """Return the folder of a run's tracker files."""
     return run.path / TRACKERS
 
 
@@ -97,7 +97,7 @@ NAMES: dict[Tracker, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a run for one of its trackers.
+    """State of a run for one of its trackers.
 
     Attributes:
         names: Variables that name it there.
@@ -116,7 +116,7 @@ class Kept:
 
 
 def kept_of(run: Run, tracker: Tracker) -> Kept:
-    """What is kept of a run for a tracker; nothing of one that it was not reported to yet."""
+    """Return the state of a run for a tracker; empty if it was not reported there yet."""
     path = _path_of(run, tracker)
     try:
         return Kept(**read_object(path))

@@ -1,5 +1,5 @@
-"""What Weights & Biases would do here, by its own settings: prints as JSON its mode, its server, and whether there is a
-login. `python -m tunekit.tracking.wandb_account`; nothing is sent, and nobody is asked.
+"""Account of Weights & Biases by its own settings: prints as JSON its mode, its server, and whether there is a login.
+`python -m tunekit.tracking.wandb_account`; nothing is sent, and nobody is asked.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tunekit.redact import redacted
 
 
 def is_in_netrc(server: str) -> bool:
-    """Whether the file in which `wandb login` leaves its key names a server."""
+    """Return whether the file in which `wandb login` stores its key names a server."""
     given = os.environ.get("NETRC")
     for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(OSError, NetrcParseError):

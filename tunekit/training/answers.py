@@ -7,7 +7,7 @@ MAX_LETTERS = 1000
 """Of a prompt and of an answer that are written down. Of a prompt its end is kept, of an answer both ends."""
 
 NUM_SHOWN = 50
-"""How often in a run answers are written down, at most and about."""
+"""Approximate maximum number of times that a run records answers."""
 
 
 class Shown(TypedDict):
@@ -27,7 +27,7 @@ class Contrast(TypedDict):
 
 
 class Answers:
-    """What a trainer keeps of the answers that it generated last, looked at now and then.
+    """Answers that a trainer generated last, sampled now and then.
 
     Args:
         kept: Columns `prompt`, `completion`, `advantages`, and `rewards` by name, as TRL's trainer keeps them for its

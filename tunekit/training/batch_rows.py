@@ -1,4 +1,4 @@
-"""Which rows a process takes in a step, by name, for when something goes wrong with them.
+"""Rows of a process in a step, by name, for reports of failures.
 
 Nothing is carried along with the micro-batches: which rows are in one follows from the seed, the epoch, the step and
 the process alone (see `tunekit.methods.order`), and is worked out when somebody asks. Prompts that a model answers are
@@ -141,7 +141,7 @@ class Rows:
                 yield _words(self._places[number], _text(row["prompt"]))
 
     def _read(self, batch: Any) -> Iterator[str]:
-        """What a micro-batch says, of which nothing else is known."""
+        """Yield descriptions of a micro-batch whose rows are not known."""
         for row, ids in enumerate(batch["input_ids"]):
             starts = [0]
             if "position_ids" in batch:
@@ -161,7 +161,7 @@ def _words(place: str, text: str) -> str:
 
 
 def _text(prompt: Any) -> str:
-    """What a prompt says last."""
+    """Return the last message of a prompt."""
     return _cut(prompt if isinstance(prompt, str) else str(prompt[-1]["content"]))
 
 

@@ -110,7 +110,7 @@ def load_reference(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
 
 
 def loads_bare_reference(plan: Plan) -> bool:
-    """Whether TRL loads the second model itself, and knows nothing of the adapter that is merged into the first."""
+    """Return whether TRL loads the second model itself, without the adapter that is merged into the first."""
     merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
     return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
 

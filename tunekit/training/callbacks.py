@@ -36,9 +36,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     trainer: "Trainer"
     """The trainer, once there is one."""
     before_training: Callable[[], None]
-    """What else is to be done with the model before the first step, when it is where it is trained."""
+    """Hook that runs on the model before the first step, when it is on its device."""
     guard: Guard
-    """What sees steps that are not finite, from the first one on."""
+    """Detector of non-finite steps, from the first one on."""
 
     def __init__(self, record: Record, heart: Heart, *, full: bool) -> None:
         self.record = record
@@ -72,7 +72,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is being computed, rather than an evaluation."""
+        """True during a step, rather than an evaluation."""
         return self.timing.is_in_step
 
     def _seconds(self) -> dict[str, float]:
@@ -226,7 +226,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_train_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
-        """What comes now is no step."""
+        """Record that no further step follows."""
         self.heart.mark("ending")
         self.timing.mark()
 
@@ -251,7 +251,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def rates(plan: Plan, num_tokens: float, seconds: float) -> dict[str, float | None]:
-    """How fast all processes together are, by the names of the `log` event.
+    """Return the speed of all processes together, by the names of the `log` event.
 
     Args:
         plan: The plan. It knows what a token takes, and the peak of the device where its sheet says one.

@@ -105,7 +105,7 @@ def _settle_routers(trainer: Any, plan: Plan, vocabulary: int) -> None:
 
 
 def _why_not_trls(trainer: Any, head: "Head") -> str | None:
-    """Why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
+    """Return why TRL's head cannot compute the loss of a model's routers; None where it can, or need not."""
     text_config = head.bound["text_config"]
     if head.scorer != "trl" or not vars(trainer).get("aux_loss_enabled"):
         return None
@@ -161,7 +161,7 @@ def _check_own_logits(trainer: Any, head: "Head", problem: str) -> None:
 
 
 def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: Plan, vocabulary: int) -> str | None:
-    """Why a model needs its own logits, in words that are the same in all processes; None where it does not.
+    """Return why a model needs its own logits, the same in all processes; None where it does not.
 
     Args:
         trainer: The trainer.
@@ -212,14 +212,15 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
 
 
 def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
-    """Whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
+    """Return whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
     return bool(router_logits) and all(one.dim() == 2 and one.shape[-1] == num_experts for one in router_logits)
 
 
 def _difference(
     own: "torch.Tensor", labels: "torch.Tensor", log_probs: "torch.Tensor", eps: float
 ) -> tuple[float, float]:
-    """How far log-probabilities are from those of the model's logits: as a share of the largest logits, and in nats.
+    """Return the distance of log-probabilities from those of the model's logits: as a share of the largest logits, and
+    in nats.
 
     Args:
         own: Logits by the model, `(tokens, vocabulary)`.
@@ -244,7 +245,7 @@ def _difference(
 
 
 def _why_unknown(model: Any) -> str | None:
-    """Why a fused head cannot be tried on a model."""
+    """Return why a fused head cannot be tried on a model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
     from torch import nn

@@ -24,7 +24,7 @@ DOCUMENT_TOKENS = 8
 """Length of a probe document: what leaks, leaks into the first tokens behind a boundary."""
 
 PROBE_BOUNDARIES = (5, 13, 14, 30)
-"""Where the documents end with which attention is proved: short and long ones, and one of a single token."""
+"""Boundaries of the documents on which attention is verified: short and long ones, and one of a single token."""
 
 PROBE_WINDOW = 4
 """Window that it is proved with, where the model has one."""
@@ -104,7 +104,7 @@ def prove_attention(trainer: "SFTTrainer", *, vocabulary: int, flash: FlashAtten
 
 
 def _error_of(call: "Call", window: int | None, device: "torch.device") -> float:
-    """How far results and gradients of the packed attention are from those in float64, as shares of the largest."""
+    """Return the error of the packed attention's results and gradients against float64, as shares of the largest."""
     import torch
 
     from tunekit.models.attention import packed_attention
@@ -164,7 +164,7 @@ def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None)
 
 
 def _change(trainer: "SFTTrainer", first: list[int], other: list[int], second: list[int]) -> float:
-    """How far the logits of `second` change where `other` stands before it instead of `first`."""
+    """Return the change of `second`'s logits where `other` precedes it instead of `first`."""
     import torch
 
     model = trainer.model
@@ -188,6 +188,6 @@ def _logits(trainer: "SFTTrainer", documents: list[list[int]]) -> "torch.Tensor"
 
 
 def _tolerance(trainer: "SFTTrainer") -> float:
-    """What is rounding in the type in which the trainer's model computes."""
+    """Return the rounding error of the dtype in which the trainer's model computes."""
     half = trainer.args.bf16 or trainer.args.fp16 or trainer.model.dtype.itemsize < 4
     return HALF_TOLERANCE if half else FLOAT32_TOLERANCE

@@ -50,7 +50,7 @@ bfloat16. Another adapter, another template or dropout changes a token by a tent
 
 @dataclass(frozen=True)
 class _Found:
-    """What the model and its reference gave for the same answers; the same numbers in all processes."""
+    """Results of the model and its reference for the same answers; the same numbers in all processes."""
 
     differences: list[float]
     """Log-probability of each answer by the model less that by the reference, in nats."""
@@ -133,7 +133,7 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
 
 
 def _of_rows(trainer: Any) -> _Found:
-    """What TRL's own loss says of the first rows: rewards are beta times the differences."""
+    """Return the values of TRL's own loss on the first rows: rewards are beta times the differences."""
     from accelerate.utils import send_to_device
 
     differences, references, num_tokens, losses = [], [], [], []
@@ -212,7 +212,7 @@ def _words(reference: Reference, found: _Found, off: float, expected: float | No
 
 
 def _causes(trainer: Any, reference: Reference) -> str:
-    """What the cause may be."""
+    """Describe the possible cause."""
     from torch.nn import Dropout
 
     dropping = {module.p for module in trainer.model.modules() if isinstance(module, Dropout) and module.p > 0}

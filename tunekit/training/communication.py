@@ -1,4 +1,4 @@
-"""How much of a step exchanges between processes take: one step of a run, looked at by torch's profiler.
+"""Share of collectives in a step: one step of a run, traced by torch's profiler.
 
 Exchanges go on while a process computes, so no clock of its own tells how long they take. The profiler does, and costs
 time itself: it is on for one step of each process, and off in all others. That step counts in every figure of the run
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TRACED_STEP = 3
-"""Which step of a process is looked at. In the first two DDP chooses its buckets and ZeRO-3 learns the order of the
-layers. A run with fewer steps is not looked at."""
+"""Step of a process that is traced. In the first two DDP chooses its buckets and ZeRO-3 learns the order of the layers.
+A run with fewer steps is not traced."""
 
 GLOO = ("gloo:", "c10d::")
-"""How the names of exchanges between processors begin: of what is carried, and of what asks for it and copies."""
+"""Prefixes of the names of collectives between processors: of transfers, and of their requests and copies."""
 
 NCCL = "nccl"
-"""How the names of kernels that exchange begin."""
+"""Prefixes of the names of kernels that communicate."""
 
 Span = tuple[int, int]
-"""When something began and ended, in nanoseconds since the epoch."""
+"""Start and end of an interval, in nanoseconds since the epoch."""
 
 
 class Communication(TypedDict):
-    """What exchanges took of a process in one step; None where none was or could be looked at."""
+    """Time of a process in collectives in one step; None where there was none or it could not be traced."""
 
     communication_step: int | None
     """The step of the run that was looked at."""
@@ -116,7 +116,7 @@ class Trace:
 
 
 def covered_seconds(spans: Iterable[Span], whole: Span) -> float:
-    """How long any of the spans lasts within another, what several cover counted once."""
+    """Return the time that spans cover within another, overlaps counted once."""
     covered, (reached, end) = 0, whole
     for began, ended in sorted(spans):
         began, ended = max(began, reached), min(ended, end)
@@ -127,5 +127,5 @@ def covered_seconds(spans: Iterable[Span], whole: Span) -> float:
 
 
 def exposed_seconds(exchanges: list[Span], kernels: list[Span], whole: Span) -> float:
-    """How long exchanges last within a span while no kernel computes."""
+    """Return the time of collectives within a span while no kernel computes."""
     return covered_seconds([*exchanges, *kernels], whole) - covered_seconds(kernels, whole)

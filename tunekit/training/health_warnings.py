@@ -1,4 +1,4 @@
-"""What a practitioner would warn of who watches the figures of a run: in words, with the number and what to do.
+"""Warnings about the metrics of a run, as a practitioner would give them: the problem, the number and the remedy.
 
 Each function looks at what was logged so far and says something or nothing. Thresholds are choices, made so that a run
 that learns well stays without a warning, with the reason beside each; none is a law.
@@ -18,7 +18,7 @@ from tunekit.recipe.methods import (
 )
 
 Logs = Sequence[Mapping[str, Any]]
-"""What was logged so far, by TRL's names; the same step once."""
+"""Values logged so far, by TRL's names; the same step once."""
 
 WINDOW = 10
 """Logged values that are looked at together, at the beginning and at the end: a single batch is nobody's trend."""
@@ -46,8 +46,8 @@ held against a step that three of four earlier ones were faster than. A machine 
 longer answers slow down some steps, not all of ten; what is left is worth to look at."""
 
 GROWN_GRADIENT = 10
-"""How many times the largest tenth of earlier gradients is too large. Gradients of different batches differ by factors,
-not by ten times the largest; clipping hides in the steps that the direction is no longer one."""
+"""Factor over the largest tenth of earlier gradients that counts as too large. Gradients of different batches differ by
+factors, not by ten times the largest; clipping hides in the steps that the direction is no longer one."""
 
 FALLEN_SHARE, FALLEN_NATS = 0.2, 5.0
 """Share of their log-probability, and nats, by which better answers have become less likely. Some fall is usual in DPO,
@@ -227,7 +227,7 @@ def reward_is_constant(logs: Logs, method: Method) -> str | None:
 
 
 def reward_falls(logs: Logs, method: Method) -> str | None:
-    """What was rewarded before is no longer done."""
+    """Warn of a reward that falls."""
     rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
     if not isinstance(method, RewardedMethod) or len(rewards) < 3 * WINDOW // 2 or not spreads:
         return None
@@ -310,7 +310,7 @@ PARTS: Mapping[str, str] = {
     "optimizer_seconds": "updating weights",
     "": "computing, and waiting for other processes",
 }
-"""What the time of a step goes to: what is logged of it, and the rest."""
+"""Parts of a step's time: those that are logged, and the rest."""
 
 Finder = Callable[[Logs, Method], str | None]
 
@@ -335,13 +335,15 @@ RECURRING: frozenset[Finder] = frozenset({loss_spikes, gradient_grows, throughpu
 
 
 def _values(logs: Logs, name: str) -> list[float]:
-    """What was logged under a name; steps on answers of an earlier one log no rewards, and fp16 overflows at times."""
+    """Return the values logged under a name; steps on answers of an earlier one log no rewards, and fp16 overflows at
+    times.
+    """
     values = [float(log[name]) for log in logs if log.get(name) is not None]
     return [value for value in values if math.isfinite(value)]
 
 
 def _seconds(log: Mapping[str, Any]) -> float:
-    """How long the steps since the last logged one took, waiting for their rows included."""
+    """Return the seconds of the steps since the last logged one, including the wait for their rows."""
     return float(log["step_seconds"] + log.get("data_seconds", 0.0))
 
 

@@ -1,4 +1,4 @@
-"""What a run really takes of memory: in all, and by the parts of its plan."""
+"""Measured memory of a run: in all, and by the parts of its plan."""
 
 import ctypes
 import platform
@@ -24,7 +24,7 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2*
 """As torch's allocators write them."""
 
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch's errors say where memory ran out: its allocator or the driver, its allocator on a CPU, and cuBLAS."""
+"""Messages of torch's errors for exhausted memory: its allocator or the driver, its allocator on a CPU, and cuBLAS."""
 
 
 MALLOPT = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}
@@ -135,7 +135,7 @@ def highest(ranks: Sequence[Peaks]) -> Peaks:
 
 
 def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Whether an error says that memory ran out, on an accelerator or on a CPU."""
+    """Return whether an error reports exhausted memory, on an accelerator or on a CPU."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
@@ -146,7 +146,8 @@ def resident_bytes() -> int:
 
 
 def shortage(plan: Plan, held: dict[Part, int], context_bytes: int | None, error: BaseException) -> Shortage:
-    """What there was when memory ran out. To be called while the error is handled: it keeps the tensors alive.
+    """Return the memory at the time of an out-of-memory error. Call it while the error is handled: it keeps the tensors
+    alive.
 
     Args:
         plan: What was planned.

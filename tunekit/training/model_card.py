@@ -39,7 +39,7 @@ LOSSES = {
     "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
     "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
 }
-"""What the losses of each method are."""
+"""Description of each method's losses."""
 
 
 def write_card(
@@ -88,7 +88,7 @@ def write_card(
 
 
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
-    """What the hub reads of a card: the names in it are names there."""
+    """Return the metadata that the hub reads from a card: the names in it are names there."""
     recipe, base = run.recipe, run.plan.base.path
     task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
     is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
@@ -135,7 +135,7 @@ def _scores(scores: Sequence[Score]) -> str:
 
 
 def _figures(result: Mapping[str, Any], step: int | None) -> Iterator[tuple[str, str]]:
-    """What training came to, as far as that was the training of these weights."""
+    """Yield the results of training, as far as it trained these weights."""
     if step is not None:
         yield "Checkpoint", f"of step {step}, before the end of the run"
         return

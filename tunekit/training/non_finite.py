@@ -151,7 +151,7 @@ class Guard:
         return losses, here
 
     def _is_scaled(self) -> bool:
-        """Whether gradients may overflow, because they were scaled, and will be less."""
+        """Return whether gradients may overflow because of loss scaling, and will be scaled less."""
         if not self._scales:
             return False
         if self.trainer.is_deepspeed_enabled:
@@ -227,7 +227,7 @@ def _write(run_folder: Path, one: dict[str, Any]) -> None:
 
 
 def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
-    """What is wrong with a step, by the losses of micro-batches that each process found to be bad."""
+    """Describe the fault of a step, by the losses of micro-batches that each process found to be bad."""
     bad = {rank: next(iter(own.values())) for rank, own in enumerate(losses) if own}
     if not bad:
         return f"step {step}: the gradient norm is not finite, and the loss is"

@@ -1,4 +1,4 @@
-"""Where a process is in a run, as its trainer and the layers of its model tell its heart.
+"""Progress of a process in a run, reported by its trainer and the layers of its model to the heartbeat.
 
 What is told is kept in memory: a mark takes about a microsecond, and a step has a few of them. Layers tell in the
 forward pass, and through their outputs in the backward pass, so that one pass through a model that takes minutes is not

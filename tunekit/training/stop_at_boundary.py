@@ -1,4 +1,4 @@
-"""Where training may end: after a step, or between two batches of an evaluation, in all processes at the same place.
+"""Boundaries at which training may end: after a step, or between two batches of an evaluation, in all processes alike.
 
 At each of these all of them tell each other whether one is to end, and what each knows of the time that is left. From
 the same figures all decide the same.
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 LONG_SECONDS = 1e9
-"""What stands for an end that is not in sight, where infinity would not be told apart from a number that is none."""
+"""Stand-in for an end that is not in sight, where infinity could not be told from NaN."""
 
 
 WHO = ("", COMMAND, "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM")
-"""Who may ask, by the number that processes tell each other; nobody is the first."""
+"""Sources of a stop request, by the number that processes exchange; none is the first."""
 
 
 class EvaluationLeft(Exception):
@@ -137,14 +137,14 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             self._stop(asked, control, saves=False)
 
     def has_ended(self) -> bool:
-        """Whether the run is to end here, behind the last step. Asked by all processes together."""
+        """Return whether the run is to end here, behind the last step. Called by all processes together."""
         if not self.has_stopped and (asked := self._told()[0]):
             self.has_stopped = True
             self._wishes.learn(WHO[round(asked)])
         return self.has_stopped
 
     def _measured(self, trainer: Any) -> Any:
-        """What TRL has measured since it was logged last, by when."""
+        """Return TRL's metrics measured since the last log, by mode."""
         is_experimental = isinstance(self._plan.recipe.method, ORPOMethod | CPOMethod)
         return trainer._stored_metrics if is_experimental else trainer._metrics
 
@@ -174,7 +174,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         control.should_save = saves
 
     def _told(self) -> Sequence[float]:
-        """Who asks any process to end (0: nobody), minus the least time that is left, and the longest step and save."""
+        """Return the source of a stop request (0: none), minus the least time left, and the longest step and save."""
         wishes = self._wishes
         wishes.check()
         mine = [
@@ -192,7 +192,9 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
 
 
 def evaluation_is_due(run: Run, step: int, place: Place) -> bool:
-    """Whether the evaluation of a step that a run goes on from was left, or not begun; the main process says it."""
+    """Return whether the evaluation of a step that a run resumes from was interrupted, or not begun; the main process
+    decides.
+    """
     schedule = run.plan.schedule
     assert schedule is not None
     if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by the clock of each process, and which process keeps the others waiting.
+"""Time of a run by part, by the clock of each process, and the process that keeps the others waiting.
 
 Processes that train together end every step at the same time, however fast each of them is: who is done first waits in
 an exchange, and exchanges hide behind computing. So the length of a step says nothing of who is slow. What a process
@@ -38,8 +38,8 @@ WINDOW_STEPS = 20
 Lengths of rows that differ by half of their mean make it differ by 14 % at a micro-batch of one row."""
 
 SLOW_SHARE = 0.25
-"""How much longer than the others a slow process takes, in two windows that follow each other. What is random in one
-window is another's turn in the next; what is a quarter slower costs all the others a fifth of their time."""
+"""Share by which a slow process takes longer than the others, in two consecutive windows. What is random in one window
+is another's turn in the next; what is a quarter slower costs all the others a fifth of their time."""
 
 
 class RankReport(Peaks, Communication):
@@ -108,7 +108,9 @@ class Timing:
         self.mark()
 
     def _clocked(self, model: Module) -> Iterator[Module]:
-        """What is computed without an exchange: layers, and with ZeRO-3, which gathers within them, their products."""
+        """Yield the modules that compute without collectives: layers, and with ZeRO-3, which gathers within them, their
+        products.
+        """
         for layer in _layers(model):
             if self.plan.layout.strategy == "zero3":
                 yield from (part for part in layer.modules() if next(part.children(), None) is None)
@@ -178,7 +180,7 @@ class Timing:
 
 
 class Ranks:
-    """What the processes of a run tell each other of their time and memory; known to the main one.
+    """Times and memory of all processes of a run; known to the main one.
 
     Args:
         timing: That of this process.
@@ -260,7 +262,7 @@ def _waited(own: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _gather(mine: Any) -> list[Any]:
-    """What each process gives, in the main one; nothing in others."""
+    """Gather the values of all processes in the main one; empty in others."""
     if not distributed.is_initialized():
         return [mine]
     is_main = distributed.get_rank() == 0

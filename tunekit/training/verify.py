@@ -53,7 +53,7 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
 
 
 def _planned(plan: Plan) -> dict[str, Any]:
-    """What should be found."""
+    """Return the planned configuration."""
     layout = plan.layout
     planned = {
         "num_processes": layout.num_processes,
@@ -97,7 +97,7 @@ def _verify_processes(trainer: "Trainer", plan: Plan) -> None:
 
 
 def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """What runs, whatever was planned, by the names of the `engine` event.
+    """Return the running configuration, whatever was planned, by the names of the `engine` event.
 
     Besides these, `misplaced` and `not_updated` name parameters that are not where they should be, or are trained by
     nobody.
@@ -113,7 +113,7 @@ def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
 
 
 def _whole(trainer: "Trainer") -> dict[str, Any]:
-    """What runs where each process holds all: alone, or in DDP, which sums gradients in their own type.
+    """Return the configuration where each process holds all: alone, or in DDP, which sums gradients in their own dtype.
 
     A process that was started as the only one of a group is alone, though Accelerate wraps its model too.
     """
@@ -132,7 +132,9 @@ def _whole(trainer: "Trainer") -> dict[str, Any]:
 
 
 def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
-    """What runs where transformers divided the model. Gradients have the type of the trained parameters."""
+    """Return the configuration where transformers divided the model. Gradients have the dtype of the trained
+    parameters.
+    """
     from torch.distributed.tensor import DTensor
 
     parameters = dict(trainer.model.named_parameters())

@@ -1,4 +1,4 @@
-"""What a process does in a run: read the folder, load, train, save. It decides nothing: the plan did.
+"""Worker process of a run: reads the folder, loads, trains and saves. It decides nothing: the plan did.
 
 The libraries' own words go to the run's log; what matters goes to the events. One of several processes is started as
 `python -m tunekit.training.worker FOLDER`, by tunekit or by another launcher, and finds its place in its environment.
@@ -116,7 +116,7 @@ def work(run: Run, listener: Listener | None = None, place: Place | None = None,
 
 
 def _why(run: Run, error: BaseException) -> str:
-    """Why a run failed, as one of its processes knows it that has an error of its own."""
+    """Return why a run failed, as known to a process that has an error of its own."""
     if isinstance(error, ExchangeError):
         first = first_error_of(run)
         if first["kind"] != ExchangeError.__name__:
@@ -273,7 +273,7 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
 
 
 def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) -> RunError:
-    """What to say where memory ran out after all: what was planned, what there was, and what to change."""
+    """Return the error for exhausted memory: the planned and the actual memory, and the change to make."""
     from tunekit.planner.decisions.shortage import change_that_fits
     from tunekit.training.measured_memory import shortage
 
@@ -290,7 +290,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
 
 
 def _where(run: Run, watch: "Watch", between: str) -> str:
-    """How far a run is, in words; `between` is what precedes the step behind which it is."""
+    """Describe the progress of a run; `between` is what precedes the step behind which it is."""
     status = run.status()
     if status["phase"] != "training":
         return str(status["phase"])
@@ -350,7 +350,7 @@ def _build(
 
 
 def _is_chat(run: Run, plan: Plan) -> bool:
-    """Whether a prompt is a user's turn of a conversation, rather than a text to go on with."""
+    """Return whether a prompt is a user's turn of a conversation, rather than a text to complete."""
     if plan.data.format in ("preference", "unpaired_preference", "prompts"):
         return isinstance(read_rows(run.path / "data" / FILES["train"])[0]["prompt"], list)
     return plan.data.format == "messages"
@@ -405,7 +405,7 @@ def _sample(
 
 
 def _summary(run: Run, plan: Plan, watch: "Watch", saver: "Saver", seconds: float) -> dict[str, Any]:
-    """What a user wants to know at the end, and what later plans learn from."""
+    """Return the summary of a run for the user and for later plans."""
     from tunekit.training.callbacks import rates
     from tunekit.training.measured_memory import highest
 

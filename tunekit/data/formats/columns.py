@@ -37,7 +37,7 @@ def check_mapping(columns: Mapping[str, str]) -> None:
 
 
 def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_needed: bool) -> str | None:
-    """What is wrong if a file lacks a column that is to be read under another name, or None.
+    """Return an error message if a file lacks a column that `data.columns` maps, else None.
 
     Args:
         names: The columns of the file, or of its first row.
@@ -53,7 +53,7 @@ def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_ne
 
 
 def name_in_file(ours: str, columns: Mapping[str, str]) -> str:
-    """What the file calls a column."""
+    """Return the file's name for a column."""
     return columns.get(ours, ours)
 
 

@@ -58,7 +58,7 @@ _MASKED: tuple[SourceFormat, ...] = ("messages", "sharegpt", "prompt_completion"
 
 @dataclass
 class Findings:
-    """What was found in the rows of a source, gathered for a sentence about them."""
+    """Counts of what was found in the rows of a source, gathered into one sentence."""
 
     speakers: dict[str, str] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
@@ -106,7 +106,7 @@ def convert_row(value: object, format: SourceFormat, findings: Findings) -> Row:
 
 
 def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
-    """What a row becomes, without its tools."""
+    """Convert a row, without its tools."""
     match format:
         case "messages":
             return {"messages": conversation(row["messages"], "messages")}
@@ -131,7 +131,7 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
 
 
 def asked_in(value: object) -> Row:
-    """What a row asks, whatever else it holds: `prompt`, a text or a conversation, and its `tools`, if it has some.
+    """Return the prompt of a row: `prompt`, a text or a conversation, and its `tools`, if any.
 
     An answer at the end of a conversation is left out. So rows to train on are rows to ask, too.
 
@@ -176,7 +176,7 @@ def _unanswered(messages: list[Row], where: str) -> list[Row]:
 
 
 def conversion(format: SourceFormat, findings: Findings) -> str:
-    """What becomes of the columns, in a few words; nothing for a format that stays as it is."""
+    """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
     if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
         said = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
         renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
@@ -269,7 +269,7 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
 
 
 def _optional_text(row: Row, column: str, findings: Findings) -> str:
-    """What stands in a column that a row may leave empty."""
+    """Return the text of a column that a row may leave empty."""
     value = row.get(column)
     if value is None or value == "":
         return ""

@@ -16,7 +16,7 @@ _COLUMNS = {
     **dict.fromkeys(("video", "videos", "pixel_values_videos"), "video"),
     **dict.fromkeys(("audio", "audios", "input_features"), "audio"),
 }
-"""What the columns and keys of messages hold that are called so."""
+"""Columns and keys of messages that hold media, with the kind of each."""
 
 _PLURALS = {"image": "images", "video": "videos", "audio": "audio"}
 
@@ -93,14 +93,14 @@ def _refusal(what: str, remedy: str) -> HoldsMediaError:
 
 
 def _holds_something(held: object) -> bool:
-    """Whether a value could be a medium: not where it is empty, and neither a number nor a switch."""
+    """Return whether a value could be a medium: not empty, neither a number nor a flag."""
     if isinstance(held, bool | int | float):
         return False
     return any(item is not None for item in held) if isinstance(held, list) else bool(held)
 
 
 def _says(value: object, placeholder: str) -> bool:
-    """Whether a placeholder stands somewhere in the texts of a value."""
+    """Return whether a placeholder occurs in the texts of a value."""
     if isinstance(value, str):
         return placeholder in value
     if isinstance(value, dict):

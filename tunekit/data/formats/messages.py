@@ -1,4 +1,4 @@
-"""What makes a text, a conversation and its tools good.
+"""Checks of texts, conversations and their tools.
 
 A row is checked completely before anything is tokenised, because what a tokenizer would do with a missing answer or a
 misspelt role is worse than an error: it trains on it.
@@ -12,7 +12,7 @@ from tunekit.data.formats.row_formats import LOOKED_AT, BadRow, Row, described, 
 from tunekit.data.formats.weights import unlearned_mark, weighed
 
 ROLES = ("system", "user", "assistant", "tool")
-"""Who can speak in a conversation."""
+"""Roles that can speak in a conversation."""
 
 _ROLES_ELSEWHERE = {
     "human": "user",
@@ -49,7 +49,7 @@ def encodable(value: str, where: str) -> str:
 
 
 def prompt(value: object, *, move: str) -> str | list[Row]:
-    """What is given to be answered: a text, or a conversation in which the assistant does not speak last.
+    """Check and return a prompt: a text, or a conversation in which the assistant does not speak last.
 
     Args:
         value: The column `prompt`.
@@ -64,7 +64,7 @@ def prompt(value: object, *, move: str) -> str | list[Row]:
 
 
 def answer(value: object, where: str) -> str | list[Row]:
-    """What the assistant answers: a text, or a conversation that it begins."""
+    """Check and return an answer: a text, or a conversation that the assistant begins."""
     if not isinstance(value, list):
         return text(value, where)
     messages = conversation(value, where)
@@ -199,7 +199,7 @@ def _called(function: Row, where: str) -> Row:
 
 
 def function_call(said: str, where: str) -> list[Row]:
-    """What a ShareGPT speaker `function_call` says, as tool calls: JSON of one {name, arguments}, or of a list."""
+    """Parse a ShareGPT turn `function_call` into tool calls: JSON of one {name, arguments}, or of a list."""
     try:
         read = json.loads(said)
     except ValueError:

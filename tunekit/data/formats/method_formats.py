@@ -1,4 +1,4 @@
-"""What a training method learns from, and what to do about rows that it does not."""
+"""Formats that a training method learns from, and advice for rows in others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SPOKEN: dict[SourceFormat, str] = {
 }
 
 _ANSWERS = ("response", "answer", "output", "solution", "target")
-"""What a column of answers is often called."""
+"""Common names of a column of answers."""
 
 
 _ANOTHER_METHOD: dict[tuple[Format, Format], str] = {
@@ -30,7 +30,7 @@ _ANOTHER_METHOD: dict[tuple[Format, Format], str] = {
     ("preference", "unpaired_preference"): "for answers that are good or bad by themselves use method kto",
     ("preference", "prompt_completion"): "to imitate completions use method sft",
 }
-"""What to do where a method learns from the first, and the rows are the second."""
+"""Advice where the rows are of the second format and the method learns from the first."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Learner:
     formats: tuple[Format, ...]
 
     def refusal(self, format: SourceFormat, columns: Sequence[str]) -> tuple[str, str | None] | None:
-        """Why the method does not learn from rows of a format, and what to do; None where it does.
+        """Return why the method refuses rows of a format, and the remedy; None where it accepts them.
 
         Args:
             format: The format of a source.
@@ -58,7 +58,7 @@ class Learner:
 
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:
-    """How rows of another format can be read as prompts with completions."""
+    """Describe how to read rows of another format as prompts with completions."""
     match format:
         case "preference":
             return (

@@ -12,7 +12,7 @@ from tunekit.data.formats.messages import answer, conversation, prompt, text, un
 from tunekit.data.formats.row_formats import BadRow, Row, counted, described
 
 _SPOKEN = "\n\nAssistant:"
-"""What stands before an answer in the texts of Anthropic's HH."""
+"""Speaker marks in the texts of Anthropic's HH."""
 
 
 def pair(given: object, chosen: object, rejected: object) -> Row:

@@ -32,7 +32,7 @@ BECOMES: dict[SourceFormat, Format] = {
     "unpaired_preference": "unpaired_preference",
     "prompts": "prompts",
 }
-"""What the rows of each format become."""
+"""Format into which rows of each format are converted."""
 
 COLUMNS: dict[SourceFormat, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -202,7 +202,7 @@ def described(value: object) -> str:
 
 
 def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) -> str:
-    """What to do about columns that fit no format: the nearest known shape, a misspelling, or the list of formats."""
+    """Suggest a remedy for columns that fit no format: the nearest format, a misspelling, or the list of formats."""
     for foreign, advice in _FOREIGN_SHAPES:
         if foreign <= set(columns):
             return advice

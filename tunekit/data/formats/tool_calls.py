@@ -70,7 +70,7 @@ def names_of(functions: object) -> Iterator[str]:
 
 
 def _all_in(said: str, calls: Sequence[tuple[int, str]], messages: Sequence[Row]) -> bool:
-    """Whether all calls are in what is said, and not only their names in its words."""
+    """Return whether a rendered text contains all calls, with their arguments and not only their names."""
     num_calls = Counter(name for _, name in calls)
     words = [held for turn in {turn for turn, _ in calls} for held in messages[turn].values() if isinstance(held, str)]
     in_words = {name: sum(text.count(name) for text in words) for name in num_calls}

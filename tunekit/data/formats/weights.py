@@ -62,7 +62,7 @@ def unlearned_mark(message: Mapping[str, object]) -> str:
 
 
 def looks_like_weights(key: str) -> bool:
-    """Whether a key or a column is named as marks of what is learned are."""
+    """Return whether a key or column is named like a loss weight or mask."""
     return any(word.lower() in _WORDS for word in _WORD.findall(key[:200]))
 
 
@@ -81,7 +81,7 @@ def check_no_mask(columns: Row, known: tuple[str, ...]) -> None:
 
 
 def _learned(message: Row, mark: str, where: str) -> bool:
-    """What a mark says."""
+    """Return whether a mark says that its message is learned."""
     said = message[mark]
     if mark == "weight":
         if message["role"] != "assistant":
@@ -106,7 +106,7 @@ def _first_of_each(said: Mapping[str, bool]) -> tuple[str, str]:
 
 
 def _is_mark(held: object) -> bool:
-    """Whether a value could weigh something; a name or a sentence does not."""
+    """Return whether a value could be a weight; a name or a sentence could not."""
     if not isinstance(held, str):
         return True
     return re.fullmatch(r"\s*(?:true|false|yes|no|on|off|[-+]?[\d.]+(?:e[-+]?\d+)?)\s*", held.lower()) is not None

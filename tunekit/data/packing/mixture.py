@@ -20,7 +20,7 @@ MIXING_SEED = 0
 
 @dataclass(frozen=True)
 class Mixing:
-    """How sources are mixed.
+    """Settings of a mixture of sources.
 
     Attributes:
         weights: The weight of each source, or None to take everything once.
@@ -37,7 +37,7 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which sequences are taken, in order.
+    """Sequences of a mixture, in order.
 
     Attributes:
         source: The number of the source of each, int64, `(sequences,)`.

@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True)
 class FormatColumns:
-    """What a format is made of, under our names.
+    """Columns of a format, under tunekit's names.
 
     Attributes:
         format: Its name in `data.format`.
@@ -75,7 +75,7 @@ class FormatColumns:
 
 @dataclass(frozen=True)
 class Look:
-    """What the first records of a source hold.
+    """Contents of the first records of a source.
 
     Attributes:
         format: The format that it has, where it is known.
@@ -203,7 +203,7 @@ class _Gate:
                 self._first.setdefault(str(name), value)
 
     def columns(self, format: SourceFormat | None, mapping: Mapping[str, str]) -> tuple[Column, ...]:
-        """What was seen of the columns."""
+        """Describe the columns that were seen."""
         ours = {theirs: name for name, theirs in mapping.items()}
         known = () if format is None else (*COLUMNS[format], *OPTIONAL_COLUMNS[format])
         named = {name: ours.get(name, None if name in mapping else name) for name in self._names}

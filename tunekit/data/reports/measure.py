@@ -202,7 +202,7 @@ def _digests(sources: Sequence[Rows]) -> "np.ndarray":
 
 
 def _place(sources: Sequence[Rows], index: int) -> str:
-    """Where a row stands, counted over all sources."""
+    """Return the location of a row, counted over all sources."""
     for rows in sources:
         if index < len(rows):
             return rows.place(index)
@@ -279,7 +279,7 @@ def sample(ids: Sequence[int], labels: Sequence[int], tokenizer: "PreTrainedToke
 
 
 def _text_behind(before: list[int], ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> str:
-    """What tokens add to the text; some tokenizers take the space from a text's first token."""
+    """Return the text that tokens add; some tokenizers strip the space from a text's first token."""
     head, whole = _decode(before, tokenizer), _decode([*before, *ids], tokenizer)
     return whole[len(head) :] if whole.startswith(head) else _decode(ids, tokenizer)
 

@@ -177,7 +177,7 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
 
 
 def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> tuple[Show, Encoder]:
-    """How rows of supervised fine-tuning become tokens, and who makes them.
+    """Return the tokenization of rows for supervised fine-tuning, with its encoder.
 
     Raises:
         DataError: The first row does not fit the chat template, or the tokenizer lacks what the format needs.
@@ -212,7 +212,7 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
 
 
 def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room) -> Show:
-    """How rows of answers, or of prompts alone, become tokens."""
+    """Return the tokenization of rows of answers, or of prompts alone."""
     columns = ANSWERS[rows.format]
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
@@ -260,7 +260,7 @@ def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def is_encoded(format: Format) -> bool:
-    """Whether rows of a format are those of supervised fine-tuning, which are tokenised before a run."""
+    """Return whether rows of a format are for supervised fine-tuning, which are tokenized before a run."""
     return format not in ANSWERS
 
 

@@ -1,4 +1,4 @@
-"""What there is to learn from, seen before any training: counts, lengths, duplicates, leakage, and rows as tokens.
+"""Statistics of training data before a run: counts, lengths, duplicates, leakage, and rows as tokens.
 
 Everything is measured on what the model will get, in its own tokens. Lengths of rows are those before anything is
 cut, so that what lies beyond `max_length` can be seen; all other counts are of the sequences that are trained on.
@@ -43,7 +43,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Packing:
-    """How much of the work is for tokens rather than for padding.
+    """Packing efficiency: the share of positions that hold tokens rather than padding.
 
     Attributes:
         num_packed: Sequences of `max_length` tokens that hold all rows.
@@ -134,7 +134,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What there is in one source of a split.
+    """Statistics of one source of a split.
 
     Attributes:
         split: `train` or `eval`.
@@ -176,7 +176,7 @@ class SourceReport:
 
     @property
     def title(self) -> str:
-        """What it is called where there are several: `train`, or `train: chats.jsonl`."""
+        """Title of the source where there are several: `train`, or `train: chats.jsonl`."""
         return self.split if self.is_alone else f"{self.split}: {self.source}"
 
     @property
@@ -223,7 +223,7 @@ class SourceReport:
 
     @property
     def end_token_words(self) -> str:
-        """Whether the model learns where to stop: `<|im_end|> (id 2) is trained in 30 of 30 sequences`."""
+        """Sentence about the end-of-turn token: `<|im_end|> (id 2) is trained in 30 of 30 sequences`."""
         end = self.end_token
         if end is None:
             return "none is trained"
@@ -238,7 +238,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class MixedSource:
-    """What is trained on of one of several sources.
+    """Part of one of several sources that is trained on.
 
     Attributes:
         source: The source as the recipe names it.
@@ -259,7 +259,7 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class DataReport:
-    """What a recipe trains and evaluates on.
+    """Statistics of the training and evaluation data of a recipe.
 
     Attributes:
         max_length: Longest sequence, in tokens.
@@ -283,14 +283,14 @@ class DataReport:
 
     @property
     def mixture_words(self) -> str:
-        """What an epoch of the mixture is: `48 packed sequences an epoch, 98.7% of their places hold tokens`."""
+        """Sentence about an epoch of the mixture: `48 packed sequences an epoch, 98.7% of their places hold tokens`."""
         if not self.is_packed:
             return f"{counted(self.num_train, 'sequence')} an epoch"
         filled = sum(part.num_tokens for part in self.mixture) / (self.num_train * self.max_length)
         return f"{counted(self.num_train, 'packed sequence')} an epoch, {filled:.1%} of their places hold tokens"
 
     def warnings(self) -> list[str]:
-        """What should be looked at before training, a sentence each."""
+        """Return warnings to look at before training, a sentence each."""
         found = []
         if self.leaked.num_rows:
             found.append(

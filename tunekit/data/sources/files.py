@@ -35,7 +35,7 @@ class File(Protocol):
 
     @property
     def suffix(self) -> str:
-        """What its own name ends in, one of `DATA_SUFFIXES`."""
+        """Suffix of its own name, one of `DATA_SUFFIXES`."""
 
     def open(self) -> BinaryIO:
         """Its bytes from the start."""
@@ -50,7 +50,7 @@ class LocalFile:
 
     @property
     def suffix(self) -> str:
-        """What its own name ends in, one of `DATA_SUFFIXES`."""
+        """Suffix of its own name, one of `DATA_SUFFIXES`."""
         return suffix_of(self.path.name)
 
     def open(self) -> BinaryIO:
@@ -206,7 +206,7 @@ def open_parquet(file: File) -> Table:
 
 
 def _rows_at_once(metadata: Any, wanted: Sequence[str]) -> int:
-    """How many rows may be read together: a value that all rows have stands in the file once.
+    """Return how many rows may be read together: a value that all rows share is stored in the file once.
 
     No value is larger than what its column takes in a group of rows.
     """
@@ -314,7 +314,7 @@ OPENERS: dict[str, Callable[[File], Table]] = {
     ".feather": open_arrow,
     ".txt": open_text,
 }
-"""How a file is read, by its kind."""
+"""Reader of each kind of file."""
 
 MAX_LINE_BYTES = 2**27
 """Longest line that is read, in bytes: a row of a few hundred million letters is none to train on."""
@@ -343,7 +343,7 @@ def kind_of(name: str) -> str | None:
 
 
 def suffix_of(name: str) -> str:
-    """What the name of a file ends in (`.jsonl.gz` for `chats.jsonl.gz`); empty if it is not read."""
+    """Return the suffix of a file's name (`.jsonl.gz` for `chats.jsonl.gz`); empty if the format is not supported."""
     lowered = name.lower()
     return next((suffix for suffix in DATA_SUFFIXES if lowered.endswith(suffix)), "")
 
@@ -466,7 +466,7 @@ def _parse(text: str) -> object:
 
 
 def _broken_json(error: json.JSONDecodeError) -> tuple[str, int]:
-    """What is wrong with a text, and at which of its characters.
+    """Return the problem with a JSON text and the position of the offending character.
 
     From 3.13 on Python names a trailing comma; until then it names what it expected behind it.
     """

@@ -1,4 +1,4 @@
-"""Which files a source names: one, all of a folder, or those that fit a pattern; or none, but a dataset of the hub.
+"""Files that a source names: one, all of a folder, or those that match a pattern; or none for a dataset of the hub.
 
 Files on other machines (`remote`) are fetched here, or left where they are to be read as they come.
 """
@@ -64,7 +64,7 @@ def find_files(source: DataSource, *, key: str, streaming: bool = False) -> File
 
 
 def is_hub_dataset(name: str) -> bool:
-    """Whether a source is a dataset of the hub by its name."""
+    """Return whether a source's name is that of a dataset on the hub."""
     return not (is_url(name) or name.startswith(EXAMPLE_PREFIX) or _looks_like_file(name) or Path(name).exists())
 
 
@@ -75,7 +75,7 @@ def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
 
 
 def _local_path(name: str, key: str) -> Path | None:
-    """Where a source would lie on this machine; None for a URL of another one."""
+    """Return the path of a source on this machine; None for a URL of another one."""
     if not is_url(name):
         return Path(name).expanduser()
     protocol, _, rest = name.partition("://")
@@ -158,7 +158,7 @@ def _one_kind(kind_by_name: Mapping[str, str], what: str, key: str) -> str:
 
 
 def _looks_like_file(name: str) -> bool:
-    """Whether a name that is no existing file was meant as one rather than as a dataset of the hub."""
+    """Return whether a name that is no existing file was meant as a file rather than as a dataset of the hub."""
     if kind_of(name) is not None or hub.NAME.fullmatch(name) is None:
         return True
     # A dot in a hub name is common behind its owner (org/v1.5) and unknown without one (chats.xlsx).

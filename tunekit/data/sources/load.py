@@ -436,7 +436,7 @@ class Reader:
         return [*faults, f"{self._source}: {why}"]
 
     def _note(self, format: SourceFormat, num_files: int, *, is_text: bool) -> str:
-        """What was read, in a sentence."""
+        """Describe what was read, in a sentence."""
         of_files = "" if num_files == 1 else f" in {num_files:,} files"
         if is_text:
             documents = counted(len(self._store), "document")

@@ -62,11 +62,12 @@ _FOREIGN_ERRORS = {
     "fsspec.implementations.ftp": ("ftplib.Error",),
     "fsspec.implementations.sftp": ("paramiko.SSHException",),
 }
-"""What filesystems raise besides OSError and ValueError when a server says no, by the module that they are from."""
+"""Errors besides OSError and ValueError that filesystems raise when a server refuses, by the module that defines them.
+"""
 
 
 def is_url(name: str) -> bool:
-    """Whether a source names something by its URL."""
+    """Return whether a source is named by a URL."""
     return _URL.match(name) is not None
 
 
@@ -122,7 +123,7 @@ class WebFile:
 
     @property
     def suffix(self) -> str:
-        """What its name ends in."""
+        """Suffix of its name."""
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
@@ -157,7 +158,7 @@ class StoreFile:
 
     @property
     def suffix(self) -> str:
-        """What its name ends in."""
+        """Suffix of its name."""
         return suffix_of(self.name)
 
     def open(self) -> BinaryIO:
@@ -263,14 +264,14 @@ def _web_file(answer: "httpx2.Response", url: str, key: str) -> WebFile:
 
 
 def _version(headers: Mapping[str, str]) -> str | None:
-    """What tells a state of a file from any other; a part of it has the version of the whole."""
+    """Return the version of a file from its response headers; a range has the version of the whole."""
     marks = [headers[name] for name in ("etag", "last-modified") if name in headers]
     length = headers.get("content-range", "").rpartition("/")[2] or headers.get("content-length", "")
     return " ".join([*marks, length]) if marks else None
 
 
 def _client(url: str) -> "httpx2.Client":
-    """What asks a server, as the user that the URL names."""
+    """Build the HTTP client, logged in as the user that the URL names."""
     import httpx2
 
     user, _, password = url.partition("://")[2].partition("/")[0].rpartition("@")[0].partition(":")
@@ -333,7 +334,7 @@ class _WebReader(io.RawIOBase):
         super().close()
 
     def _more(self) -> bytes:
-        """What comes next; nothing at the end."""
+        """Read the next bytes; empty at the end."""
         if self._chunks is None:
             answer = self._answer.enter_context(self._client.stream("GET", without_user(self._file.url)))
             self._check(answer, 200)
@@ -461,7 +462,7 @@ class _StoreReader(io.RawIOBase):
 
 @contextmanager
 def _as_os_errors(kind: type) -> Iterator[None]:
-    """What a filesystem raises of its own is an OSError as any other; there is no class that all of them share."""
+    """Convert a filesystem's own errors to OSError; they share no common base class."""
     names = [name for module, names in _FOREIGN_ERRORS.items() if kind.__module__.startswith(module) for name in names]
     foreign = tuple(vars(import_module(module))[name] for module, _, name in (name.rpartition(".") for name in names))
     try:
@@ -497,5 +498,5 @@ def _digest(text: str) -> str:
 
 
 def _said(error: BaseException) -> str:
-    """What an error says, in a line; some say nothing but their class."""
+    """Return an error's message in one line, or its class if it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Where the rows that are trained on stand in the user's files, kept beside them.
+"""Locations, in the user's files, of the rows that are trained on, stored beside them.
 
 What a trainer reads has lost it: rows are mixed, cut, split and packed. When something goes wrong with a few of them,
 a user wants to open the file at the line.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Places:
-    """Where each of many rows stands.
+    """Locations of many rows.
 
     Attributes:
         files: The files, by name.
@@ -58,7 +58,7 @@ class Places:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What `save` wrote."""
+        """Read locations that `save` wrote."""
         import numpy as np
 
         with np.load(path) as kept:
@@ -72,6 +72,6 @@ class Places:
         np.savez(path, files=files, units=units, in_file=self.file, number=self.number)
 
     def __getitem__(self, row: int) -> str:
-        """Where a row stands: `chats.jsonl:17`, or `chats.parquet row 17`."""
+        """Return the location of a row: `chats.jsonl:17`, or `chats.parquet row 17`."""
         file = int(self.file[row])
         return place(self.files[file], cast(Literal["line", "row"], self.units[file]), int(self.number[row]))

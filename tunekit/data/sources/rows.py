@@ -191,7 +191,7 @@ class Rows:
         return len(self.rows)
 
     def place(self, index: int) -> str:
-        """Where a row stands: `chats.jsonl:17`, or `chats.parquet row 17`."""
+        """Return the location of a row: `chats.jsonl:17`, or `chats.parquet row 17`."""
         if not self.parts:
             return place(self.source, self.unit, self.numbers[index])
         position = index + len(self) if index < 0 else index
@@ -211,5 +211,5 @@ class Rows:
 
 
 def place(source: str, unit: Literal["line", "row"], number: int) -> str:
-    """Where a record stands in its source, as editors and terminals link it."""
+    """Return the location of a record in its source, as editors and terminals link it."""
     return f"{source}:{number}" if unit == "line" else f"{source} {unit} {number}"

@@ -39,7 +39,7 @@ _TOLD_EVERY = 500
 
 @dataclass(frozen=True)
 class Room:
-    """How long a prompt with its answer may be, in tokens.
+    """Maximum lengths of a prompt with its answer, in tokens.
 
     Attributes:
         max_length: Both together; longer answers are cut.
@@ -52,11 +52,11 @@ class Room:
     cuts: bool = True
 
     def has(self, prompt_tokens: int, sequences: Sequence[int]) -> bool:
-        """Whether there is room for a row."""
+        """Return whether a row fits."""
         return prompt_tokens <= self.max_prompt_length and (self.cuts or max(sequences) <= self.max_length)
 
     def nothing_fits(self, num_rows: int) -> str:
-        """What is wrong with a source of which no row is kept."""
+        """Return the error message for a source of which no row is kept."""
         if self.cuts:
             left, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
             return f"{left}: they may have {limit:,} tokens"
@@ -65,7 +65,7 @@ class Room:
 
     @property
     def too_long(self) -> str:
-        """What rows are that are left out."""
+        """Description of rows that are left out."""
         if self.cuts:
             return f"the prompt has more than {self.max_prompt_length:,} tokens"
         return f"an answer with its prompt has more than {self.max_length:,} tokens"
@@ -121,7 +121,7 @@ class AlignmentSplit:
 
     @property
     def shares(self) -> tuple[SourceShare, ...]:
-        """What is taken of each source."""
+        """Share taken from each source."""
         chosen = mix([source.num_tokens for source in self.sources], self.mixing)
         shares = []
         for number, source in enumerate(self.sources):
@@ -153,7 +153,7 @@ class AlignmentSplit:
 
     @property
     def places(self) -> Places:
-        """Where each row stands, in their order."""
+        """Location of each row, in their order."""
         import numpy as np
 
         chosen = mix([source.num_tokens for source in self.sources], self.mixing)
@@ -244,18 +244,18 @@ BARE_PROMPTS = (
     "prompts are given to the model as plain text, without its chat template; for a chat model, write each prompt as a "
     "list of messages"
 )
-"""What is said where `are_bare` holds."""
+"""Note for rows for which `are_bare` holds."""
 
 
 def are_bare(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether prompts are texts, which TRL gives as they stand to a model that has a template for conversations."""
+    """Return whether prompts are texts, which TRL passes unchanged to a model that has a chat template."""
     return tokenizer.chat_template is not None and isinstance(rows.rows[0]["prompt"], str)
 
 
 def tokens_of(
     row: Row, columns: Sequence[str], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[int, list[Sequence[int]]]:
-    """How many tokens the prompt has, and those of the prompt with each answer, as TRL makes them."""
+    """Return the number of tokens of the prompt, and the tokens of the prompt with each answer, as TRL makes them."""
     prompt, answers = row["prompt"], [row[column] for column in columns]
     if isinstance(prompt, list):
         tools = row.get("tools")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 _LEAD: tuple[Row, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-"""What stands before a later turn where it is rendered alone: something said, so that it is not the first."""
+"""Message put before a later turn that is rendered alone, so that it is not the first."""
 
 _PROBES: tuple[tuple[Row, ...], ...] = (
     (*_LEAD, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}),
@@ -213,7 +213,7 @@ class ChatRenderer:
         )
 
     def left_out(self, messages: Sequence[Row], place: str, tools: list[Row] | None, text: str) -> set[str]:
-        """What of a conversation is not in its text, by kind: `system messages`, `reasoning`, `tools`.
+        """Return the kinds of content of a conversation that its text lacks: `system messages`, `reasoning`, `tools`.
 
         A word that the template writes elsewhere hides a lost one, so this can miss a loss, but invents none of what
         is written as it stands or as JSON.
@@ -235,7 +235,7 @@ class ChatRenderer:
             return False
 
     def _can_be_told_apart(self) -> bool:
-        """Whether rendering twice finds the turns of a longer conversation, each with a token that ends it."""
+        """Return whether rendering twice locates the turns of a longer conversation, each with an end-of-turn token."""
         messages = [*_LEAD, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
         try:
             rendered = self.render(messages, "a conversation")
@@ -244,7 +244,7 @@ class ChatRenderer:
         return all(rendered.text[:end].rstrip().endswith(self._added_tokens) for _, end in rendered.spans)
 
     def _check_end_of_turn(self, messages: Sequence[Row], place: str, tools: list[Row] | None) -> str | None:
-        """Whether the token that ends an assistant turn is in the loss: an error, a note or nothing."""
+        """Check that the end-of-turn token of an assistant turn is in the loss; return an error, a note or nothing."""
         rendered = self.render(messages[: _last_turn(messages) + 1], place, tools=tools)
         end = rendered.spans[-1][1] if rendered.spans else 0
         if not rendered.spans or rendered.text[:end].rstrip().endswith(self._added_tokens):
@@ -291,7 +291,7 @@ class ChatRenderer:
         return Rendered(text, tuple((start, end) for start, end in inside if start < end))
 
     def _without_head(self, text: str, start: int, end: int) -> int:
-        """Where a marked passage begins behind what the template itself writes to ask the assistant to speak."""
+        """Return the start of a marked passage behind the generation prompt that the template writes itself."""
         if self._given_heads is None:
             self._given_heads = tuple({head for probe in _PROBES for head in self._heads_in(probe)})
         given = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
@@ -366,7 +366,9 @@ class ChatRenderer:
     def _pieces(
         self, messages: Sequence[Row], place: str, begin: int, turn: int, tools: list[Row] | None
     ) -> tuple[str, str] | None:
-        """What `messages[begin:turn + 1]` add to a conversation: up to where the assistant speaks, and what it says."""
+        """Return what `messages[begin:turn + 1]` add to a conversation: the text up to the assistant's turn, and the
+        turn.
+        """
         lead = _lead(messages, begin)
         window = [*lead, *messages[begin : turn + 1]]
         if len(window) == 1:
@@ -379,7 +381,7 @@ class ChatRenderer:
         return asked[len(before) :], answered[len(asked) :]
 
     def _rest(self, messages: Sequence[Row], place: str, begin: int) -> str | None:
-        """What the messages behind the last assistant turn add to a conversation."""
+        """Return what the messages behind the last assistant turn add to a conversation."""
         if begin == len(messages):
             return ""
         lead = _lead(messages, begin)
@@ -452,7 +454,7 @@ def _last_turn(messages: Sequence[Row]) -> int:
 
 
 def _lead(messages: Sequence[Row], begin: int) -> list[Row]:
-    """What is put before `messages[begin]`, which follows an assistant turn, to render it alone."""
+    """Return the messages to put before `messages[begin]`, which follows an assistant turn, to render it alone."""
     if begin == 0:
         return []
     # A tool answers the call before it, and the template may look back at that.
@@ -479,7 +481,7 @@ def in_loss(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many items two sequences (characters, tokens) share at their start."""
+    """Return how many items two sequences (characters, tokens) share at their start."""
     for i, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return i

@@ -39,7 +39,7 @@ ROWS_LOOKED_AT = 100
 
 @dataclass
 class Observed:
-    """What was seen while rows became tokens; adds up over batches."""
+    """Observations while rows were tokenized; they add up over batches."""
 
     num_straddling: int = 0
     """Rows in which the end of the prompt and the start of the completion fall into one token."""
@@ -55,7 +55,7 @@ class Observed:
         self.left_out.update(other.left_out)
 
     def notes(self, source: str) -> list[str]:
-        """What the user should know of it, a sentence each."""
+        """Return notes for the user, a sentence each."""
         notes = []
         if self.num_straddling:
             notes.append(

@@ -102,7 +102,7 @@ _ASCII_MEMBERS = {
 }
 
 _ASCII_SYMBOLS = {byte: 256 + i for i, byte in enumerate((*range(33), 127))}
-"""What stands for these bytes in the alphabet of byte-level models; other ASCII stands for itself."""
+"""Symbols of these bytes in the alphabet of byte-level models; other ASCII stands for itself."""
 
 _AFTER_A_WORD = re.compile(r" (?<=\S )")
 """A space that text may be cut before. Python takes a few more characters for white space than tokenizers do."""
@@ -243,7 +243,7 @@ class _NotNormal(Exception):
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """What a tokenizer does, where it is of the kind that this module knows.
+    """Steps of a tokenizer that this module supports.
 
     Attributes:
         form: Unicode normal form that text is brought into, if any.
@@ -304,7 +304,7 @@ def _pipeline(tokenizer: "PreTrainedTokenizerBase") -> _Pipeline | None:
 
 
 def _is_byte_level(model: dict[str, Any]) -> bool:
-    """Whether a BPE model makes every text from the symbols of its bytes, without chance and without marks of place."""
+    """Return whether a BPE model builds every text from byte symbols, without dropout and without position markers."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return (
@@ -375,7 +375,7 @@ def _ascii_class(found: re.Match[str]) -> str:
 
 
 def _are_plain(added: list[dict[str, Any]], form: _Form | None) -> bool:
-    """Whether added tokens are found by their characters alone, in whichever order they are looked for."""
+    """Return whether added tokens are matched by their characters alone, in any order."""
     if any(token["single_word"] or token["lstrip"] or token["rstrip"] for token in added):
         return False
     contents = {token["content"] for token in added}

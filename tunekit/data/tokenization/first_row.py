@@ -17,7 +17,7 @@ from tunekit.data.tokenization.chat import refusal, without_template
 from tunekit.data.tokenization.template_timeout import template_in_time
 
 _MARKER = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-"""What marks the assistant's words, which transformers reads and Jinja does not know."""
+"""Markers of the assistant's tokens, which transformers reads and plain Jinja does not know."""
 
 
 def check_first_rows(data: LoadedData, template: str | None, tokens: Mapping[str, str]) -> None:

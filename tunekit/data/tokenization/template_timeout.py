@@ -1,4 +1,4 @@
-"""How long a chat template may take for a row: it comes with the model, and its sandbox lets it loop.
+"""Time limit of a chat template for a row: it comes with the model, and its sandbox allows endless loops.
 
 What ends it is no `Exception`: Jinja computes what is constant in a template while it compiles it, and goes on after
 any exception there. In the main thread a signal interrupts also the arithmetic of large numbers, which Python does in

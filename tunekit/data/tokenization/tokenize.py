@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What became of the rows of one source.
+    """Outcome of tokenizing the rows of one source.
 
     Attributes:
         num_rows: Rows read.
@@ -135,7 +135,7 @@ def _encode_all(encoder: Encoder, rows: Rows, batches: Iterable[range]) -> Itera
 
 
 class _Given:
-    """What a process that prepares rows was given."""
+    """Inputs of a worker process that tokenizes rows."""
 
     encoder: Encoder
     rows: Rows

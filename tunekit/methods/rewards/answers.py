@@ -1,4 +1,4 @@
-"""What the rewards that come with tunekit are given, and what each of them is."""
+"""Inputs of tunekit's own rewards, and the form of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Judge(NamedTuple):
     """Column of the rows that it reads."""
 
     read: Callable[[Any], Any] = lambda value: value
-    """What a value of that column means. It raises a ValueError that says what is wrong with one."""
+    """Parser of that column's values. It raises a ValueError that names the problem."""
 
     load: Callable[[str], None] = lambda device: None
     """Loads to a device what is too large to be loaded only to check a recipe."""

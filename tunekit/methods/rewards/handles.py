@@ -25,7 +25,7 @@ from tunekit.methods.rewards.sandboxed import (
 
 
 class ProgramError(Exception):
-    """What a program raised that is no error of Python's own."""
+    """Error of a program that is none of Python's own."""
 
 
 OPAQUE: Any = object()
@@ -55,7 +55,7 @@ class Handle:
         self.__dict__.update(_tests=tests, _number=number, _label=label, _built=built)
 
     def __call__(self, *values: Any, **keywords: Any) -> Any:
-        """What the object returns when it is called."""
+        """Return the result of calling the object."""
         result = _ask("call", self, *values, **keywords)
         if isinstance(result, Handle) and _is_class_name(self.__dict__["_label"]):
             return Handle(_tests_of(self), number_of(result), built=True)
@@ -166,7 +166,7 @@ def number_of(value: Handle) -> int:
 
 
 def _given(value: Any) -> int | str:
-    """What stands for no plain data that a test gives the program: one of its own objects, or a type."""
+    """Return a handle for a value that is not plain data: one of the program's own objects, or a type."""
     if isinstance(value, Handle):
         return number_of(value)
     if value in PLAIN:
@@ -188,7 +188,7 @@ def _is_class_name(name: str) -> bool:
 
 
 def _is_own(value: Any) -> bool:
-    """Whether the tests made an object by calling a class, or it is the class itself or a constant of it."""
+    """Return whether an object was made by the tests calling a class, or is the class itself or a constant of it."""
     return isinstance(value, Handle) and (value.__dict__["_built"] or _is_class_name(value.__dict__["_label"]))
 
 
@@ -315,7 +315,7 @@ class Tests:
             os.write(verdicts, json.dumps((self.refused or reason)[:MAX_REASON]).encode() + b"\n")
 
     def names(self, defined: dict[str, Any], tests: list[str]) -> dict[str, Any]:
-        """What the tests see. What they call by the names of Python's own stays Python's own."""
+        """Return the namespace of the tests. Names of Python's own builtins keep their meaning."""
         names: dict[str, Any] = {"__name__": "tests"}
         modules = _modules(tests)
         for name, value in defined.items():
@@ -352,7 +352,7 @@ class Tests:
         return self.answer(action, values, keywords)
 
     def answer(self, action: str, values: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the program says to a question."""
+        """Send an action to the program and return its reply."""
         given = [encode(value, _given) for value in values]
         named = {name: encode(value, _given) for name, value in keywords.items()}
         try:
@@ -382,7 +382,7 @@ def _modules(tests: list[str]) -> set[str]:
 
 
 def _raised(action: str, reply: dict[str, Any]) -> Exception:
-    """What the program raised, as the tests see it."""
+    """Return the program's exception, as the tests see it."""
     kind = vars(builtins).get(str(reply["raised"]))
     # The end of an iteration that is none would end one of the test's own, as if all were well.
     is_end = kind is StopIteration and action != "next"

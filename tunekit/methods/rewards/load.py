@@ -32,7 +32,7 @@ _SHOWN = 200
 """Letters of a prompt and of a completion that an error shows."""
 
 RewardFunction = Callable[..., list[float | None]]
-"""What TRL calls. Its `__name__` is the one that its metrics have."""
+"""Reward function as TRL calls it. Its metrics are named by its `__name__`."""
 
 
 def load_rewards(rewards: Sequence[Reward], *, device: str) -> list[RewardFunction]:
@@ -143,7 +143,7 @@ def _checked(path: str, function: Callable[..., Any], name: str) -> RewardFuncti
 
 
 def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | None]:
-    """What a reward returned, as one number or None for each completion.
+    """Return the result of a reward as one number or None for each completion.
 
     Raises:
         RunError: It is something else.

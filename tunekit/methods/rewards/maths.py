@@ -80,7 +80,7 @@ class Comparing:
             raise DependencyError("method.rewards: math: math-verify does not start", hint=f"run python {_SCRIPT} $$")
 
     def are_equal(self, answer: str, expected: str) -> bool | None:
-        """Whether an answer is the expected one; None where that cannot be read."""
+        """Return whether an answer equals the expected one; None where one of them cannot be parsed."""
         if self._process is None:
             self.start()
         assert self._process is not None and self._process.stdin is not None, "it has been started"
@@ -91,7 +91,7 @@ class Comparing:
         return False if reply is None else {b"1\n": True, b"0\n": False}.get(reply)
 
     def _reply(self, seconds: float) -> bytes | None:
-        """What it says; None where it says nothing in time, and is ended."""
+        """Return its reply; None if it does not reply in time, and is ended."""
         process = self._process
         assert process is not None and process.stdout is not None, "it has been started"
         ready, _, _ = select.select([process.stdout], [], [], seconds)

@@ -28,7 +28,7 @@ NUMBER = re.compile(
 """A number in a text that `plain` has gone over."""
 
 _UNIT = re.compile(r" ?(?P<unit>[^\W\d_°]*°?[^\W\d_]+(?:[/^*·][^\s,;.!?]+)*[²³]?|°|[\"'′″])")
-"""What may be the unit behind a number."""
+"""Unit behind a number."""
 
 _LATEX = [
     (re.compile(r"\\[dtc]?frac\s*\{([^{}]{1,400})\}\s*\{([^{}]{1,400})\}"), r" \1/\2"),
@@ -43,7 +43,7 @@ _LATEX = [
     (re.compile("[\u2212\u2013\uff0d]"), "-"),
     (re.compile(r"\*\*(?!\d)"), ""),
 ]
-"""What is written otherwise in LaTeX, in Markdown or by typographers, and how it is read."""
+"""Spellings of LaTeX, Markdown or typography, and their replacements."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Number:
     unit: str | None
 
     def is_near(self, expected: "Number", tolerance: float) -> bool:
-        """Whether it is the expected one, or as far from it as a share of that."""
+        """Return whether it equals the expected number, up to a relative tolerance."""
         ones, others = [self.value], [expected.value]
         if self.is_percentage != expected.is_percentage:
             ones += [self.value / 100] if self.is_percentage else []

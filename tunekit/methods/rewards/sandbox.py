@@ -130,13 +130,13 @@ _HINT = "`code` needs Linux with Landlock and seccomp (kernel 5.13 or later); ju
 
 
 def passed_tests(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[bool]:
-    """Whether a program passes each of its tests; none where it raises, ends or takes too long before them."""
+    """Return whether a program passes each of its tests; none where it raises, exits or times out before them."""
     failed = failures(program, tests, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
     return [reason is None for reason in failed]
 
 
 def failures(program: str, tests: list[str], *, timeout_seconds: float, memory_bytes: int) -> list[str | None]:
-    """Why a program fails each of its tests, or None where it passes.
+    """Return why a program fails each of its tests, or None where it passes.
 
     Args:
         program: Python source.

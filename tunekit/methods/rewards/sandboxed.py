@@ -1,4 +1,4 @@
-"""What runs in the sandbox: a program, or the tests of one. It is started by its path, and imports nothing of tunekit.
+"""Program of the sandbox: runs an answer, or its tests. It is started by its path, and imports nothing of tunekit.
 
 Two interpreters talk to each other. The first one has the program, which may do to it what it likes. The second one
 has the tests, and no line of the program: where a test uses what the program defines, the first interpreter is asked,
@@ -40,7 +40,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_PATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
-"""How many rights on files each version of Landlock has; the last holds for those after it."""
+"""Number of file access rights in each version of Landlock; the last holds for those after it."""
 _NETWORK_SINCE, _SCOPES_SINCE = 4, 6
 
 SCALARS = (bool, str, float, type(None))

@@ -59,7 +59,7 @@ def _read_file(path: str) -> "Validator":
 
 
 def _validator(value: Any) -> "Validator":
-    """What checks against a schema, given as JSON or as what that means. It fetches no schemas from elsewhere."""
+    """Return a validator for a schema, given as JSON or as its parsed value. It fetches no schemas from elsewhere."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for

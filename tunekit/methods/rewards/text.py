@@ -79,7 +79,7 @@ def extract(text: str, part: Extract) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` that is closed; of nested ones the innermost. Braces in it are matched."""
+    r"""Return the content of the last closed `\boxed{}`; of nested ones the innermost. Braces in it are matched."""
     starts: list[int | None] = []
     last: tuple[int, str] | None = None
     position = 0

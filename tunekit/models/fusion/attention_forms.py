@@ -1,4 +1,4 @@
-"""What a self-attention's forward computes, read from its source.
+"""Computation of a self-attention's forward, read from its source.
 
 The forwards of transformers' attentions are put together from few parts: three projections or one, norms of the heads
 or of whole rows or none, a rotary embedding, the cache, the attention itself with what it is told, the output. Each
@@ -23,7 +23,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Attention:
-    """What a self-attention computes.
+    """Computation of a self-attention.
 
     Attributes:
         projections: Names of the modules that give queries, keys and values, or of the one that gives all three.
@@ -135,7 +135,7 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "getattr(self.config, 'sliding_window', None)": lambda module: getattr(module.config, "sliding_window", None),
     "self.attn_logit_softcapping": lambda module: module.attn_logit_softcapping,
 }
-"""What an attention function is told, as the forwards say it."""
+"""Options of an attention function, as the forwards pass them."""
 
 _ROTATE_HALF = (
     "x1 = x[..., :x.shape[-1] // 2]",
@@ -182,7 +182,7 @@ _ROTARY_EMBEDDINGS = {
 
 
 def read_attention(module: Module) -> Attention:
-    """What an attention computes.
+    """Read the computation of an attention module.
 
     Raises:
         Unreadable: It computes something else as well, which this names.
@@ -257,7 +257,7 @@ def _same(lines: Sequence[str], form: tuple[str, ...]) -> Sequence[str]:
 
 
 def _options(line: str) -> tuple[tuple[str, str], ...]:
-    """What an attention function is told where it is called."""
+    """Return the options with which an attention function is called."""
     start = (
         "attn_output, attn_weights = attention_interface(self, query_states, key_states, value_states, attention_mask"
     )
@@ -273,7 +273,7 @@ def _options(line: str) -> tuple[tuple[str, str], ...]:
 
 
 def _rotates_parts(rotary: Any) -> bool:
-    """Whether a rotary embedding, one that rotates halves, leaves some of each head as it is.
+    """Return whether a rotary embedding, one that rotates halves, leaves part of each head unrotated.
 
     Raises:
         Unreadable: It is another one.

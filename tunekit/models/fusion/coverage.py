@@ -1,4 +1,4 @@
-"""Which modules of a model tunekit's kernels serve, told from its configuration alone."""
+"""Modules of a model that tunekit's kernels serve, from its configuration alone."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -10,7 +10,7 @@ from tunekit.recipe.sections.model import ModelSection
 
 
 def coverage(section: ModelSection) -> Report:
-    """What would be fused of a model and what not, without its weights: it is built on `meta`.
+    """Report which modules of a model would be fused, without its weights: it is built on `meta`.
 
     Raises:
         ModelError: Its configuration cannot be read, or is not one of a language model.

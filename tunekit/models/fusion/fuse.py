@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (linear_rule, norm_rule, gated_rule, attention_rule, l
 
 @dataclass(frozen=True)
 class Line:
-    """What became of the modules of a class and form.
+    """Outcome for the modules of one class and form.
 
     Attributes:
         module: Name of the class.
@@ -52,24 +52,24 @@ class Line:
 
     @property
     def is_fused(self) -> bool:
-        """Whether they are fused."""
+        """True if they are fused."""
         return self.reason is None
 
 
 @dataclass(frozen=True)
 class Report:
-    """What of a model is fused and what not, in the order of the model."""
+    """Fused and unfused modules, in the order of the model."""
 
     lines: tuple[Line, ...]
 
     @property
     def fused(self) -> tuple[Line, ...]:
-        """What is fused."""
+        """Modules that are fused."""
         return tuple(line for line in self.lines if line.is_fused)
 
     @property
     def kept(self) -> tuple[Line, ...]:
-        """What stayed as it was."""
+        """Modules that stayed as they were."""
         return tuple(line for line in self.lines if not line.is_fused)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
 
 @dataclass(frozen=True)
 class _Found:
-    """What became of a module."""
+    """Outcome for one module."""
 
     form: str | None
     reason: str | None
@@ -145,7 +145,7 @@ def _fuse_one(
 
 
 def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference | str:
-    """What the proof of a fusion found, or why there is none."""
+    """Return the result of a fusion's proof, or why it could not be run."""
     try:
         return prove(fusion.trial, lambda new: replace(new, fusion), device=device, dtype=dtype)
     except Exception as error:  # noqa: BLE001  (a stand-in runs the model's own code, which may want another input)
@@ -154,7 +154,7 @@ def _try(fusion: Fusion, device: torch.device, dtype: torch.dtype) -> Difference
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """What keeps a module of a known form from being fused."""
+    """Return what prevents a module of a known form from being fused."""
     if "forward" in vars(module):
         return "something else has replaced its forward"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -163,7 +163,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def _is_of_a_model(module: nn.Module) -> bool:
-    """Whether a module computes something of its own: not a container, a layer of torch's, or the model itself."""
+    """Return whether a module computes something of its own: no container, layer of torch's, or the model itself."""
     from transformers import PreTrainedModel
 
     own = type(module).__module__

@@ -48,7 +48,7 @@ def forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a self-attention gives, and its weights where the attention function has them.
+    """Return the output of a self-attention, and its weights where the attention function returns them.
 
     Args:
         self: The attention.
@@ -144,7 +144,7 @@ def _trial(
 
 
 def _num_rotated(module: Any, attention: Attention) -> int:
-    """How many values of a head are to be rotated in a trial: all, or as many as the module says, or some."""
+    """Return how many values of a head to rotate in a trial: all, or as many as the module says, or some."""
     if not attention.rotates_parts:
         return int(module.head_dim)
     return int(vars(module).get("rotary_ndims", module.head_dim // 4 * 2))

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "gelu": functional.gelu,
 }
-"""What the kernel computes, by its names."""
+"""Activations of the kernel, by its names."""
 
 TRIED_COLUMNS = 16
 """Columns of a stand-in's input: what is fused is as wide as the model's."""
@@ -58,7 +58,7 @@ FORMS: tuple[Structure, ...] = tuple(
 
 @dataclass(frozen=True)
 class Gated:
-    """How a gated block is computed: names of its submodules, and what is between them.
+    """Form of a gated block: names of its submodules, and the operations between them.
 
     Attributes:
         gate: The gate's projection; both, where `up` is None.
@@ -96,7 +96,7 @@ def gated_rule(module: nn.Module) -> Fusion | Kept | None:
 
 
 def activation_of(act: Callable[[Tensor], Tensor]) -> Activation | None:
-    """Which of the kernel's activations a module or a function computes; None for none of them."""
+    """Return which of the kernel's activations a module or a function computes; None for none of them."""
     if isinstance(act, nn.Module) and next(act.parameters(), None) is not None:
         return None
     x = torch.linspace(-20, 20, 4001, dtype=torch.float64)

@@ -68,7 +68,7 @@ WITHOUT = read_structure(_normed_behind)
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer is computed: names of its submodules, and how it is called.
+    """Form of a layer: names of its submodules, and its call.
 
     Attributes:
         norm: What its attention reads through.
@@ -121,7 +121,7 @@ def layer_rule(module: nn.Module) -> Fusion | Kept | None:
 
 
 def _settings(owner: type[nn.Module], structure: Structure, names: dict[str, str]) -> Layer:
-    """How a layer is computed whose attributes have these names, by those of a form."""
+    """Return the form of a layer whose attributes have these names."""
     others = list(inspect.signature(inspect.unwrap(owner.forward)).parameters.values())[2:]
     named = [one for one in others if one.kind is not one.VAR_KEYWORD]
     return Layer(

@@ -27,12 +27,12 @@ from tunekit.models.fusion.proof import Trial, stand_in
 from tunekit.models.fusion.rules import Fusion, Kept, is_fused
 
 Part = tuple[Tensor, tuple[Tensor, Tensor, float] | None]
-"""What a linear layer gives before its update is added, and the update as the kernel of gated blocks takes it: h of
-shape (tokens, rank), b of shape (out, rank) and the scale; None where it is added already, or there is none."""
+"""Output of a linear layer before its update, and the update as the kernel of gated blocks takes it: h of shape
+(tokens, rank), b of shape (out, rank) and the scale; None where it is added already, or there is none."""
 
 
 def project(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """What linear layers give for the same input; those that can be read are computed together.
+    """Apply linear layers to the same input; those that can be read are computed together.
 
     Args:
         x: Their input, (..., in).
@@ -72,7 +72,7 @@ def _together(linears: "list[Linear | None]") -> "list[Linear | None]":
 
 
 def read_linear(module: nn.Module, x: Tensor) -> Linear | None:
-    """What a linear layer computes at this moment; None where it is to be called.
+    """Return the current weights of a linear layer; None where the layer itself has to be called.
 
     A layer with an update is read only where it is fused itself: then it was proved that it is read rightly.
 
@@ -138,7 +138,9 @@ def _read_quantised(layer: Any, x: Tensor) -> Quantized | None:
 
 
 def _state(layer: Any) -> Any:
-    """How a 4-bit layer is quantised. FSDP gives its weight another type, which has lost that; the module keeps it."""
+    """Return the quantization state of a 4-bit layer. FSDP gives its weight another type, which loses it; the module
+    keeps it.
+    """
     return vars(layer.weight).get("quant_state") or layer.quant_state
 
 
@@ -157,7 +159,7 @@ def _read_low(layer: Any, name: str) -> Low | None:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether hooks wait for the module to be called."""
+    """Return whether hooks wait for the module to be called."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -188,7 +190,7 @@ def linear_rule(module: nn.Module) -> Fusion | Kept | None:
 
 
 def _why_not(layer: Any) -> str | None:
-    """Why a layer with an update is not computed by the kernels, as far as that is known before it is called."""
+    """Return why a layer with an update is not computed by the kernels, as far as that is known before it is called."""
     base = layer.base_layer
     if type(base) not in (nn.Linear, Linear4bit):
         return f"no kernel for low-rank updates of {type(base).__name__}"
@@ -210,12 +212,12 @@ def _why_not_quantised(layer: Linear4bit) -> str | None:
 
 
 def _is_nested(layer: Linear4bit) -> bool:
-    """Whether the absmax of a layer's blocks are quantised too."""
+    """Return whether the absmax of a layer's blocks are quantized too."""
     return _state(layer).state2 is not None
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a linear layer gives.
+    """Return the output of a linear layer.
 
     Args:
         self: The layer.

@@ -76,7 +76,7 @@ def _bare_norm(self: Any, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """How a normalisation is computed. `weight` is its attribute's name, None where there is none."""
+    """Form of a normalization. `weight` is its attribute's name, None where there is none."""
 
     weight: str | None
     eps: float

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 ROUNDING = {torch.float32: 256, torch.bfloat16: 8, torch.float16: 16}
-"""How many steps of a type, as a share of a row's largest value, outputs and gradients may differ by.
+"""Tolerance for outputs and gradients in steps of a type, as a share of a row's largest value.
 
 In float32 sums over thousands of columns differ by some dozens. In 16 bits the original rounds between its operations,
 where a kernel does not, and each of these roundings is half a step.
@@ -30,7 +30,7 @@ BEFORE = "forward_before"
 """Name of the attribute of a fused module that holds the forward of its own that it had, and not its class."""
 
 FUSED = (SETTINGS, BEFORE, "forward")
-"""What a fused module has and its stand-in has not."""
+"""Attributes of a fused module that its stand-in lacks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a fused forward is from the original.
+    """Distance of a fused forward from the original.
 
     Attributes:
         share: Of the largest value of a row; the largest over all rows of all that was compared.
@@ -66,7 +66,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains it. A NaN is explained by nothing."""
+        """True if rounding explains it. A NaN is explained by nothing."""
         return self.share <= self.allowed
 
     def words(self) -> str:
@@ -102,7 +102,7 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def differ(old: Trial, new: Trial, place: str, dtype: torch.dtype) -> Difference:
-    """How far two modules of equal weights are apart on equal input."""
+    """Compare two modules of equal weights on equal input."""
     allowed = ROUNDING[dtype] * torch.finfo(dtype).eps
     worst, where = 0.0, "nothing"
     for (name, wanted), (_, found) in zip(_results(old), _results(new), strict=True):
@@ -156,7 +156,7 @@ def prove(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Difference:
-    """How far a module is from itself after `replace`; the worst of the places where it was tried.
+    """Compare a module with itself after `replace`; return the worst of the devices and types tried.
 
     Args:
         trial: Makes the stand-in and its input, anew and equal for equal generators.

@@ -13,7 +13,7 @@ from tunekit.models.fusion.proof import BEFORE, FUSED, SETTINGS, Trial
 
 @dataclass(frozen=True)
 class Fusion:
-    """How a module computes instead.
+    """Replacement of a module's forward.
 
     Attributes:
         form: What it computes, in words.
@@ -35,13 +35,13 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Kept:
-    """Why a module stays as it is."""
+    """Reason that a module stays as it is."""
 
     reason: str
 
 
 Rule = Callable[[nn.Module], Fusion | Kept | None]
-"""How to fuse a module, why not to, or None for one that the rule has nothing to say of."""
+"""Function that returns how to fuse a module, why not to, or None for one that it does not apply to."""
 
 
 def replace(module: nn.Module, fusion: Fusion) -> None:
@@ -55,7 +55,7 @@ def replace(module: nn.Module, fusion: Fusion) -> None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module has a forward of ours."""
+    """Return whether a module has one of tunekit's forwards."""
     return SETTINGS in vars(module)
 
 

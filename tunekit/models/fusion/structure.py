@@ -1,4 +1,4 @@
-"""What a module's forward computes, read from its source: a list of operations, free of names.
+"""Computation of a module's forward, read from its source: a list of operations, free of names.
 
 Models of one kind differ in names and order of parameters, in variables that hold a value for a line, in helper
 methods, in annotations and comments, and compute the same. So a forward is read as the sequence of the operations that
@@ -29,7 +29,7 @@ from typing import Any, cast
 from torch import nn
 
 MAX_DEPTH = 6
-"""How deep functions are read through."""
+"""Maximum depth of function calls to read through."""
 
 
 class Unreadable(Exception):
@@ -38,7 +38,7 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Structure:
-    """What a forward computes.
+    """Computation of a forward.
 
     Attributes:
         operations: One line each.
@@ -60,7 +60,7 @@ class Structure:
 
 
 def structure_of(module: nn.Module) -> Structure | None:
-    """What a module computes; None where that cannot be told."""
+    """Return the computation of a module; None where it cannot be read."""
     settings = tuple((name, held) for name, held in vars(module).items() if _is_setting(name, held))
     return _structure(cast(Any, type(module)), settings)
 
@@ -76,7 +76,7 @@ def _structure(owner: type[nn.Module], settings: tuple[tuple[str, Any], ...]) ->
 def read_structure(
     forward: Callable[..., Any], owner: type[nn.Module] | None = None, settings: Mapping[str, Any] | None = None
 ) -> Structure:
-    """What a forward computes.
+    """Read the computation of a forward.
 
     Args:
         forward: The function, whose first parameter is the module.
@@ -120,7 +120,7 @@ class _Tuple(str):
 
     @property
     def is_plain(self) -> bool:
-        """Whether none of its parts stands for several."""
+        """True if none of its parts stands for several."""
         return not any(part.startswith("*") for part in self.parts)
 
 
@@ -218,14 +218,14 @@ class _Reader:
         self.names = {name: self.joined(name, first, second) for name in dict.fromkeys([*first, *second])}
 
     def joined(self, name: str, first: dict[str, str], second: dict[str, str]) -> str:
-        """What a name stands for behind a branch."""
+        """Return the value of a name behind a branch."""
         if name in first and first.get(name) == second.get(name):
             return first[name]
         unset = self.parameter(name) if self.depth == 0 and name in self.own else "unset"
         return self.emit(f"either({first.get(name, unset)}, {second.get(name, unset)})")
 
     def decide(self, test: ast.expr) -> bool | None:
-        """What a test on plain settings of the module comes to; None where it depends on more."""
+        """Evaluate a test on plain settings of the module; None where it depends on more."""
         match test:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 inner = self.decide(operand)
@@ -242,7 +242,7 @@ class _Reader:
         return None
 
     def setting(self, node: ast.expr) -> tuple[bool, Any]:
-        """Whether an expression is a plain setting of the module, and its value."""
+        """Return whether an expression is a plain setting of the module, and its value."""
         match node:
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == self.itself:
                 return name in self.settings, self.settings.get(name)
@@ -325,7 +325,7 @@ class _Reader:
         return name not in self.names and name != self.itself and not (self.depth == 0 and name in self.own)
 
     def held(self, node: ast.expr) -> Any:
-        """What a dotted name of modules stands for, such as `nn.functional.silu`; None for what it does not find."""
+        """Resolve a dotted name of modules, such as `nn.functional.silu`; None where that fails."""
         match node:
             case ast.Name(id=name) if self.is_outside(name):
                 return self.look_up(name)
@@ -361,7 +361,7 @@ class _Reader:
         return self.emit(f"{called}({', '.join(words)})")
 
     def is_own(self, node: ast.expr) -> bool:
-        """Whether an expression is an attribute of the module."""
+        """Return whether an expression is an attribute of the module."""
         return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and self.is_itself(node.value.id)
 
     def is_itself(self, name: str) -> bool:
@@ -393,7 +393,7 @@ class _Reader:
         return None
 
     def inlined(self, node: ast.Call, function: FunctionType, is_method: bool) -> str:
-        """What a call gives, by what the called function does. Nothing has changed where this raises."""
+        """Return the result of a call by inlining the called function. Nothing has changed where this raises."""
         if self.depth >= MAX_DEPTH or any(k.arg is None for k in node.keywords):
             raise Unreadable("too deep, or called with what is not known")
         function = inspect.unwrap(function)

@@ -1,4 +1,4 @@
-"""Which attention a model is computed with.
+"""Choice of the attention backend of a model.
 
 Rows that are padded have sdpa, which needs no mask but a causal one. Rows that lie one behind the other are told their
 boundaries: flash attention does no more work than for each alone, wherever a device has it, and on a CPU one document
@@ -64,7 +64,9 @@ def of_rows(attn_implementation: str, *, lie_apart: bool) -> str:
 
 
 def flash_attention_of(hardware: Hardware, model: ModelFacts) -> FlashAttention:
-    """Whose flash attention torch's own varlen attention goes to: the newest that is installed and made for it."""
+    """Return the flash attention that torch's own varlen attention dispatches to: the newest that is installed and
+    supports it.
+    """
     major = (hardware.device.compute_capability or (0, 0))[0]
     if major == 9 and hardware.flash_attn_3:
         return "FA3"
@@ -81,7 +83,7 @@ _FLASH_WORDS = {
 
 
 def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype) -> str | None:
-    """Why a model is not computed with tunekit's attention for packed rows; None where it can be."""
+    """Return why a model does not use tunekit's attention for packed rows; None where it can."""
     device, parallel = hardware.device, recipe.parallel
     if model.model_type not in VARLEN_TYPES:
         return f"it was not seen to be right for {model.model_type}"
@@ -99,7 +101,7 @@ def why_no_varlen(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: 
 
 
 def _lies_apart(recipe: Recipe, device: Device) -> bool:
-    """Whether rows may lie one behind the other in this run.
+    """Return whether rows may be concatenated in this run.
 
     On a CPU that has to be asked for: documents are computed one after another there, however they come.
     """
@@ -110,7 +112,7 @@ def _lies_apart(recipe: Recipe, device: Device) -> bool:
 
 
 def _has_flash(device: Device, dtype: Dtype) -> bool:
-    """Whether torch's flash attention runs, and the package would. ROCm has its own, which is not tried."""
+    """Return whether torch's flash attention runs, and the package would. ROCm has its own, which is not tried."""
     return device.kind == "cuda" and (device.compute_capability or (0, 0)) >= FLASH_CAPABILITY and dtype != "float32"
 
 

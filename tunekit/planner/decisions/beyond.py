@@ -40,7 +40,7 @@ MOST_PARTS = 8
 (github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md)."""
 
 MOST_NODES = 4096
-"""Where the search for a machine that is large enough ends."""
+"""Limit of the search for a machine that is large enough."""
 
 
 class Beyond(Facts):
@@ -62,7 +62,7 @@ class Beyond(Facts):
     num_micro_batches: int
     """Of a step, on each replica."""
     recomputes: bool
-    """Whether layers are computed again in the backward pass."""
+    """True if layers are recomputed in the backward pass."""
     memory_bytes: int
     memory_limit_bytes: int
     bubble: float
@@ -70,7 +70,7 @@ class Beyond(Facts):
     cut_bubble: float
     """The same with stages in parts."""
     sent: tuple[tuple[str, float], ...]
-    """What a device sends in a step: what, and bytes."""
+    """Transfers of a device in a step: kind and bytes."""
     tokens_per_second: Range | None
     """Of all devices; None where the sheet or a link is not known."""
     usd_per_billion_tokens: Range | None
@@ -111,7 +111,7 @@ class Beyond(Facts):
 
 
 def beyond(model: ModelFacts, hardware: Hardware, *, batch: int, length: int) -> Beyond | None:
-    """Where to start training all of `model`; None where no number of such machines would do.
+    """Find a layout to start training all of `model`; None where no number of such machines suffices.
 
     Args:
         model: The model.
@@ -179,7 +179,7 @@ class _Way:
 
     @property
     def is_even(self) -> bool:
-        """Whether the devices, the batch and the experts can be divided so."""
+        """True if devices, batch and experts divide evenly."""
         devices, together = self.num_nodes * self.per_node, self.tp * self.pp * self.cp
         if devices % together or self.batch % (devices // together):
             return False
@@ -232,7 +232,7 @@ class _Way:
         return states + kept * in_flight + (layer if self.recomputes else 0) + logits
 
     def transfers(self) -> Iterator[Transfer]:
-        """What a device of a middle stage sends in a step."""
+        """Yield the transfers of a device of a middle stage in a step."""
         m, passes = self.model, 3 if self.recomputes else 2
         width = 2 * self.tokens * m.hidden_size
         number = self.num_micro_batches
@@ -282,7 +282,9 @@ class _Way:
 
     @property
     def slowest_seconds(self) -> float:
-        """What layouts are compared by; where nothing is known of a device, by the bubble and recomputation alone."""
+        """Seconds by which layouts are compared; where nothing is known of a device, by the bubble and recomputation
+        alone.
+        """
         seconds = self.seconds
         if seconds is not None:
             return seconds.high

@@ -270,14 +270,14 @@ KINDS: tuple[Callable[[Setting], Iterator[Candidate]], ...] = (
 
 
 class Refusal(NamedTuple):
-    """Why a combination does not work, and the nearest that does."""
+    """Reason that a combination does not work, and the nearest that does."""
 
     why: str
     hint: str
 
 
 def refusal(setting: Setting, layout: Layout) -> Refusal | None:
-    """Why the libraries cannot run this recipe in a layout correctly, if they cannot."""
+    """Return why the libraries cannot run this recipe in a layout correctly; None if they can."""
     recipe, optim = setting.recipe, setting.recipe.train.optim
     if layout.strategy.startswith("zero") and setting.hardware.deepspeed is False:
         return Refusal("DeepSpeed is not installed", "pip install 'tunekit[deepspeed]'")
@@ -337,7 +337,7 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 
 def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal | None:
-    """What cannot be started from where weights are divided."""
+    """Return why training cannot start from this origin where weights are sharded."""
     if layout.tp_size > 1 and origin.is_merged_for(recipe.adapter):
         why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
         return Refusal(why, "use fsdp2 without tp_size")
@@ -357,7 +357,7 @@ def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal |
 
 
 CLOSEST_OPTIM: Optim = "adamw_torch_fused"
-"""What to use instead of an optimizer that a layout does not run."""
+"""Replacement of an optimizer that a layout does not run."""
 
 
 def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
@@ -384,7 +384,7 @@ def _ulysses_refusal(setting: Setting, layout: Layout) -> Refusal | None:
 
 
 def _cpu_refusal(layout: Layout) -> Refusal | None:
-    """What FSDP2 does with accelerators only (torch 2.13; a test runs each)."""
+    """Return what FSDP2 supports on accelerators only (torch 2.13; a test runs each)."""
     if layout.offload_param_device == "cpu":
         why = "FSDP2 pins the memory to which it offloads, which takes an accelerator"
         return Refusal(why, "leave parallel.offload_param_device out: on a CPU all is in main memory")

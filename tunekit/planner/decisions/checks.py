@@ -1,4 +1,4 @@
-"""What a recipe may ask of a device and a model, whatever the layout. Each refusal names the place and the remedy."""
+"""Checks of a recipe against a device and a model, for any layout. Each refusal names the place and the remedy."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Whether decoder layers are compiled, and whether their products are computed in 8 bits.
+"""Choice of torch.compile for decoder layers, and of float8 for their products.
 
 Both change how a layer is computed and nothing of what: layers are compiled one by one, in place, so that they share
 what was compiled for the first, and weights keep their names. Products in float8 (torchao's, dynamic scales for whole
@@ -18,7 +18,7 @@ FLOAT8_CAPABILITY = (9, 0)
 """Oldest CUDA compute capability that is trained on in float8."""
 
 FLOAT8_MULTIPLE = 16
-"""What both sizes of a matrix have to be multiples of."""
+"""Divisor of both sizes of a matrix."""
 
 
 def check_compile(recipe: Recipe, hardware: Hardware) -> None:
@@ -39,7 +39,7 @@ def check_compile(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def why_not_compiled_in(layout: Layout) -> str | None:
-    """Why layers are not compiled in a layout; None where they are."""
+    """Return why layers are not compiled in a layout; None where they are."""
     if layout.strategy.startswith("zero"):
         return "the hooks by which DeepSpeed gathers and sums would split what is compiled"
     if layout.tp_size > 1 or layout.cp_size > 1:
@@ -48,7 +48,7 @@ def why_not_compiled_in(layout: Layout) -> str | None:
 
 
 def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout) -> tuple[bool, str]:
-    """Whether layers are compiled, and why."""
+    """Return whether layers are compiled, and the reason."""
     asked = recipe.train.torch_compile
     if asked != "auto":
         return asked, "as in the recipe"
@@ -102,7 +102,7 @@ def check_float8(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: D
 
 
 def why_no_float8_in(layout: Layout) -> str | None:
-    """Why float8 is not trained with in a layout; None where it is."""
+    """Return why a layout does not train in float8; None where it does."""
     if layout.strategy.startswith("zero"):
         return "float8 is not tried with weights that DeepSpeed divides"
     if layout.tp_size > 1 or layout.cp_size > 1:

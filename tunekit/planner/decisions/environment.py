@@ -1,4 +1,4 @@
-"""What the processes of a run find in their environment: decided here, shown in the plan, set before torch is there."""
+"""Environment of a run's processes: decided here, shown in the plan, set before torch is imported."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,16 @@ from tunekit.recipe.methods import CPOMethod, Method, ORPOMethod, RewardedMethod
 from tunekit.recipe.sections.rewards import CodeReward, JudgeReward
 
 LEAST_TIMEOUT_SECONDS = 600
-"""How long a process may stand still, or wait for the others, at least, before the run is taken for hung."""
+"""Minimum seconds that a process may make no progress, or wait for others, before the run counts as hung."""
 
 PREPARED_ROWS_PER_SECOND = 200
-"""How fast the slowest of processors turns rows into tokens, which TRL does in one process while the others wait."""
+"""Rate at which the slowest of processors tokenizes rows, which TRL does in one process while the others wait."""
 
 REWARD_TRIES = 5
-"""How often a judge is asked for one score at most."""
+"""Maximum number of requests to a judge for one score."""
 
 SLOW_STORAGE = 3
-"""How many times slower than assumed storage may be, before a process that reads or writes is taken for a dead one."""
+"""Factor by which storage may be slower than assumed, before a process that reads or writes counts as dead."""
 
 BYTES_PER_TRAINED = 12
 """Of a checkpoint at most: a weight and AdamW's two states in float32."""
@@ -29,28 +29,30 @@ BYTES_PER_READ = 2
 """Of a weight as most models store it."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""How torch's allocator goes about memory (torch 2.9 and later; PYTORCH_CUDA_ALLOC_CONF before)."""
+"""Setting of torch's allocator (torch 2.9 and later; PYTORCH_CUDA_ALLOC_CONF before)."""
 
 GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """Sizes from which glibc maps a block by itself, and gives back what is free at the end of its heap (mallopt(3))."""
 
 GIVEN_BACK_BYTES = 2**20
-"""What both are set to: 64 and 128 KiB save no more memory, and make more blocks to map."""
+"""Value of both thresholds: 64 and 128 KiB save no more memory, and make more blocks to map."""
 
 
 def longest_wait_bytes(model: ModelFacts, num_trained: int) -> int:
-    """What one process reads or writes while the others wait for it: the weights at first, a checkpoint later."""
+    """Return the bytes that one process reads or writes while the others wait: the weights at first, a checkpoint
+    later.
+    """
     return max(BYTES_PER_READ * model.num_params, BYTES_PER_TRAINED * num_trained)
 
 
 def timeout_of(wait_bytes: int) -> int:
-    """How long a process waits for the others, in whole minutes, as seconds."""
+    """Return the timeout of collectives, in whole minutes, as seconds."""
     seconds = SLOW_STORAGE * wait_bytes / STORAGE_BYTES_PER_SECOND
     return max(LEAST_TIMEOUT_SECONDS, 60 * math.ceil(seconds / 60))
 
 
 def patience_of(wait_bytes: int, num_rows: int, method: Method, num_answers: int) -> int:
-    """How long a process may be at what nobody sees the progress of, in whole minutes, as seconds.
+    """Return how long a process may make no visible progress, in whole minutes, as seconds.
 
     That is loading, saving, preparing rows, the first step, answers and their rewards.
 
@@ -65,7 +67,7 @@ def patience_of(wait_bytes: int, num_rows: int, method: Method, num_answers: int
 
 
 def _reward_seconds(method: Method, num_answers: int) -> float:
-    """How long rewards may take that have a limit of their own for each answer."""
+    """Return the longest time of rewards that have a limit of their own for each answer."""
     rewards = method.rewards if isinstance(method, RewardedMethod) else ()
     seconds = 0.0
     for reward in rewards:
@@ -76,7 +78,7 @@ def _reward_seconds(method: Method, num_answers: int) -> float:
 
 
 def timeout_reasons(layout: Layout, wait_bytes: int, forced: int | None, patience_seconds: int) -> Iterator[Reason]:
-    """How long they wait, for the plan."""
+    """Yield the plan's reasons for the timeouts."""
     why = f"one of them may read or write {gib(wait_bytes)} meanwhile, {SLOW_STORAGE} times slower than 1 GB/s"
     if forced is not None:
         choice = f"{forced} s to stand still in a step, {patience_seconds // 60} min while loading or saving"
@@ -123,7 +125,7 @@ def _threads(hardware: Hardware, of_a_node: int) -> dict[str, str]:
 
 
 def _accelerator(hardware: Hardware, layout: Layout) -> dict[str, str]:
-    """What DeepSpeed computes on, which it would guess, with words about it."""
+    """Return the variable that names DeepSpeed's accelerator, which it would otherwise guess."""
     return {"DS_ACCELERATOR": hardware.device.kind} if layout.strategy.startswith("zero") else {}
 
 
@@ -151,7 +153,7 @@ DECIDED = (ALLOCATOR, *GLIBC, "OMP_NUM_THREADS")
 
 
 def environment_reasons(environment: Mapping[str, str], hardware: Hardware, num_nodes: int) -> Iterator[Reason]:
-    """What is set, and what each node finds by itself, for the plan."""
+    """Yield the plan's reasons for the variables that are set, and for those that each node finds by itself."""
     if environment:
         why = ", ".join(f"{name}={value}" for name, value in environment.items())
         if hardware.environment:

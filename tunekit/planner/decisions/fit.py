@@ -1,4 +1,4 @@
-"""How the batch is cut so that a layout fits: micro-batches, checkpointing, and when gradients are summed."""
+"""Division of the batch so that a layout fits: micro-batches, checkpointing, and when gradients are reduced."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ ENOUGH_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Setting:
-    """What is decided before the work is spread: the same for every layout.
+    """Decisions that are the same for every layout.
 
     Attributes:
         found_limit_bytes: What may be used of each device, where that turned out to be less than what is free.
@@ -59,7 +59,7 @@ class Setting:
         return self.hardware.device
 
     def limit_bytes(self, devices_per_node: int) -> int:
-        """What may be used of each device, if so many of a node are used: those with the most memory free."""
+        """Return the usable bytes of each device, if so many of a node are used: those with the most free memory."""
         if self.found_limit_bytes is not None:
             return self.found_limit_bytes
         used = self.hardware.freest(devices_per_node) or (self.device,)
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def passes(self) -> Passes:
-        """What the method does in a step."""
+        """Passes of the method in a step."""
         recipe = self.recipe
         batch = recipe.train.global_batch_size
         passes = passes_of(
@@ -93,11 +93,11 @@ class Setting:
         return replace(passes, head=head_kind(passes.head, self.recipe.method, kernels, layout))
 
     def vllm(self, layout: Layout) -> VLLM | None:
-        """How vLLM is used, where it generates answers."""
+        """Return how vLLM is used, where it generates answers."""
         return vllm_of(self.recipe, self.model, self.device, layout) if self.by_vllm else None
 
     def memory(self, layout: Layout, num_nodes: int, size: int, *, checkpointing: bool) -> MemoryEstimate:
-        """What each device needs with `size` sequences in a micro-batch."""
+        """Estimate the memory of each device with `size` sequences in a micro-batch."""
         length = self.recipe.data.max_length
         attention = self.attention_in(layout)
         padding = padding_of(self.recipe.data, self.model, attention, size, self.passes)
@@ -131,7 +131,7 @@ class Setting:
         )
 
     def fits(self, memory: MemoryEstimate, devices_per_node: int) -> bool:
-        """Whether there is room for it, on the devices and beside them."""
+        """Return whether an estimate fits, on the devices and in host memory."""
         return memory.total_bytes <= self.limit_bytes(devices_per_node) and not self._is_too_much_for_host(memory)
 
     def why_not(self, memory: MemoryEstimate, devices_per_node: int) -> str:

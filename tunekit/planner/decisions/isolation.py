@@ -1,4 +1,4 @@
-"""Which models keep documents apart that lie in one row.
+"""Models that keep packed documents apart.
 
 A packed or padding-free batch has no mask: positions that begin again at zero say where a document begins. Attention
 that builds its mask from them, or flash attention that is handed the boundaries, keeps documents apart. Layers that
@@ -243,7 +243,7 @@ WITHOUT_SDPA = frozenset(
 
 
 def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
-    """Why documents in one row would see each other; None where nothing is known that speaks for it.
+    """Return why documents in one row would see each other; None where nothing is known to cause it.
 
     Args:
         model: The model, of which its type and the types of its layers count.

@@ -1,4 +1,4 @@
-"""Which kernels compute what torch computes in many small steps: tunekit's own, Liger's, or none.
+"""Choice of fused kernels: tunekit's own, Liger's, or none.
 
 tunekit's are operations with two forms: Triton kernels for accelerators, and plain torch. Both give the same results,
 so that a choice depends on nothing but where they are known to be right.
@@ -14,7 +14,7 @@ from tunekit.recipe.methods import DistillationMethod, Method, SFTMethod
 from tunekit.recipe.schema import Recipe
 
 Kernels = Literal["tunekit", "liger", "torch"]
-"""Whose kernels compute norms, gated MLPs, rotary embeddings, adapters and the head."""
+"""Kernels of norms, gated MLPs, rotary embeddings, adapters and the head."""
 
 TRITON_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability for which the kernels are compiled by the tests."""
@@ -90,7 +90,7 @@ def check_kernels(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None
 
 
 def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
-    """Why a layout of the work takes no such kernels; None where it does."""
+    """Return why a layout takes no such kernels; None where it does."""
     if kernels == "torch":
         return None
     if layout.tp_size > 1:
@@ -101,7 +101,7 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
 
 
 def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[Kernels, str]:
-    """Whose kernels are used in a layout, and why; what is asked for was found possible."""
+    """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
     asked, device = recipe.model.kernels, hardware.device
     if asked != "auto":
         return asked, "as in the recipe" if asked != "tunekit" else f"as in the recipe; {_forms(hardware)}"
@@ -112,7 +112,7 @@ def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[
 
 
 def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
-    """Why tokens are scored by TRL's head; None where by tunekit's. Of the methods whose trainers have such a head."""
+    """Return why tokens are scored by TRL's head; None where by tunekit's. For methods whose trainers have one."""
     if kernels != "tunekit":
         return f"tunekit's is one of its kernels, and those are {kernels}'s"
     if layout.cp_size > 1 or layout.sp_size > 1:
@@ -121,7 +121,9 @@ def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
 
 
 def head_kind(kind: HeadKind, method: Method, kernels: Kernels, layout: Layout) -> HeadKind:
-    """How tokens are scored, where TRL's trainer of a method does it in tiles, whose place tunekit's head may take."""
+    """Return the kind of head, where TRL's trainer of a method scores tokens in tiles, which tunekit's head may
+    replace.
+    """
     if kind != "tiles" or isinstance(method, DistillationMethod) or why_trl_head(kernels, layout) is not None:
         return kind
     others = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()

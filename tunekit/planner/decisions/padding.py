@@ -1,4 +1,4 @@
-"""Whether the rows of a micro-batch are padded to the longest, or laid one behind the other in a single row.
+"""Choice between padding the rows of a micro-batch and concatenating them in a single row.
 
 Padding is computed and thrown away. Rows in a single row need none, but attention has to keep them apart: flash
 attention and tunekit's own are told where each begins and do no more work than for each alone, while sdpa and eager
@@ -17,7 +17,7 @@ from tunekit.recipe.schema import DataSection
 
 @dataclass(frozen=True)
 class Padding:
-    """How the rows of a micro-batch come together.
+    """Collation of the rows of a micro-batch.
 
     Attributes:
         is_free: Whether they lie one behind the other, packed or not.
@@ -38,7 +38,7 @@ class Padding:
 def padding_of(
     data: DataSection, model: ModelFacts, attn_implementation: str, micro_batch_size: int, passes: Passes = SFT
 ) -> Padding:
-    """How the rows of a micro-batch come together, and why."""
+    """Choose the collation of the rows of a micro-batch, with the reason."""
     masks = needs_mask(attn_implementation)
     one = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
@@ -67,7 +67,7 @@ def padding_of(
 
 
 def needs_mask(attn_implementation: str) -> bool:
-    """Whether rows that lie one behind the other are kept apart by a mask over all of them.
+    """Return whether concatenated rows are kept apart by a mask over all of them.
 
     FlexAttention's says it of blocks of tokens and takes next to no room.
     """

@@ -1,4 +1,4 @@
-"""What a plan says of the data, the schedule and the model: counts and choices in words."""
+"""Reasons of a plan about data, schedule and model: counts and choices in words."""
 
 import math
 from collections.abc import Iterator
@@ -41,11 +41,11 @@ WITHOUT_WEIGHTS = {
     "config": "; from its config.json, training needs the weights",
     "table": "; from tunekit's own table, training needs the files",
 }
-"""What a plan says of a model whose weights were not looked at, by where it is known from."""
+"""Sentence about a model whose weights were not inspected, by the origin of its facts."""
 
 
 def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
-    """What the run computes on."""
+    """Return the reason for the devices."""
     device, used = hardware.device, layout.num_processes
     if device.kind == "cpu":
         share = "one process uses all" if used == num_nodes else f"{used // num_nodes} processes share the"
@@ -67,7 +67,7 @@ def device_reason(hardware: Hardware, layout: Layout, num_nodes: int) -> Reason:
 
 
 def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
-    """What is left for the allocator, where runs have told."""
+    """Yield the reason for the allocator's reserve, where earlier runs measured it."""
     if why is not None:
         yield Reason(topic="reserve", choice=f"{share:.0%} beyond the tensors", why=why)
 
@@ -81,14 +81,14 @@ def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> 
 
 
 def kernels_reason(kernels: Kernels, why: str) -> Reason:
-    """Whose kernels compute what torch would in many small steps."""
+    """Return the reason for the kernels."""
     return Reason(topic="kernels", choice=kernels, why=why)
 
 
 def head_reason(
     hardware: Hardware, model: ModelFacts, passes: Passes, dtype: Dtype, num_tokens: int, why_trl: str | None
 ) -> Reason:
-    """What the head saves of its logits, and how.
+    """Return the reason for the head: what it stores of its logits.
 
     Args:
         hardware: The machine.
@@ -125,7 +125,7 @@ def head_reason(
 
 
 def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
-    """How many processes make micro-batches beside those that compute."""
+    """Return the reason for the number of data workers."""
     if recipe.data.streaming:
         return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
     if isinstance(recipe.method, OnPolicyMethod):
@@ -141,7 +141,7 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
 
 
 def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
-    """What is trained."""
+    """Return the reason for the adapter."""
     adapter, trained = recipe.adapter, num_trainable_params(model, recipe.adapter)
     if isinstance(adapter, FullAdapter):
         return Reason(topic="adapter", choice="full", why=f"{count(trained)} parameters trained, all of them")
@@ -152,7 +152,7 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 
 def optimizer_reason(recipe: Recipe) -> Reason:
-    """How weights are updated."""
+    """Return the reason for the optimizer."""
     given = "as in the recipe"
     if recipe.train.learning_rate is None:
         source = DEFAULT_LEARNING_RATES[recipe.method.type].source
@@ -166,7 +166,7 @@ def optimizer_reason(recipe: Recipe) -> Reason:
 
 
 def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
-    """What DeepSpeed does differently from other engines, and what it takes."""
+    """Yield the reasons about DeepSpeed: how it differs from other engines, and what it costs."""
     if not layout.strategy.startswith("zero"):
         return
     if layout.offload_optimizer_device != "none":
@@ -178,7 +178,7 @@ def deepspeed_reasons(layout: Layout, optim: Optim) -> Iterator[Reason]:
 
 
 def model_reason(model: ModelFacts) -> Reason:
-    """What is trained on."""
+    """Return the reason about the model."""
     shape = f"{model.num_layers} layers of {model.hidden_size}, vocabulary of {model.vocab_size:,}"
     active = f", {count(model.num_active_params)} active" if model.num_experts else ""
     why = f"{model.architecture}, {count(model.num_params)} parameters{active}: {shape}"
@@ -186,14 +186,14 @@ def model_reason(model: ModelFacts) -> Reason:
 
 
 def origin_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """Which run or adapter is started from, and what becomes of it."""
+    """Yield the reasons about the run or adapter that training starts from."""
     if model.origin is not None:
         choice, why = start_words(model.origin, recipe.adapter)
         yield Reason(topic="starts from", choice=choice, why=why)
 
 
 def code_reasons(recipe: Recipe) -> Iterator[Reason]:
-    """Which code is run besides that of the libraries."""
+    """Yield the reason about code that runs besides that of the libraries."""
     model = recipe.model
     if model.trust_remote_code:
         at = f"at commit {model.revision}" if model.revision else "as it is when the run is made"
@@ -201,7 +201,7 @@ def code_reasons(recipe: Recipe) -> Iterator[Reason]:
 
 
 def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
-    """How experts are kept equally busy, which is the one part of a loss that the cut of a batch shows in."""
+    """Yield the reason for the routers' auxiliary loss, the one part of a loss that depends on the cut of a batch."""
     coefficient = router_aux_loss_coef(recipe, model)
     if model.num_experts and coefficient is None:
         who = f"TRL's trainer of {recipe.method.type}"
@@ -220,7 +220,7 @@ BALANCED = SFTMethod | DPOMethod | KTOMethod | RewardedMethod
 """Methods whose trainers add the auxiliary loss of routers (TRL 1.16), for each model that has one."""
 
 ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
-"""Where a recipe gives its coefficient."""
+"""Key of a recipe that sets the coefficient."""
 
 
 def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
@@ -240,14 +240,14 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
 
 
 def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
-    """How it is trained, if by other means than imitation."""
+    """Yield the reasons for the method, if it is not supervised fine-tuning."""
     if not isinstance(recipe.method, SFTMethod):
         choice, why = method_words(recipe.method, recipe.adapter, origin)
         yield Reason(topic="method", choice=choice, why=why)
 
 
 def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) -> Iterator[Reason]:
-    """What a run is held to, and what that costs.
+    """Yield the reasons for the reference model, and its cost.
 
     Args:
         recipe: The recipe.
@@ -275,7 +275,7 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
 
 
 def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed | None) -> Iterator[Reason]:
-    """What generates the answers that the model learns from, and how much of a step that is."""
+    """Yield the reasons for generation: the engine, and its share of a step."""
     if not isinstance(recipe.method, OnPolicyMethod):
         return
     choice = "by transformers, all answers of a step at once"
@@ -294,7 +294,7 @@ def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed
 
 
 def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
-    """When things happen; not known before packing unless the recipe gives `max_steps`."""
+    """Return the schedule; unknown before packing unless the recipe gives `max_steps`."""
     train = recipe.train
     unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
     if unknown and train.max_steps is None:
@@ -317,7 +317,7 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
 
 
 def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
-    """What is trained on, and how much of it is whose."""
+    """Yield the reasons about the data, and the share of each source."""
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
     if isinstance(recipe.method, KTOMethod) and data.num_good is not None:
@@ -325,11 +325,11 @@ def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
 
 
 GOOD_TO_BAD = (1.0, 4 / 3)
-"""What the good answers' weight in all may be of the bad answers' (arXiv 2402.01306, equation 8)."""
+"""Total weight of good answers over that of bad answers (arXiv 2402.01306, equation 8)."""
 
 
 def balance_reason(method: KTOMethod, num_rows: int, num_good: int) -> Reason:
-    """Whether good and bad answers weigh as KTO's paper has it."""
+    """Return whether good and bad answers are balanced as in KTO's paper."""
     num_bad = num_rows - num_good
     choice = f"{num_good:,} good, {num_bad:,} bad answers"
     good, bad = method.desirable_weight * num_good, method.undesirable_weight * num_bad
@@ -376,7 +376,7 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
 
 
 def _mixture_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
-    """How much of the training each of several sources is."""
+    """Yield the share of each of several sources in the training."""
     if len(data.sources) < 2:
         return
     if recipe.data.streaming:
@@ -410,7 +410,7 @@ def _stream_mixture_reason(section: DataSection, data: DataFacts) -> Reason:
 
 
 def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> Reason:
-    """How long it is trained."""
+    """Return the reason for the number of steps."""
     if schedule is None:
         why = f"{data.num_train:,} rows are to be packed first"
         return Reason(topic="steps", choice="known after tokenising", why=why)
@@ -433,7 +433,7 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
 
 
 def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> Reason:
-    """How fast that is expected to be."""
+    """Return the reason for the expected speed."""
     if speed is None:
         why = "operations are counted for decoders with attention in every layer"
         return Reason(topic="speed", choice="not predicted", why=why)
@@ -445,7 +445,7 @@ def speed_reason(section: DataSection, data: DataFacts, speed: Speed | None) -> 
 
 
 def communication_reasons(speed: Speed | None) -> Iterator[Reason]:
-    """What devices send each other, and what failures cost."""
+    """Yield the reasons about communication, and the cost of failures."""
     if speed is not None and speed.communication is not None:
         yield Reason(topic="communication", choice=speed.communication, why="sent by each device")
     if speed is not None and speed.goodput is not None:

@@ -14,32 +14,32 @@ CONSTANT: tuple[Part, ...] = ("weights", "adapters", "optimizer")
 
 
 class Shortage(Facts):
-    """What was planned, and what there was when memory ran out."""
+    """Planned and actual memory when it ran out."""
 
     planned: MemoryEstimate
     held: Mapping[Part, int]
-    """What was measured of the parts; those that were not there yet are missing."""
+    """Measured bytes of the parts; those that were not allocated yet are missing."""
     context_bytes: int | None
-    """What the process had besides tensors; None where it was not measured."""
+    """Bytes of the process besides tensors; None where they were not measured."""
     taken_bytes: int
-    """What it had taken for tensors: reserved by torch on an accelerator, resident beyond the context on a CPU."""
+    """Bytes taken for tensors: reserved by torch on an accelerator, resident beyond the context on a CPU."""
     free_bytes: int = 0
-    """What the device had left."""
+    """Free bytes of the device."""
     asked_bytes: int = 0
-    """What was asked for and not given; 0 where the error did not say."""
+    """Bytes of the failed allocation; 0 where the error did not say."""
     allocated_bytes: int | None = None
-    """What tensors filled of what was taken, where torch counts them."""
+    """Bytes of tensors in what was taken, where torch counts them."""
 
     @property
     def limit_bytes(self) -> int:
-        """What a plan may come to so that its run fits, reckoned that it is off by as much as this one."""
+        """Limit for another plan so that its run fits, assuming that it is off by as much as this one."""
         context = self.planned.parts["context"]
         planned = self.planned.total_bytes - context
         unforeseen = max(0, self.taken_bytes + self.asked_bytes - planned)
         return context + min(self.taken_bytes + self.free_bytes - unforeseen, planned - 1)
 
     def words(self) -> str:
-        """What was asked for and how much was there, in one line."""
+        """Describe the failed allocation and the free memory in one line."""
         parts = [f"{gib(self.asked_bytes)} more were asked for"] if self.asked_bytes else []
         if self.allocated_bytes is not None:
             reserved = f"{gib(self.allocated_bytes)} were allocated and {gib(self.taken_bytes)} reserved"
@@ -123,7 +123,7 @@ def with_half_the_batch(plan: Plan, model: ModelFacts, teacher: ModelFacts | Non
 
 
 def _setting_of(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None) -> Setting:
-    """What a plan was chosen among, on its own devices."""
+    """Return the settings that a plan was chosen among, on its own devices."""
     if plan.device.kind == "cpu":
         hardware = Hardware(cpu=plan.device)
     else:

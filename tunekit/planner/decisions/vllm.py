@@ -1,4 +1,4 @@
-"""Whether vLLM generates the answers that a model learns from, and what it takes of the devices (TRL 1.16).
+"""Choice of vLLM to generate the answers that a model learns from, and its share of the devices (TRL 1.16).
 
 Colocated, every device has a vLLM of its own beside the trained model (trl/generation/vllm_generation.py): a copy of
 all weights, which is given new values whenever answers are due, and a cache. It takes its share of a device's whole
@@ -26,7 +26,7 @@ USUAL_SHARE = 0.3
 
 
 class VLLM(Facts):
-    """How vLLM is used."""
+    """Use of vLLM."""
 
     mode: Literal["colocate", "server"]
     gpu_memory_utilization: float | None = None
@@ -34,7 +34,7 @@ class VLLM(Facts):
 
 
 def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
-    """Why vLLM cannot generate for a recipe on a machine, whatever the layout, and what helps; None where it can."""
+    """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
     method = recipe.method
     assert isinstance(method, OnPolicyMethod)
     if hardware.vllm is False:
@@ -53,7 +53,7 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
 
 
 def why_not_in(recipe: Recipe, layout: Layout) -> str | None:
-    """Why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
+    """Return why TRL cannot keep vLLM's weights up to date in a layout; None where it can."""
     if layout.offload_param_device != "none":
         return "vLLM is not given weights that lie beside the device"
     if layout.strategy == "fsdp2" and not isinstance(recipe.adapter, FullAdapter):
@@ -80,7 +80,7 @@ def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -
 
 
 def vllm_bytes(vllm: VLLM, device: Device) -> int:
-    """What it takes of each device that trains."""
+    """Return the bytes that vLLM takes of each device that trains."""
     return int((vllm.gpu_memory_utilization or 0) * device.memory_total_bytes)
 
 

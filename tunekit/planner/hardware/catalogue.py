@@ -41,12 +41,12 @@ NOTES: dict[Platform, str] = {"rocm": "tunekit was not tried on ROCm"}
 
 
 class Price(Facts):
-    """What an hour of one accelerator is listed at."""
+    """List price of an hour of one accelerator."""
 
     usd_per_hour: float
     source: str
     day: str
-    """When the list said so, as year-month-day."""
+    """Date of the listing, as year-month-day."""
 
 
 class Accelerator(Facts):
@@ -106,7 +106,7 @@ class Accelerator(Facts):
 
 
 def pcie_bytes_per_second(generation: int, width: int) -> float | None:
-    """What a PCIe link carries in one direction; None for a generation that is not known here."""
+    """Return the bandwidth of a PCIe link in one direction; None for a generation that is not known here."""
     lane = PCIE_BYTES_PER_SECOND_PER_LANE.get(generation)
     return None if lane is None else width * lane
 

@@ -46,7 +46,7 @@ class Machine(Facts):
     flash_attn: bool | None = None
 
     def hardware(self) -> Hardware:
-        """What a plan is made for.
+        """Return the machine that a plan is made for.
 
         Raises:
             PlanError: There is no plan for its platform.
@@ -79,7 +79,7 @@ class MachineFile(Facts):
     num_nodes: Count = 1
     memory_gib: Amount | None = None
     free_memory_gib: Amount | None = None
-    """Where other programs hold some of it."""
+    """Free memory, where other programs hold some of it."""
     compute_capability: tuple[int, int] | None = None
     tflops_16bit: Amount | None = None
     tflops_fp8: Amount | None = None
@@ -98,7 +98,7 @@ class MachineFile(Facts):
     num_cores: Count | None = None
     """Of a node's processors."""
     flash_attn: bool | None = None
-    """Whether the flash-attn package is installed there."""
+    """True if the flash-attn package is installed there."""
 
 
 def find_machine(on: str) -> Machine:

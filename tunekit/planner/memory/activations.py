@@ -120,12 +120,12 @@ class _Products:
 
     @property
     def full(self) -> bool:
-        """Whether the model is trained whole."""
+        """True if all weights are trained."""
         return not self.rank
 
     @property
     def wide(self) -> bool:
-        """Whether autocast casts a float32 residual stream: rows of a trained embedding are float32."""
+        """True if autocast casts a float32 residual stream: rows of a trained embedding are float32."""
         return self.casted and self.reads_trained
 
     @property
@@ -266,7 +266,7 @@ where transformers has no sdpa."""
 
 
 def is_traced(model: ModelFacts) -> bool:
-    """Whether the closed forms are those of this kind of model; for others they are those of a Llama of its sizes."""
+    """Return whether the closed forms were derived for this kind of model; others use those of a Llama of its sizes."""
     return model.model_type in TRACED
 
 
@@ -318,7 +318,7 @@ def layers_of(
     autocast: bool = True,
     scores_length: int | None = None,
 ) -> Layers:
-    """What the decoder layers hold in a step; the arguments are those of `memory.estimate`."""
+    """Return the activations of the decoder layers in a step; the arguments are those of `memory.estimate`."""
     h, e = model.hidden_size, BYTES[dtype]
     products = _products(model, adapter, e, device, autocast=autocast)
     stream = (4 if products.wide else e) * h * num_tokens
@@ -499,9 +499,9 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
 
 
 HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
-"""How tokens are scored: by TRL's head in tiles; by tunekit's in chunks, whose gradients are computed with them where
-the sum of losses is learned from (`sums`), or are those of each token (`chunks`); by the model's own with all logits at
-once; or each by one number."""
+"""Head that scores tokens: TRL's in tiles; tunekit's in chunks, whose gradients are computed with them where the sum of
+losses is learned from (`sums`), or are those of each token (`chunks`); the model's own with all logits at once; or one
+that scores each token by one number."""
 
 
 @dataclass(frozen=True)
@@ -509,7 +509,7 @@ class Head:
     """Bytes of the final norm and of the head in a step."""
 
     kept: int
-    """What the norm and the head keep."""
+    """Bytes that the norm and the head keep."""
     forward: int
     """Besides, in the forward pass."""
     backward: int
@@ -603,7 +603,9 @@ def _chunked_head_of(
 
 
 def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:
-    """What the final norm keeps: its float32 input, and the values that its trained weight was multiplied with."""
+    """Return the bytes that the final norm keeps: its float32 input, and the values that its trained weight was
+    multiplied with.
+    """
     return (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * model.hidden_size * num_tokens
 
 

@@ -16,7 +16,7 @@ from tunekit.recipe.sections.adapters import LoraAdapter
 
 @dataclass(frozen=True)
 class Dora:
-    """What the layers of a model with such adapters hold besides those of plain ones."""
+    """Bytes of the layers of a model with such adapters, besides those of plain ones."""
 
     kept: int
     """Bytes per token that a layer keeps."""
@@ -29,7 +29,7 @@ class Dora:
 
 
 def dora_of(model: ModelFacts, adapter: LoraAdapter, e: int, *, casted: bool, last: str) -> Dora:
-    """What they hold; `last` names the last linear layer of a decoder layer."""
+    """Return these bytes; `last` names the last linear layer of a decoder layer."""
     adapted = model.adapter_linears(adapter.target_modules)
     linears = {name: sizes for name, sizes in adapted.items() if not is_vision(name)}
     outputs = sum(outputs for outputs, _ in linears.values()) // model.num_layers

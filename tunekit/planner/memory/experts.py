@@ -1,4 +1,5 @@
-"""What PEFT adapts of a model with routed experts: not the modules that it has, but those that it once had.
+"""Adapters that PEFT puts on a model with routed experts: not on the modules that it has, but on those that it once
+had.
 
 In transformers 5 the experts of a layer are fused into two tensors, and the router is a module of its own kind. For the
 types below PEFT 0.21 takes a target as the name of the former linear layers and adapts the fused tensors instead
@@ -125,7 +126,7 @@ _DENSE_MLP = re.compile(r"\.(up_proj|w3)\.weight$")
 def adapted_experts(
     tensors: Mapping[str, tuple[int, ...]], former: Mapping[str, str], targets: str | list[str]
 ) -> Sizes:
-    """What of the experts and routers gets an adapter, with the sizes of all matrices of a tensor taken together.
+    """Return the adapted matrices of experts and routers, with the sizes of all matrices of a tensor taken together.
 
     Args:
         tensors: Shapes by name, the experts of a layer fused.
@@ -174,7 +175,7 @@ _FUSED = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"} | {
 
 
 def is_former_linear(target: str, former: Mapping[str, str]) -> bool:
-    """Whether a target names what once was a linear layer, so that PEFT looks for no module of that name."""
+    """Return whether a target names a former linear layer, so that PEFT looks for no module of that name."""
     return last_part(target) in former
 
 

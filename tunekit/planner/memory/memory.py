@@ -36,8 +36,8 @@ from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdap
 from tunekit.recipe.sections.train import Optim
 
 CONTEXT_BYTES = {"cpu": 900 * 2**20, "cuda": 1400 * 2**20}
-"""What a process holds besides these parts. On a CPU: the libraries, the tokenised rows and what the allocator keeps,
-0.5 GiB resident after the imports and 0.8 GiB at the end of a small run (torch 2.13, transformers 5.23). On CUDA: the
+"""Bytes of a process besides these parts. On a CPU: the libraries, the tokenized rows and the allocator's cache, 0.5
+GiB resident after the imports and 0.8 GiB at the end of a small run (torch 2.13, transformers 5.23). On CUDA: the
 context with its libraries, an upper bound of published figures (0.5 to 1.4 GB)."""
 
 FOREACH: frozenset[Optim] = frozenset({"adamw_torch"})
@@ -58,18 +58,18 @@ Part = Literal[
     "context",
     "reserve",
 ]
-"""What memory is for. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
+"""Purpose of memory. `masters`: float32 copies of weights that are computed with in 16 bits; `gathered`: weights and
 gradients of layers that are there whole for a moment, and buffers for it; `reference`: a second model, one to compare
-with or to learn from; `vllm`: what vLLM takes for itself; `context`: what the process holds besides
-tensors, libraries or the CUDA context; `reserve`: what the allocator takes and no tensor uses."""
+with or to learn from; `vllm`: the share of vLLM; `context`: the process besides tensors, libraries or the CUDA context;
+`reserve`: memory that the allocator takes and no tensor uses."""
 
 Confidence = Literal["traced", "closed form", "outside the model"]
-"""How far an estimate can be trusted: formulas compared with a trace of the real modules, formulas that were not, or
-formulas of another kind of model for want of its own."""
+"""Reliability of an estimate: formulas compared with a trace of the real modules, formulas that were not, or formulas
+of another kind of model for want of its own."""
 
 RESERVE_SHARE = {"cpu": 0.0, "cuda": 0.03}
-"""What the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower end of
-the published 3 to 8 % with expandable segments; the rest is left by `MEMORY_SHARE`."""
+"""Memory that the allocator holds beyond the tensors, as a share of them, where no recorded run says better: the lower
+end of the published 3 to 8 % with expandable segments; the rest is left by `MEMORY_SHARE`."""
 
 
 class MemoryEstimate(Facts):
@@ -78,7 +78,7 @@ class MemoryEstimate(Facts):
     parts: Mapping[Part, int]
     """Bytes at the peak by part, those that there are."""
     phase: Phase
-    """Where the peak is."""
+    """Phase of the peak."""
     phases: Mapping[Phase, int]
     """Bytes of tensors at the peak of each phase."""
     host_bytes: int = 0
@@ -99,7 +99,7 @@ class MemoryEstimate(Facts):
 
     @property
     def peak_words(self) -> str:
-        """Where the peak is, in words."""
+        """Phase of the peak, in words."""
         return f"peak {PHASE_WORDS[self.phase]}"
 
 
@@ -224,7 +224,9 @@ def _engine(
     devices_per_node: int,
     accumulates: bool,
 ) -> tuple[Kept, Iterable[tuple[Phase, Need]], int]:
-    """What is kept and what the phases need by the layout's strategy, and the trained parameters of a device."""
+    """Return the bytes kept and the needs of the phases by the layout's strategy, and the trained parameters of a
+    device.
+    """
     trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
         kept = _kept(model, adapter, dtype, optim)
@@ -294,7 +296,7 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
 
 
 def _kept(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, optim: Optim) -> Kept:
-    """What a device without others keeps from step to step."""
+    """Return the bytes that a single device keeps from step to step."""
     adapters, states = trained_bytes(model, adapter, optim)
     return Kept(weights_bytes(model, adapter, dtype), adapters, optimizer=states)
 
@@ -308,7 +310,7 @@ def _needs(
     *,
     accumulates: bool,
 ) -> Iterator[tuple[Phase, Need]]:
-    """What the phases need on one device. A gradient that is added to another is there beside it.
+    """Yield the needs of the phases on one device. A gradient that is added to another is there beside it.
 
     DDP holds as many bytes again in buckets, from which gradients are reduced (`gradient_as_bucket_view` is off in
     Accelerate).

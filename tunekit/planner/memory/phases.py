@@ -15,10 +15,10 @@ Phase = Literal[
     "embedding",
     "optimizer",
 ]
-"""Where in a run the memory is: while the model is loaded; and of a step while answers are generated, at the end of the
-forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of those
-between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly from
-layer to layer, so the layers between are never the peak there."""
+"""Phase of a run in which memory peaks: while the model is loaded; and of a step while answers are generated, at the
+end of the forward pass, in that of a reference model after it, in the backward pass of the head, of the last layer, of
+those between, of the first and of the embedding, or in the optimizer's step. On one device memory falls or rises evenly
+from layer to layer, so the layers between are never the peak there."""
 
 PHASE_WORDS: dict[Phase, str] = {
     "load": "while the model is loaded",

@@ -1,4 +1,4 @@
-"""What a trained model is held to: which model that is, and what keeping it costs.
+"""Reference of a trained model: its kind and its cost.
 
 A new adapter has its reference for nothing: the model without it. An adapter that is trained further has not: without
 it the model is another one than training starts from. So a frozen copy of the adapter as it was stays beside it, and
@@ -12,12 +12,12 @@ from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, Method, RLO
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 Reference = Literal["none", "without adapter", "copied adapter", "second model", "beforehand"]
-"""What a run is held to: nothing; the model without its adapter; the adapter as it was, kept frozen beside the trained
-one; a second model; or log-probabilities that were computed before training."""
+"""Reference of a run: none; the model without its adapter; the adapter as it was, kept frozen beside the trained one; a
+second model; or log-probabilities that were computed before training."""
 
 
 def reference_of(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
-    """What a run is held to."""
+    """Return the reference of a run."""
     match method:
         case DPOMethod() | KTOMethod():
             if method.precompute_ref_log_probs:
@@ -33,7 +33,7 @@ def reference_of(method: Method, adapter: FullAdapter | LoraAdapter, origin: Ori
 
 
 def reference_words(reference: Reference, origin: Origin | None) -> str:
-    """What a run is held to, in words."""
+    """Describe the reference of a run."""
     match reference:
         case "none":
             return "no reference"

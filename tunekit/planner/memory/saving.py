@@ -1,4 +1,4 @@
-"""What a run writes to disk, and when: checkpoints, of which the newest and the best are kept, and its result."""
+"""Files that a run writes: checkpoints, of which the newest and the best are kept, and its result."""
 
 import math
 
@@ -18,23 +18,23 @@ ROW_BYTES = 8
 
 
 class Saving(Facts):
-    """What is written to disk, how, and by which measure the best checkpoint is told."""
+    """Checkpoints of a run: when and how they are written, and the measure of the best one."""
 
     checkpoint_bytes: int | None = None
-    """What a checkpoint is expected to take; None in plans that do not know."""
+    """Expected bytes of a checkpoint; None in plans that do not know."""
     result_bytes: int | None = None
     """The same of the result."""
     run_bytes: int | None = None
     """The same of the run at most, with the rows and the checkpoint that is being written."""
     in_background: bool = False
-    """Whether a checkpoint is written while training goes on, from a copy in main memory."""
+    """True if a checkpoint is written during training, from a copy in main memory."""
     metric_for_best_model: str | None = None
     """None without rows to evaluate on."""
     greater_is_better: bool = False
 
 
 def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: Dtype) -> int:
-    """What a checkpoint takes: weights or adapter, the states of the optimizer, and the tokenizer.
+    """Return the bytes of a checkpoint: weights or adapter, the states of the optimizer, and the tokenizer.
 
     DeepSpeed keeps the weights that it computes with and float32 copies of them; stage 3 divides both.
     """
@@ -49,7 +49,7 @@ def checkpoint_bytes(recipe: Recipe, model: ModelFacts, layout: Layout, dtype: D
 
 
 def result_bytes(recipe: Recipe, model: ModelFacts) -> int:
-    """What the trained model or adapter takes."""
+    """Return the bytes of the trained model or adapter."""
     full = isinstance(recipe.adapter, FullAdapter)
     adapters, _ = trained_bytes(model, recipe.adapter, recipe.train.optim)
     return (4 * model.num_params if full else adapters) + _tokenizer_bytes(model)
@@ -84,7 +84,7 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
 def saving_of(
     recipe: Recipe, model: ModelFacts, data: DataFacts, layout: Layout, dtype: Dtype, *, spare_bytes: int | None
 ) -> Saving:
-    """What a run saves, and how.
+    """Plan the checkpoints of a run.
 
     Args:
         recipe: What is asked for.
@@ -120,7 +120,7 @@ def saving_of(
 
 
 def divides_files(layout: Layout) -> bool:
-    """Whether every process writes a part of a checkpoint, from states that can be copied."""
+    """Return whether every process writes a part of a checkpoint, from states that can be copied."""
     nvme = "nvme" in (layout.offload_param_device, layout.offload_optimizer_device)
     return layout.why_not_resumed is None and layout.strategy not in ("single", "ddp") and not nvme
 

@@ -24,7 +24,7 @@ from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, un
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 Count = Mapping[tuple[int, ...], int]
-"""How many tensors there are of each shape."""
+"""Number of tensors of each shape."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Units:
 
 
 def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: int) -> Units:
-    """What each of `num_shards` devices holds."""
+    """Return the shards that each of `num_shards` devices holds."""
     shapes = model.shapes
     full = isinstance(adapter, FullAdapter)
 
@@ -133,7 +133,7 @@ def fsdp2_kept(
     layout: Layout,
     devices_per_node: int,
 ) -> Kept:
-    """What lies there from step to step. With CPU offload all of it is in main memory, and gradients with it.
+    """Return the bytes kept from step to step. With CPU offload all of it is in main memory, and gradients with it.
 
     Rank 0 loads the model into main memory and hands it out (`cpu_ram_efficient_loading`), so its node holds it once,
     in the type in which it is trained.
@@ -165,7 +165,7 @@ def fsdp2_kept(
 def fsdp2_needs(
     units: Units, layers: Layers, head: Head, dtype: Dtype, *, full: bool, tied: bool, layout: Layout, accumulates: bool
 ) -> Iterator[tuple[Phase, Need]]:
-    """What the phases need. A phase comes once for each moment or micro-batch of which any could need the most.
+    """Yield the needs of the phases. A phase comes once for each moment or micro-batch that could be its peak.
 
     Args:
         units: The model, divided.
@@ -207,10 +207,10 @@ class _Backward:
     held: int
     """Bytes of gradients that lie there in shards before it."""
     reduces: bool
-    """Whether gradients are reduced; otherwise they stay whole."""
+    """True if gradients are reduced; otherwise they stay whole."""
 
     def needs(self) -> Iterator[tuple[Phase, Need]]:
-        """What its phases need."""
+        """Yield the needs of its phases."""
         kept = self.layers.kept + self.layers.shared
         tail, ahead = self._tail, self._layer
         stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
@@ -242,7 +242,7 @@ class _Backward:
             yield from self._embedding_needs()
 
     def _unsharding(self) -> Iterator[tuple[Phase, Need]]:
-        """When weights are copied out of the buffer in which they arrived, and the buffer before it is there still."""
+        """Yield the moments when weights are copied out of the all-gather buffer, and the buffer is there still."""
         layers, num_layers = self.layers, self.units.num_layers
         keeps = not self.layout.reshard_after_forward
         before_last = layers.kept * (num_layers - 1) // num_layers
@@ -350,7 +350,7 @@ class _Backward:
 
     @property
     def _offloads(self) -> bool:
-        """Whether gradients leave the device when they are reduced."""
+        """True if gradients leave the device when they are reduced."""
         return self.layout.offload_param_device == "cpu"
 
     @property

@@ -24,12 +24,12 @@ In others they are float32 by a softmax, and so is the product with what the exp
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a layer's experts and router changes in training."""
+    """Trained parts of a layer's experts and router."""
 
     whole: bool
-    """Whether all of it is trained, without adapters."""
+    """True if all of it is trained, without adapters."""
     gate_up: bool
-    """Whether gate and up projections change."""
+    """True if gate and up projections are trained."""
     down: bool
     router: bool
 
@@ -39,7 +39,7 @@ ROUTERS = frozenset({"gate", "router"})
 
 
 def trained_experts(adapted: Collection[str] | None) -> Trained:
-    """What of the routed experts and their routers changes in training.
+    """Return which parts of the routed experts and their routers are trained.
 
     Args:
         adapted: Names of what has an adapter, as `ModelFacts.adapted` has them; None where all is trained.
@@ -82,7 +82,7 @@ def sparse_mlp(
     accumulates: bool,
     beside: int,
 ) -> SparseMlp:
-    """What the experts of one layer hold, without the MLP beside them.
+    """Return the bytes of one layer's experts, without the MLP beside them.
 
     Args:
         mixture: Sizes of the experts.

@@ -32,13 +32,13 @@ MIN_8BIT_VALUES = 4096
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an optimizer keeps of each tensor."""
+    """States that an optimizer keeps of each tensor."""
 
     values: int
     """Values for each trained one."""
     bits: Literal[8, 32] = 32
     step: bool = False
-    """Whether the step is counted in a float32 tensor."""
+    """True if the step is counted in a float32 tensor."""
 
 
 _STATES: Mapping[Optim, _Kept] = {
@@ -97,13 +97,14 @@ def trained_tensors(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> di
 
 @dataclass(frozen=True)
 class Tables:
-    """Which of the two large tables of a vocabulary are trained."""
+    """Trained ones of the two large tables of a vocabulary."""
 
     embedding: bool
     head: bool
     """Also where it is the embedding."""
     is_one: bool
-    """Whether they are the same trained tensor. PEFT copies what it trains whole, so that nothing is tied to it."""
+    """True if they are the same trained tensor. PEFT copies modules that it trains whole, so that nothing is tied to
+    them."""
 
     @property
     def num(self) -> int:
@@ -112,7 +113,7 @@ class Tables:
 
 
 def trained_tables(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> Tables:
-    """Which tables are trained: all, or those that are trained beside an adapter."""
+    """Return which tables are trained: all, or those that are trained beside an adapter."""
     if isinstance(adapter, FullAdapter):
         return Tables(embedding=True, head=not model.judges, is_one=model.has_tied_head)
     names = model.tensors_in(adapter.modules_to_save) if adapter.modules_to_save else ()
@@ -197,7 +198,7 @@ def gradients_bytes(trained: Mapping[str, Shape]) -> int:
 
 
 def gets_gradient(name: str) -> bool:
-    """Whether a trained tensor is updated: from rows of text, a vision tower learns nothing."""
+    """Return whether a trained tensor is updated: text gives a vision tower no gradients."""
     return not is_vision(name)
 
 

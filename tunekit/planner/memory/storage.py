@@ -1,4 +1,4 @@
-"""What a plan says of the disk: what a run writes to it, and whether there is room."""
+"""Reasons of a plan about the disk: the files that a run writes, and whether there is room."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from tunekit.recipe.sections.adapters import FullAdapter
 def saving_reasons(
     recipe: Recipe, layout: Layout, schedule: Schedule | None, saving: Saving, hardware: Hardware
 ) -> Iterator[Reason]:
-    """How checkpoints are written, and what the run takes on the disk."""
+    """Yield the reasons about checkpoints: how they are written, and their room on the disk."""
     if layout.why_not_resumed is not None:
         yield Reason(topic="checkpoints", choice="none", why=layout.why_not_resumed)
     else:
@@ -45,7 +45,7 @@ def _disk_reason(recipe: Recipe, layout: Layout, saving: Saving, free_bytes: int
 
 
 def _words(recipe: Recipe, layout: Layout, saving: Saving) -> str:
-    """What is on the disk at most."""
+    """Describe the largest use of the disk."""
     parts = ["the result", "the rows"]
     if layout.why_not_resumed is None:
         best = ["the best"] if saving.metric_for_best_model else []

@@ -1,4 +1,4 @@
-"""What a second, frozen model needs that another one learns from: its pass, and the comparison with it.
+"""Memory of a teacher, a second, frozen model: its forward pass, and the comparison with it.
 
 A closed form; a test compares its peak with a trace of TRL's loss.
 """
@@ -23,7 +23,7 @@ def teacher_needs(
     num_scored: int,
     needs: Mapping[Phase, Need],
 ) -> Iterator[tuple[Phase, Need]]:
-    """What the phases need where a teacher says how likely each token is.
+    """Yield the needs of the phases where a teacher scores each token.
 
     Its pass is one without gradients, up to its head. Then the probabilities of both are compared in tiles of float32,
     one of each model's, both in the forward and in the backward pass (trl/kernels/chunked_divergence.py).

@@ -41,7 +41,7 @@ def zero_buckets(model: ModelFacts, adapter: FullAdapter | LoraAdapter) -> ZeroB
 
 
 def pad_to_multiple_of(max_length: int, layout: Layout, device: Device) -> int | None:
-    """What rows are padded to where Ulysses divides them: as many equal parts as there are devices.
+    """Return the multiple that rows are padded to where Ulysses divides them: one equal part per device.
 
     The devices show each other their micro-batches, which gloo can only where they are of one length.
     """
@@ -60,7 +60,7 @@ def zero_kept(
     layout: Layout,
     devices_per_node: int,
 ) -> Kept:
-    """What lies there from step to step, on each device and on the node.
+    """Return the bytes kept from step to step, on each device and on the node.
 
     An offloaded optimizer takes the gradients with it, in float32: 16 bytes a parameter with Adam.
     """
@@ -97,7 +97,7 @@ def zero_needs(
     layout: Layout,
     accumulates: bool,
 ) -> Iterator[tuple[Phase, Need]]:
-    """What the phases need."""
+    """Yield the needs of the phases."""
     e, trained = BYTES[dtype], num_trainable_params(model, adapter)
     full, shards = isinstance(adapter, FullAdapter), layout.num_shards
     table = model.vocab_size * model.hidden_size

@@ -18,14 +18,14 @@ TABLE = Path(__file__).parent / "models.yaml"
 
 @dataclass(frozen=True)
 class KnownModel:
-    """What the table says of one hub name."""
+    """Row of the table for one hub name."""
 
     config: Mapping[str, Any]
     """Its config.json as far as shapes go."""
     num_params: int
     """The published number of parameters."""
     source: str
-    """Where that number was published."""
+    """Publication of that number."""
     has_chat_template: bool
 
 

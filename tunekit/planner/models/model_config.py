@@ -1,4 +1,4 @@
-"""What a config.json says of a model, and what transformers takes for what it omits.
+"""Architecture of a model from its config.json, with the defaults that transformers uses for omitted keys.
 
 Published configurations leave out what equals the defaults of their configuration class: Gemma 3's do not say how many
 heads there are. The defaults are written down here for the types whose tensors `tunekit.planner.models.architectures`
@@ -132,11 +132,11 @@ VISION_DEFAULTS: Config = {
     "patch_size": 16,
     "vision_use_head": True,
 }
-"""What transformers takes for what the config.json of a SigLIP tower omits."""
+"""Defaults of transformers for keys that the config.json of a SigLIP tower omits."""
 
 
 def is_known(config: Config) -> bool:
-    """Whether the tensors of a model can be told from this config.json."""
+    """Return whether the tensors of a model can be derived from this config.json."""
     others_known = "text_config" not in config or config.get("model_type") in WITH_VISION
     return others_known and text_config(config).get("model_type") in DEFAULTS
 
@@ -161,7 +161,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def text_config(config: Config) -> Config:
-    """What config.json says of the decoder: the whole, unless it describes other parts besides."""
+    """Return the decoder's part of config.json: the whole, unless it describes other parts besides."""
     nested: Config | None = config.get("text_config")
     return config if nested is None else nested
 
@@ -180,7 +180,9 @@ def sliding_window_of(config: Config) -> int | None:
 
 
 def layer_types_of(config: Config) -> tuple[str, ...]:
-    """How each layer attends, by transformers' names: as config.json says, or as its type alternates by default."""
+    """Return the attention of each layer by transformers' names: as config.json says, or as its type alternates by
+    default.
+    """
     if config.get("layer_types"):
         return tuple(config["layer_types"])
     full_every = FULL_ATTENTION_EVERY.get(config.get("model_type", ""))

@@ -1,4 +1,4 @@
-"""What devices send to one another in a step, and to their host: how many bytes, over which link, and how fast.
+"""Communication of devices in a step, with each other and with their host: bytes, links and bandwidths.
 
 Bytes are those that one device sends; it receives as many at the same time. Collectives are counted as rings, in which
 gathering or reducing S bytes among n devices has each send (n - 1)/n S, and an all-reduce does both: the convention of
@@ -108,7 +108,7 @@ class Transfer:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether it goes over the network."""
+        """True if it crosses the network."""
         return self.link == "devices" and self.num_in_node < self.num_devices
 
     @property
@@ -117,7 +117,7 @@ class Transfer:
         return LINKS["network" if self.crosses_nodes else "node" if self.link == "devices" else self.link]
 
     def seconds(self, figures: Figures) -> Range | None:
-        """How long it takes by itself; None where a link's speed is not known."""
+        """Return how long it takes by itself; None where a link's speed is not known."""
         speed = self._bytes_per_second(figures)
         return None if speed is None else Range(low=self.sent_bytes / speed.high, high=self.sent_bytes / speed.low)
 
@@ -251,7 +251,7 @@ def _of_states(
 
 
 def _times_generating(passes: Passes, layout: Layout) -> float:
-    """How often in an optimizer step all weights come together to generate.
+    """Return how often in an optimizer step all weights are gathered to generate.
 
     FSDP2 frees each layer again, unless its weights stay, and so gathers for every token; TRL has ZeRO-3 gather all of
     them at once.
@@ -276,7 +276,7 @@ def _between_replicas(
 def _of_activations(
     model: ModelFacts, dtype: Dtype, layout: Layout, num_tokens: float, per_node: int, passes: Passes, *, again: bool
 ) -> Iterator[Transfer]:
-    """What the devices that compute one micro-batch together tell each other, in every layer.
+    """Yield the transfers between devices that compute one micro-batch together, in every layer.
 
     Tensor parallel sums activations twice in the forward pass of a layer (arXiv 1909.08053, section 3). In the
     backward pass transformers sums the gradient of each product's own input, so five times in Llama's layers, where

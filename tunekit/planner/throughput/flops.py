@@ -18,7 +18,7 @@ from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 
 def is_counted(model: ModelFacts) -> bool:
-    """Whether the closed form holds: a decoder whose layers mix tokens by attention alone."""
+    """Return whether the closed form holds: a decoder whose layers mix tokens by attention alone."""
     if any("expert" in name for name in model.tensors) and model.mixture is None:
         return False
     if model.layer_types:
@@ -95,7 +95,7 @@ def head_params(model: ModelFacts) -> int:
 
 
 def _is_last(name: str, sizes: tuple[int, int], model: ModelFacts) -> bool:
-    """Whether a linear layer is the last product of its decoder layer; what experts give is weighted after it."""
+    """Return whether a linear layer is the last product of its decoder layer; experts are weighted after it."""
     if model.num_experts:
         return name.endswith(".down_proj")
     return sizes == (model.hidden_size, model.intermediate_size)

@@ -1,4 +1,4 @@
-"""How much of a long run's time is useful: some goes into checkpoints, and some is lost when hardware fails.
+"""Goodput of a long run: some time goes into checkpoints, and some is lost when hardware fails.
 
 Of a run that saves every `t` seconds, each time standing still for `c`, on machines that fail every `M` seconds and
 take `r` to start again, the useful share is 1 - c/t - t/(2M) - r/M: a failure costs half an interval on average. It
@@ -20,14 +20,14 @@ RESTART_SECONDS = 600.0
 that an interruption cost at most 54 days / 10 / 419 = 19 minutes, what it had to compute again included."""
 
 STORAGE_BYTES_PER_SECOND = 1e9
-"""What one node writes: an assumption, to be replaced by the time of the first checkpoint."""
+"""Write rate of one node: an assumption, to be replaced by the time of the first checkpoint."""
 
 WORTH_SAYING = 0.05
 """Failures that are to be expected in a run from which on a plan speaks of them: a choice."""
 
 
 class Goodput(Facts):
-    """How much of a run's time is expected to be useful."""
+    """Expected share of useful time of a run."""
 
     share: float
     """Useful time over all time, with checkpoints at `save_steps`."""
@@ -41,7 +41,7 @@ class Goodput(Facts):
     """For which a checkpoint stops the training."""
 
     def words(self) -> str:
-        """What is to be expected, in one line."""
+        """Describe the expectation in one line."""
         if self.num_failures < 1:
             failures = f"a failure with a chance of {1 - math.exp(-self.num_failures):.0%}"
         else:
@@ -64,7 +64,7 @@ def goodput_of(
     restart_seconds: float = RESTART_SECONDS,
     storage_bytes_per_second: float = STORAGE_BYTES_PER_SECOND,
 ) -> Goodput | None:
-    """How much of a run's time is expected to be useful; None for a run that will hardly see a failure.
+    """Estimate the share of useful time of a run; None for a run that will hardly see a failure.
 
     Args:
         num_devices: Devices in use; the failure of one stops them all.

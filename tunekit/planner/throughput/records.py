@@ -1,4 +1,4 @@
-"""What finished runs tell about the next one on the same device."""
+"""Records of finished runs that inform the plan of the next one on the same device."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -13,7 +13,7 @@ CUDACachingAllocator), which are much of little. A choice, not a measurement."""
 
 
 class RunRecord(Facts):
-    """What a finished run tells about the next one."""
+    """Record of a finished run."""
 
     device: str
     """Name of the device."""
@@ -28,16 +28,16 @@ class RunRecord(Facts):
     method: str = "sft"
     """Methods compute and wait for different things: GRPO's steps generate answers."""
     by_vllm: bool = False
-    """Whether vLLM generated them."""
+    """True if vLLM generated them."""
     generation_share: float | None = None
     """Share of the steps in which answers were generated; None where there were none, or it was not measured."""
     peak_memory_bytes: int
     planned_memory_bytes: int
     layout: Layout = Layout()
-    """How it was spread: another layout waits for other exchanges."""
+    """Layout of the run: another layout waits for other collectives."""
     num_nodes: int = 1
     planned_tensor_bytes: int | None = None
-    """What its plan said of tensors alone."""
+    """Planned bytes of tensors alone."""
     peak_allocated_bytes: int | None = None
     """Most that its tensors took; None where torch does not count it, as on a CPU."""
     peak_reserved_bytes: int | None = None
@@ -45,7 +45,7 @@ class RunRecord(Facts):
 
     @property
     def flops_per_second(self) -> float:
-        """What each device achieved; padding and data movement are in it as lost time."""
+        """FLOP/s that each device achieved; padding and data movement are in it as lost time."""
         return self.tokens_per_second * self.flops_per_token / self.layout.num_processes
 
     @property
@@ -60,7 +60,7 @@ class RunRecord(Facts):
 
     @property
     def reserve_share(self) -> float | None:
-        """What was taken beyond the planned tensors, as a share of them; None where that is not known.
+        """Bytes beyond the planned tensors, as a share of them; None where that is not known.
 
         Tensors that the plan did not foresee count as reserve. Fewer than planned are no reason to reserve less: rows
         may just have been shorter than the longest that the plan reckons with.
@@ -72,7 +72,8 @@ class RunRecord(Facts):
 
 
 def reserve_share(records: Sequence[RunRecord], device: Device) -> tuple[float, str] | None:
-    """What the allocator holds beyond the planned tensors by the user's own runs on a device, and this in words.
+    """Return the allocator's overhead by the user's own runs on a device, as a share of the tensors, and its
+    description.
 
     The median, which a run of another kind does not move. None where no run tells. On a CPU none does: what is resident
     there beyond the tensors depends on what else the process did.

@@ -1,4 +1,4 @@
-"""How fast a run is, and so how long it takes and what it costs: the time of a step, and how many there are.
+"""Speed of a run, its duration and cost: the time of a step, and the number of steps.
 
 That time comes from the user's own runs on the same device where there are any, or else from published figures as a
 range (`tunekit.planner.throughput.step`); where there is neither, nothing is predicted.
@@ -33,12 +33,12 @@ from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.train import Optim
 
 SIMILAR_SIZE = 2
-"""How many times larger or smaller than the planned one a recorded model may be: with the size of the products changes
-the share of the peak that they reach. A choice, not a measurement."""
+"""Factor by which a recorded model may be larger or smaller than the planned one: the share of the peak depends on the
+size of the products. A choice, not a measurement."""
 
 
 class Speed(Facts):
-    """How fast a run is expected to be. Ranges are None where nothing is known that would give them."""
+    """Expected speed of a run. Ranges are None where nothing is known that would give them."""
 
     model_type: str
     """With `flops_per_token` what later plans need of this one, once its run is recorded."""
@@ -67,13 +67,13 @@ class Speed(Facts):
     fed_tokens_per_second: float | None = None
     """Tokens a second of which a device computes micro-batches at most, were they always there."""
     communication: str | None = None
-    """What devices send and whether it hides behind computing, in words; None where nothing is sent."""
+    """Description of the communication and whether it overlaps with computing; None where nothing is sent."""
     generation_share: Range | None = None
     """Share of the steps' time in which answers are generated; None where there are none, or it is not known."""
     goodput: Goodput | None = None
-    """What failures cost; None for a run that will hardly see one."""
+    """Cost of failures; None for a run that will hardly see one."""
     basis: str
-    """What the figures come from, in words."""
+    """Description of the source of the figures."""
 
     def words(self, *, at_most: bool) -> str:
         """The figures in one line.
@@ -244,7 +244,7 @@ def speed_of(
     num_steps: int | None,
     save_steps: int | None = None,
 ) -> Speed:
-    """How fast steps are on devices: as in similar recorded runs, or by published shares of their peak.
+    """Estimate the speed of steps on devices: from similar recorded runs, or by published shares of their peak.
 
     Args:
         step: The work of a step.
@@ -325,7 +325,7 @@ def _generation_share(step: Step, timed: _Timed) -> Range | None:
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:
-    """What of the time is no training, in words."""
+    """Describe the share of time that is no training."""
     said = ""
     if step.generating is not None:
         said += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
@@ -335,7 +335,7 @@ def _parts_words(step: Step, timed: _Timed) -> str:
 
 
 def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]) -> _Timed | str:
-    """How long a step takes, or words on what is not known."""
+    """Return the time of a step, or a description of missing figures."""
     similar = [record for record in records if _is_similar(record, step, device)]
     as_spread = [record for record in similar if (record.layout, record.num_nodes) == (step.layout, step.num_nodes)]
     # A process that had a whole processor tells nothing of those that share it.

@@ -70,8 +70,8 @@ BANDWIDTH_SHARE = Range(low=0.6, high=1.0)
 GB on two A100 that take turns (the same table); high: the peak itself."""
 
 HIDDEN_BY_LAST_BACKWARD = Range(low=0.0, high=0.5)
-"""How much of a micro-batch's computing hides what is sent once a step: the gradients of the last layers are ready
-while the first are still computed. From nothing to all of a backward pass, which is at least half of the
+"""Share of a micro-batch's computing that overlaps with communication once a step: the gradients of the last layers are
+ready while the first are still computed. From nothing to all of a backward pass, which is at least half of the
 computing."""
 
 
@@ -204,7 +204,9 @@ def unknown_link(step: Step, figures: Figures) -> str | None:
 
 
 def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
-    """How long a step takes, where devices compute at `rate`; None where a link or the memory's speed is not known."""
+    """Return the seconds of a step, where devices compute at `rate`; None where a link or the memory's speed is not
+    known.
+    """
     update, generation = _updating(step, figures), generating(step, rate, figures)
     if update is None or generation is None or unknown_link(step, figures) is not None:
         return None
@@ -302,7 +304,7 @@ def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
 
 
 def communication_words(step: Step, rate: Range, figures: Figures) -> str | None:
-    """What is sent and whether computing hides it, for a reason; None where nothing is sent."""
+    """Describe the communication and whether it is hidden, for a reason; None where nothing is sent."""
     if not step.transfers:
         return None
     unknown = unknown_link(step, figures)
@@ -320,7 +322,7 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
 
 
 def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
-    """Whether the tokens of a micro-batch are enough to hide what is sent meanwhile.
+    """Describe whether the tokens of a micro-batch suffice to hide the communication meanwhile.
 
     It takes as long for few tokens as for many, and so needs as many as a device computes while it lasts.
     """
@@ -339,7 +341,7 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
 
 
 def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
-    """How much of a micro-batch its devices wait for one another."""
+    """Describe the share of a micro-batch in which devices wait for each other."""
     hidden, exposed = waiting(step, figures)
     if exposed.high == 0:
         return None
@@ -354,7 +356,7 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
 
 
 def _once_words(step: Step) -> str | None:
-    """What is sent once a step, and what is sent to generate its answers."""
+    """Describe the communication once a step, and that of generating answers."""
     once = [one for one in step.transfers if one.per_step]
     said = []
     for when, sent in (

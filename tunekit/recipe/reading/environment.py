@@ -84,7 +84,7 @@ class _Expansion:
         return result
 
     def value(self, value: Any, field: FieldInfo | None, key: Key) -> Any:
-        """What stands in a field, or is an item of its list, expanded."""
+        """Expand the value of a field, or an item of its list."""
         below = variant(sections_of(field), value) if field is not None and isinstance(value, dict) else None
         if below is not None:
             return self.section(value, below, key)

@@ -128,7 +128,7 @@ class Overrides:
         return []
 
     def _fits_lists(self, key: Key, fields: list[FieldInfo]) -> bool:
-        """Whether a key has positions where the recipe has lists of sections, and only there."""
+        """Return whether a key has positions where the recipe has lists of sections, and only there."""
         for depth, field in enumerate(fields[: len(key) - 1], start=1):
             above, part = key[:depth], key[depth]
             if not takes_list(field) or isinstance(key[depth - 1], int):
@@ -150,7 +150,7 @@ class Overrides:
         return True
 
     def _value(self, key: Key) -> Any:
-        """What the recipe has at a key now; None where it has nothing."""
+        """Return the recipe's present value at a key; None where it has none."""
         at: Any = self.values
         for part in key:
             is_item = isinstance(at, list) and isinstance(part, int) and part < len(at)

@@ -184,7 +184,7 @@ class _Reading:
         return None
 
     def merged_pairs(self, node: Node, key: Key) -> dict[str, tuple[Node, Node]]:
-        """What `<<: *anchor` or `<<: [*one, *other]` brings in; the earlier of two wins."""
+        """Return the pairs that `<<: *anchor` or `<<: [*one, *other]` merge; the earlier of two wins."""
         sources = node.value if isinstance(node, SequenceNode) else [node]
         pairs: dict[str, tuple[Node, Node]] = {}
         for source in sources:
@@ -246,7 +246,7 @@ def node_of(text: str) -> Node | None:
 
 
 def plain_scalar(text: str) -> bool | int | float | str | None:
-    """What an unquoted scalar means by the core schema of YAML 1.2; `012` is twelve, `0x1f` is 31."""
+    """Return the value of an unquoted scalar by the core schema of YAML 1.2; `012` is twelve, `0x1f` is 31."""
     if _NULL.match(text):
         return None
     if _BOOL.match(text):

@@ -63,7 +63,9 @@ def any_of(words: list[str]) -> str:
 
 
 def spelling_hint(types: frozenset[str], value: Any) -> str | None:
-    """How to write a value that was meant right but reads as another type; `types` are names of builtin types."""
+    """Return the spelling of a value that was meant right but parses as another type; `types` are names of builtin
+    types.
+    """
     numbers = {"int", "float"} if "float" in types else types & {"int"}
     if isinstance(value, str) and "bool" in types and value.lower() in _YES | _NO:
         return f"write {'true' if value.lower() in _YES else 'false'}"

@@ -89,7 +89,7 @@ def _written(values: dict[str, Any]) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two plain values are alike in type too: 1 is not 1.0, and not true."""
+    """Return whether two plain values are equal in type too: 1 is not 1.0, and not true."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
@@ -363,7 +363,7 @@ class _Rewriting:
             self.edits.append((end, end, "".join(f"\n{line}" for line in lines)))
 
     def goes_within(self, node: Node, have: Any, want: Any) -> bool:
-        """Whether a value changes piece by piece: a block that was and stays one, of which something stays."""
+        """Return whether a value changes piece by piece: a block before and after, with something in common."""
         if not isinstance(node, CollectionNode) or node.flow_style or not want:
             return False
         if isinstance(node, MappingNode):
@@ -384,7 +384,7 @@ class _Rewriting:
         self.edits.append((begin, end, ""))
 
     def end(self, node: Node) -> int:
-        """Where what a node says ends, without the comments and line breaks behind it."""
+        """Return the end of a node's text, without the comments and line breaks behind it."""
         if isinstance(node, ScalarNode):
             end: int = node.end_mark.index
             return len(self.text[:end].rstrip()) if node.style in ("|", ">") else end
@@ -394,11 +394,11 @@ class _Rewriting:
         return self.end(last[1] if isinstance(node, MappingNode) else last)
 
     def line_end(self, index: int) -> int:
-        """Where the line of a character ends, before its line break."""
+        """Return the end of a character's line, before its line break."""
         end = self.text.find("\n", index)
         return len(self.text) if end < 0 else end
 
     def has_gaps(self, node: MappingNode) -> bool:
-        """Whether empty lines stand between the keys of a mapping."""
+        """Return whether empty lines separate the keys of a mapping."""
         between = self.text[node.start_mark.index : self.end(node)]
         return re.search(r"\n[ \t]*\n", between) is not None

@@ -1,4 +1,4 @@
-"""Where something stands in what the user wrote, and what is wrong there.
+"""Locations in the user's text, and problems there.
 
 A recipe is read into plain values; beside them, `Places` remembers for every key and value the line and column that
 it came from, so that a mistake found much later can still be pointed at. All mistakes are collected as `Problem`s and
@@ -77,7 +77,7 @@ class Fault:
 
     @property
     def message(self) -> str:
-        """What is wrong, and what to do about it."""
+        """Problem, with its remedy."""
         return f"{self.problem}; {self.hint}" if self.hint else self.problem
 
     def __str__(self) -> str:

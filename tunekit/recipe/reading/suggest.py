@@ -1,4 +1,4 @@
-"""What the user may have meant: near keys, keys of other sections, and the names that other tools use.
+"""Suggestions for unknown keys: near keys, keys of other sections, and the names that other tools use.
 
 People come with habits. `lr`, `lora_r` and `per_device_train_batch_size` are right elsewhere, so they are answered
 with the name that they have here rather than with "unknown key" alone.
@@ -129,7 +129,7 @@ FAMILIAR_NAMES = {
 def unknown_key(
     key: Key, sections: list[type[Section]], others: Iterable[type[Section]] = ()
 ) -> tuple[str, str | None]:
-    """What to say of a key that its section does not have: the complaint and the hint.
+    """Return complaint and hint for a key that its section does not have.
 
     Args:
         key: The unknown key.
@@ -177,5 +177,5 @@ def _keys() -> list[Key]:
 
 
 def _goes_with_a_variant(key: Key) -> bool:
-    """Whether a key stands in a section which only some variants of the section above have: `method.rewards.path`."""
+    """Return whether only some variants of the section above have the key's section: `method.rewards.path`."""
     return len(key) > 2 and len(holders_along(key[:1])[0][0].sections) > 1

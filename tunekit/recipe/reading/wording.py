@@ -48,7 +48,7 @@ _MANY = 8
 
 
 def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]:
-    """What pydantic says of a recipe, as problems, one a key."""
+    """Convert pydantic's errors of a recipe to problems, one a key."""
     found: dict[Key, Problem] = {}
     for error in errors:
         key, section, field = _locate(error["loc"])
@@ -133,7 +133,7 @@ def _tag_problem(kind: str, value: Any, key: Key, field: FieldInfo, places: Plac
 def _complaint(
     kind: str, value: Any, context: dict[str, Any], message: str, key: Key, field: FieldInfo | None
 ) -> tuple[str, str | None]:
-    """What is wrong with a value, and the hint."""
+    """Return the problem of a value, and the hint."""
     got = f"got {show(value)}"
     match kind:
         case _ if kind in _TYPE_ERRORS:
@@ -164,7 +164,7 @@ def _complaint(
 
 
 def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str | None]:
-    """What to say of a value of another kind than the field takes."""
+    """Return the problem of a value of another kind than the field takes, and the hint."""
     kinds = list(members(field.annotation)) if field is not None else []
     is_item = isinstance(key[-1], int)
     if is_item:  # An item of a list: judge it by what the list takes.

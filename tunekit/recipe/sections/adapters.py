@@ -1,4 +1,4 @@
-"""What is trained: every weight, or low-rank updates beside frozen ones."""
+"""Trained parameters: every weight, or low-rank updates beside frozen ones."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""What judges answers: the rewards that come with tunekit, and functions of the user's own.
+"""Rewards of answers: those that come with tunekit, and functions of the user's own.
 
 A reward gives each answer a number. Their values are multiplied by their weights and summed. A lone word stands for a
 reward with its defaults (`exact_match`), and `my_module:my_function` for a function.

@@ -1,4 +1,4 @@
-"""What every section of a recipe is: closed, frozen, strictly typed, described by the strings under its fields."""
+"""Base of every section of a recipe: closed, frozen, strictly typed, described by the strings under its fields."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, NewType
@@ -56,7 +56,7 @@ class Section(BaseModel):
 
 
 def from_word(sections: Sequence[type[Section]], word: str) -> dict[str, Any] | None:
-    """What a lone word means in the place of a section; None where it cannot stand there.
+    """Return the section that a lone word abbreviates; None where a word cannot stand for one.
 
     Among variants it is the name of one; with a colon it is `module:function` if one of them takes that.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, and which of them are kept.
+"""Complete checkpoints of a run, and which of them are kept.
 
 The libraries write many files, from several processes, one after another, into a folder `.saving-N`. Behind them all
 comes a manifest with the size and the SHA-256 of each, and then the folder gets its name, `checkpoint-N`, in one step.
@@ -58,7 +58,7 @@ class Best(Facts):
 
 
 class Manifest(Facts):
-    """What a checkpoint is, and what is in it."""
+    """Manifest of a checkpoint: its kind and its files."""
 
     format: int
     step: int
@@ -105,7 +105,7 @@ def draft_of(run_folder: Path, step: int) -> Path:
 
 
 def is_being_made(run_folder: Path) -> bool:
-    """Whether the files of a checkpoint are being written, or a save that was cut off has left some."""
+    """Return whether the files of a checkpoint are being written, or an interrupted save has left some."""
     return any((run_folder / CHECKPOINTS).glob(".saving-*"))
 
 
@@ -133,7 +133,7 @@ def to_disk(path: Path) -> None:
 
 
 def as_written(file: Path) -> Written:
-    """What a file holds, by reading it."""
+    """Return the digest and size of a file, by reading it."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
         return Written(size=stream.tell(), sha256=digest.hexdigest())
@@ -234,7 +234,7 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
 
 
 def fault_of(folder: Path, *, contents: bool) -> str | None:
-    """What is wrong with a checkpoint, if anything is.
+    """Return the fault of a checkpoint, if any.
 
     Args:
         folder: The checkpoint.
@@ -304,7 +304,7 @@ def _faults_of_files(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def is_inside(folder: Path, name: str) -> bool:
-    """Whether a name is one of a file in a folder, and no link is on the way to it."""
+    """Return whether a name is one of a file in a folder, without a link on the way to it."""
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
         return False
@@ -326,14 +326,14 @@ def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -
 
 
 def _missing_state(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What a run cannot go on without and the manifest does not list, by the names that the engines give it."""
+    """Yield the state required to resume that the manifest does not list, by the engines' names."""
     for what, patterns in _state(manifest):
         if not any(re.fullmatch(pattern, name) for pattern in patterns for name in manifest.files):
             yield f"{what} is missing"
 
 
 def _state(manifest: Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What a run cannot go on without, and patterns of the files of which one has it."""
+    """Yield the state required to resume, and patterns of the files of which one has it."""
     yield "the state of the trainer (trainer_state.json)", (r"trainer_state\.json",)
     yield "the state of the scheduler (scheduler.pt)", (r"scheduler\.pt",)
     num = manifest.num_processes

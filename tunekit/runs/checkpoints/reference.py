@@ -74,7 +74,7 @@ def newest_weights(run: Run) -> Found | None:
 
 
 def weights_fault(folder: Path) -> str | None:
-    """What is wrong with the weights of a checkpoint, if anything is. All of them are read."""
+    """Return the fault of a checkpoint's weights, if any. All of them are read."""
     try:
         files = manifest_of(folder).files
     except (OSError, ValueError):

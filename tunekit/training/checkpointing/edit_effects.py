@@ -1,4 +1,4 @@
-"""What becomes of edits of a run's recipe when it goes on, one by one and before anything is done."""
+"""Classify edits of a run's recipe on resume, one by one and before anything is done."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tunekit.training.checkpointing.resume import plan_of, recipe_of
 
 @dataclass(frozen=True)
 class EditEffect:
-    """What becomes of an edited field.
+    """Effect of an edited field.
 
     Attributes:
         key: Its dotted key.
@@ -39,7 +39,7 @@ class EditEffect:
 def effects_of(
     run: Run, overrides: Sequence[str] = (), *, from_: str | None = None, weights_only: bool = False
 ) -> list[EditEffect]:
-    """What becomes of the edits with which a run is to go on; empty where there are none.
+    """Return the effects of the edits with which a run is to resume; empty where there are none.
 
     Args:
         run: The run.

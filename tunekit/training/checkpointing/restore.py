@@ -1,4 +1,4 @@
-"""What the trainer does not do by itself when a run goes on, in every process.
+"""Restore on resume, in every process, of state that the trainer does not restore itself.
 
 It takes from a checkpoint at which steps to log, to evaluate and to save, and the learning rate of the next step, even
 where the recipe asks for others by now. It knows no checkpoint of another number of processes but those of FSDP2, and
@@ -30,7 +30,7 @@ WEIGHTS_IN_PARTS, OPTIMIZER_IN_PARTS = "pytorch_model_fsdp_0", "optimizer_0"
 
 @dataclass(frozen=True)
 class Start:
-    """Where the training of a run starts: at its beginning, at a checkpoint, or with the weights of one.
+    """Start of a run's training: at its beginning, at a checkpoint, or with the weights of one.
 
     Attributes:
         newest: The newest whole checkpoint.
@@ -44,12 +44,12 @@ class Start:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the model was trained before."""
+        """True if the model was trained before."""
         return self.newest.path is not None or self.weights is not None
 
     @property
     def checkpoint(self) -> str | None:
-        """What the trainer goes on from."""
+        """Checkpoint that the trainer resumes from."""
         return None if self.newest.path is None else str(self.newest.path)
 
     def best(self, plan: Plan) -> Best | None:
@@ -73,14 +73,14 @@ class Start:
         )
 
     def before_training(self, trainer: "Trainer", plan: Plan, place: Place) -> None:
-        """What is to be done while nothing is wrapped yet."""
+        """Restore state before anything is wrapped."""
         if self.newest.path is not None:
             _take_checkpoint_of_others(trainer, plan, self.newest, place)
         elif self.weights is not None and plan.layout.strategy != "fsdp2":
             _load_weights(trainer, plan, self.weights)
 
     def once_placed(self, trainer: "Trainer", plan: Plan) -> None:
-        """What is to be done when the model is where it is trained, and the trainer has what it takes itself."""
+        """Restore state once the model is on its device, and the trainer has loaded its own part."""
         if self.newest.path is not None:
             _follow_plan(trainer)
         elif self.weights is not None and plan.layout.strategy == "fsdp2":
@@ -88,7 +88,7 @@ class Start:
 
 
 def start_of(run: Run, place: Place) -> Start:
-    """Where the training of a run starts, in the eyes of the main process; all call it together."""
+    """Return the start of a run's training as the main process sees it; all call it together."""
     newest, left = same_everywhere(
         (take_newest(run.path) if place.is_main else Newest(), read_continuation(run)), place
     )
@@ -152,7 +152,7 @@ def _draw_afresh(seed: int, step: int, rank: int) -> None:
 
 
 def _weights(model: "Module") -> "dict[str, Tensor]":
-    """What a checkpoint holds of a model, by the names there: the trained adapter, or all weights."""
+    """Return the part of a model that a checkpoint holds, by the names there: the trained adapter, or all weights."""
     from peft import PeftModel, get_peft_model_state_dict
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

@@ -35,7 +35,7 @@ CONSTANT = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 @dataclass(frozen=True)
 class Decision:
-    """How a run is to go on.
+    """Decision on a resume.
 
     Attributes:
         run: The run.
@@ -70,7 +70,7 @@ def decide(
     checkpoint: str | None = None,
     weights_only: bool = False,
 ) -> Decision:
-    """How a run can go on, or why it cannot.
+    """Decide how a run can resume, or raise the reason why it cannot.
 
     Args:
         run: The run.
@@ -224,7 +224,7 @@ def plan_of(run: Run, found: Found, recipe: Recipe) -> Plan:
 
 
 def _another_run(run: Run, found: Found) -> str:
-    """How to have what this run cannot."""
+    """Describe how another run can do what this one cannot."""
     if run.state == "finished":
         return f"another run starts from its weights: model: {run.path} in a new recipe"
     if any(found.path.glob("*.safetensors")):
@@ -306,7 +306,7 @@ def _given(edited: Sequence[Edit]) -> Iterator[str]:
 def _notes(
     found: Found, saved: Plan, plan: Plan, changed: Sequence[str], edited: Sequence[Edit], *, weights_only: bool
 ) -> Iterator[str]:
-    """How it goes on, in sentences."""
+    """Yield notes on the resume, a sentence each."""
     num_steps = None if plan.schedule is None else plan.schedule.num_steps
     yield from (f"passed over {words}" for words in found.skipped)
     if weights_only:

@@ -20,7 +20,7 @@ from tunekit.errors import RunError
 from tunekit.files import is_inside
 
 STATES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
-"""What the names of files end in that hold pickles."""
+"""Suffixes of files that hold pickles."""
 
 NEVER_READ = "training_args.bin"
 """File of a checkpoint that holds a pickle of a trainer's arguments, which the recipe has."""
@@ -47,7 +47,7 @@ _TABLE_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""What the table of a distributed checkpoint is made of, by module, besides torch's types of numbers."""
+"""Classes in the table of a distributed checkpoint, by module, besides torch's types of numbers."""
 
 
 def check_states(checkpoint: Path) -> None:
@@ -73,7 +73,7 @@ def check_states(checkpoint: Path) -> None:
 
 
 def load_states(path: str, map_location: Any = None) -> Any:
-    """What a file of DeepSpeed's holds, in the place of its own `TorchCheckpointEngine.load`.
+    """Load a file of DeepSpeed's, in place of its own `TorchCheckpointEngine.load`.
 
     Raises:
         RunError: It holds something else than states of training.
@@ -139,7 +139,7 @@ class _TableUnpickler(pickle.Unpickler):
     """Opens the table of a distributed checkpoint, and makes nothing else than what such a table has."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may name."""
+        """Return a class that a pickle may name."""
         import torch
 
         if (module, name) == ("builtins", "getattr"):

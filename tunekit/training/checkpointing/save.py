@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FAILURES = (OSError, RuntimeError, SafetensorError, CheckpointException)
-"""What is raised where a file cannot be written, by Python, torch (a plain RuntimeError), safetensors and DCP."""
+"""Errors of a failed write, by Python, torch (a plain RuntimeError), safetensors and DCP."""
 
 READERS = 4
 """Files that a process reads back at once. One thread computes about 1 to 2 GB of SHA-256 in a second."""
@@ -74,7 +74,7 @@ FULL_BYTES = 2**20
 
 
 SETTLE_SECONDS = 60
-"""How long a process that failed waits for the checkpoint that is being written."""
+"""Seconds that a process which failed waits for the checkpoint that is being written."""
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             self._saving.done.wait(SETTLE_SECONDS)
 
     def summary(self) -> dict[str, Any]:
-        """What the checkpoints took, and the best evaluation, for the result."""
+        """Summarize the checkpoints and the best evaluation, for the result."""
         return {
             "num": self.num_saved,
             "bytes": self.total_bytes,
@@ -418,7 +418,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             saving.problem = self._words(error)
 
     def _words(self, error: BaseException) -> str:
-        """What went wrong with a file, in words. torch does not say that a disk is full."""
+        """Describe the error of a file. torch does not say that a disk is full."""
         if isinstance(error, CheckpointException):
             rank, (first, _) = next(iter(error.failures.items()))
             return f"rank {rank}: {self._words(first)}"
@@ -438,7 +438,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._raise(saving)
 
     def _hear_problem(self, saving: _Save) -> bool:
-        """Whether something went wrong in any process; then all know what."""
+        """Return whether any process failed; then all know why."""
         told = [problem for problem in self._tell_all(saving.problem) if problem is not None]
         saving.problem = told[0] if told else None
         if told and self.record.place.is_main:
@@ -457,7 +457,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         raise DiskError(problem, hint=hint)
 
     def _tell_all(self, value: T) -> list[T]:
-        """What each process says, by rank. Exchanged by those who save, and not while a thread does."""
+        """Gather the values of all processes by rank. Called by those that save, and not while a thread does."""
         if self._group is None:
             return [value]
         told: list[Any] = [None] * distributed.get_world_size(self._group)
@@ -488,7 +488,7 @@ def result_saved(record: Record, draft: Path) -> Iterator[None]:
 
 
 def is_better(value: float, best: Best | None, *, greater: bool) -> bool:
-    """Whether an evaluation is better than the best before; one that is not a number is not."""
+    """Return whether an evaluation is better than the best before; one that is not a number is not."""
     if value != value:
         return False
     return best is None or (value > best.value if greater else value < best.value)

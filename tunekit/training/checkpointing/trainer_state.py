@@ -1,4 +1,4 @@
-"""What a trainer carries from one step to the next besides what transformers saves: without it a run goes on inexactly.
+"""State of a trainer between steps besides the one that transformers saves: without it a resume is not exact.
 
 A checkpoint of transformers has weights, optimizer, schedule and the random numbers of each process. It takes a file of
 these that is missing for one that is not needed, and says so in its log at most. It does not have the answers that
@@ -27,7 +27,7 @@ def carried_name(place: Place) -> str:
 
 
 class Carried:
-    """What a trainer carries besides, written into each of its checkpoints and read from the one it goes on from.
+    """Additional state of a trainer, written into each of its checkpoints and read from the one that it resumes from.
 
     Args:
         trainer: The trainer, before training.
@@ -57,7 +57,7 @@ class Carried:
         trainer.args.eval_on_start = False
 
     def _read(self, source: Path) -> dict[str, Any]:
-        """What a checkpoint carries for this process: of other processes than these, what holds for all of them."""
+        """Return the state for this process; of another number of processes only what holds for all."""
         import torch
 
         saved = manifest_of(source)
@@ -87,7 +87,7 @@ class Carried:
         return int(self.trainer._total_train_tokens)
 
     def _measured(self) -> Any:
-        """What was measured since it was logged last, by when and name."""
+        """Return the metrics measured since the last log, by mode and name."""
         is_experimental = isinstance(self.method, ORPOMethod | CPOMethod)
         return self.trainer._stored_metrics if is_experimental else self.trainer._metrics
 
@@ -159,7 +159,7 @@ class Carried:
         return epoch, num_batches
 
     def _reference_follows(self) -> bool:
-        """Whether the reference changes in training."""
+        """Return whether the reference changes in training."""
         return bool(self.method.trainer_args.get("sync_ref_model"))
 
 

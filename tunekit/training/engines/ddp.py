@@ -1,4 +1,4 @@
-"""What DDP needs so that a run goes on exactly."""
+"""State of DDP for an exact resume."""
 
 from typing import TYPE_CHECKING
 

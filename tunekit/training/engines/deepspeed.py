@@ -151,7 +151,7 @@ def loading(plan: Plan) -> Iterator[None]:
 
 
 def planned(plan: Plan) -> dict[str, Any]:
-    """What `found` should give besides what every engine has."""
+    """Return the expected values of `found` besides those of every engine."""
     return {
         "offload_param_device": plan.layout.offload_param_device,
         "offload_optimizer_device": plan.layout.offload_optimizer_device,
@@ -184,7 +184,7 @@ def open_states_as_data(trainer: "Trainer") -> None:
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """What runs, by the names of the `engine` event, and the parameters that are not where they should be."""
+    """Return the running configuration, by the names of the `engine` event, and misplaced parameters."""
     from deepspeed import DeepSpeedEngine
 
     engine = trainer.model_wrapped
@@ -227,7 +227,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
 
 
 def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
-    """What this process holds on its device from step to step.
+    """Return the tensors that this process holds on its device from step to step.
 
     Gradients of stages 1 and 2 are not among it: when the trainer says that a step was taken they are gone.
     """

@@ -37,7 +37,7 @@ def join(plan: Plan, place: Place) -> None:
 
 
 def backend_of(plan: Plan) -> str:
-    """What carries the exchanges of a run, by torch's names."""
+    """Return the communication backend of a run, by torch's names."""
     return "cpu:gloo,cuda:nccl" if plan.device.kind == "cuda" else "gloo"
 
 
@@ -70,7 +70,7 @@ def loading(plan: Plan) -> AbstractContextManager[None]:
 
 
 def weights_device(plan: Plan, place: Place) -> str | None:
-    """Where a process loads the model to; None where DeepSpeed says it.
+    """Return the device that a process loads the model to; None where DeepSpeed decides.
 
     With FSDP2 one process of a node reads it, and the others get their parts.
     """
@@ -82,7 +82,7 @@ def weights_device(plan: Plan, place: Place) -> str | None:
 
 
 def before_wrapping(trainer: "Trainer", plan: Plan) -> None:
-    """What an engine needs before it wraps the model, in every process."""
+    """Prepare an engine before it wraps the model, in every process."""
     if plan.layout.why_not_resumed is not None:
         _save_no_checkpoints(trainer)
     if plan.layout.strategy.startswith("zero"):
@@ -104,19 +104,19 @@ def _save_no_checkpoints(trainer: "Trainer") -> None:
 
 
 def after_wrapping(trainer: "Trainer", plan: Plan) -> None:
-    """What an engine needs once it has wrapped the model, in every process, before the first step."""
+    """Prepare an engine after it has wrapped the model, in every process, before the first step."""
     if plan.layout.strategy == "fsdp2" and plan.layout.tp_size == 1:
         fsdp2.gather_head(trainer)
 
 
 def between_checks(trainer: "Trainer", plan: Plan) -> None:
-    """What an engine needs after passes of one kind, before those of another, in every process."""
+    """Reset an engine between passes of different kinds, in every process."""
     if plan.layout.strategy == "zero3":
         deepspeed.forget_order(trainer)
 
 
 def before_steps(trainer: "Trainer", plan: Plan, *, goes_on: bool) -> None:
-    """What an engine needs after passes that are not those of training, in every process.
+    """Reset an engine after passes that are not those of training, in every process.
 
     Args:
         trainer: The trainer.

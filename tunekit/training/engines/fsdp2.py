@@ -164,7 +164,7 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
 
 
 def states(trainer: "Trainer") -> dict[str, dict[str, Any]]:
-    """What each process has of weights and optimizer, by the folder that Accelerate loads it from."""
+    """Return each process's state of weights and optimizer, by the folder that Accelerate loads it from."""
     from accelerate.utils.fsdp_utils import _get_model_state_dict
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
     from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
@@ -185,7 +185,9 @@ def write_states(states: dict[str, Any], folder: Path, group: Any) -> None:
 
 
 def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
-    """What runs, by the names of the `engine` event, and the parameters that are not divided as planned."""
+    """Return the running configuration, by the names of the `engine` event, and parameters that are not sharded as
+    planned.
+    """
     import torch
     from torch.distributed.fsdp import FSDPModule
 
@@ -207,7 +209,7 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
 
 
 def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
-    """Whether a parameter lies over the devices as planned, and this process holds its part and no more."""
+    """Return whether a parameter is sharded as planned, and this process holds its shard and no more."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if not isinstance(parameter, DTensor):
@@ -244,7 +246,7 @@ def _found_mesh(trainer: "Trainer") -> dict[str, int]:
 
 
 def _reshards(model: "Module") -> bool:
-    """Whether decoder layers free their weights after the forward pass."""
+    """Return whether decoder layers reshard their weights after the forward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     layer_types = cast("Collection[str]", model._no_split_modules)

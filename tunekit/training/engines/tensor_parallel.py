@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def distributed_config(plan: Plan) -> "DistributedConfig | None":
-    """How a model is divided when it is loaded; None where no layer is."""
+    """Return the plan by which a model is divided when it is loaded; None where no layer is."""
     layout = plan.layout
     if layout.tp_size == 1:
         return None
