@@ -30,7 +30,7 @@ class TunekitError(Exception):
 
         Its kind is the nearest class of this module: a subclass elsewhere is private to where it is raised.
         """
-        kind = next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
+        kind = next(error_class.__name__ for error_class in type(self).__mro__ if error_class.__module__ == __name__)
         return {"kind": kind, "problem": self.problem, "hint": self.hint, "changes": list(self.changes)}
 
 
@@ -133,8 +133,8 @@ class Stopped(KeyboardInterrupt):
 
 def kind_named(name: str) -> type[TunekitError] | None:
     """The kind of error of a name; None where this module has none of it."""
-    found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, TunekitError) else None
+    error_class = globals().get(name)
+    return error_class if isinstance(error_class, type) and issubclass(error_class, TunekitError) else None
 
 
 def from_words(words: Mapping[str, Any]) -> TunekitError:

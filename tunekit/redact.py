@@ -77,9 +77,9 @@ def secret_in(text: str, environment: Mapping[str, str] = os.environ) -> str | N
             return f"the value of the environment variable {name}"
     if _KEY.search(text):
         return "what looks like a key or a token"
-    for found in _IN_URL.finditer(text):
-        if not _REFERENCES.match(found["password"] or found["query"]):
-            return "a password in a URL" if found["password"] else "a key in a URL's query"
+    for match in _IN_URL.finditer(text):
+        if not _REFERENCES.match(match["password"] or match["query"]):
+            return "a password in a URL" if match["password"] else "a key in a URL's query"
     return None
 
 

@@ -128,9 +128,9 @@ def kinds_of(names: Iterable[str]) -> list[Kind]:
 
 def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> list[Curve]:
     """Return a run's curves of a kind, ready to be drawn."""
-    wanted = [name for name in reader.series if any(fnmatch(name, pattern) for pattern in kind.names)]
+    names = [name for name in reader.series if any(fnmatch(name, pattern) for pattern in kind.names)]
     if kind.held_out:
-        wanted += [name for name in reader.series if name.removeprefix("eval_") in wanted and name not in wanted]
+        names += [name for name in reader.series if name.removeprefix("eval_") in names and name not in names]
     began = reader.began or 0.0
     unit = GIB if kind.key == "memory" else 1
     return [
@@ -143,7 +143,7 @@ def curves_of(run: str, reader: tunekit.EventReader, kind: Kind, view: View) -> 
             ],
             tunekit.direction_of(name.removeprefix("eval_"), reader.series),
         )
-        for name in wanted
+        for name in names
     ]
 
 
@@ -158,12 +158,12 @@ def smoothed(points: Sequence[Point], weight: float) -> list[Point]:
     usual = apart[len(apart) // 2] or 1.0
     mean = total = 0.0
     before = points[0][0]
-    found = []
+    smooth = []
     for place, value in points:
-        kept = weight ** ((place - before) / usual) if place > before else weight
-        mean, total, before = mean * kept + value * (1 - weight), total * kept + (1 - weight), place
-        found.append((place, mean / total))
-    return found
+        retained = weight ** ((place - before) / usual) if place > before else weight
+        mean, total, before = mean * retained + value * (1 - weight), total * retained + (1 - weight), place
+        smooth.append((place, mean / total))
+    return smooth
 
 
 def thinned(points: Sequence[Point], limit: int = MAX_DRAWN) -> list[Point]:
@@ -171,12 +171,12 @@ def thinned(points: Sequence[Point], limit: int = MAX_DRAWN) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     size = math.ceil(2 * len(points) / (limit - 1))
-    kept: list[Point] = []
+    points_kept: list[Point] = []
     for start in range(0, len(points), size):
         stretch = points[start : start + size]
         least, most = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
-        kept += sorted({least, most})
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+        points_kept += sorted({least, most})
+    return points_kept if points_kept[-1] == points[-1] else [*points_kept, points[-1]]
 
 
 def spec_of(
@@ -358,8 +358,8 @@ def _layers(rows: Sequence[dict[str, Any]], view: View) -> list[dict[str, Any]]:
         dashed = {"type": "line", "strokeWidth": 2, "strokeDash": [6, 3], "clip": view.clip, "point": {"size": 40}}
         layers.append({"transform": [held_out], "mark": dashed, "encoding": grouped})
     # What the pointer finds.
-    found = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}
-    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": found})
+    hover = {"type": "point", "opacity": 0, "size": 90, "clip": view.clip}
+    layers.append({"transform": [{"filter": "datum.k != 'faint'"}], "mark": hover})
     return layers
 
 

@@ -87,7 +87,7 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
 def _conversation(words: Words) -> Conversation:
     with gr.Row(elem_id="chat-sides"):
-        left, right = (
+        left_chat, right = (
             gr.Chatbot(
                 label=words("chat.answers"), elem_id=f"chat-{side}", render_markdown=False, min_width=300, height=380,
                 buttons=[], feedback_options=None, visible=side == "left", allow_file_downloads=False,
@@ -124,7 +124,7 @@ def _conversation(words: Words) -> Conversation:
                 None, precision=0, minimum=0, label=words("chat.seed"), info=words("chat.seed_help"),
                 elem_id="chat-seed", min_width=220,
             )  # fmt: skip
-    return Conversation(left, right, prompt, send, stop, clear, system, [temperature, top_p, length, seed])
+    return Conversation(left_chat, right, prompt, send, stop, clear, system, [temperature, top_p, length, seed])
 
 
 def _attach_choices(
@@ -148,8 +148,8 @@ def _attach_choices(
                 gr.HTML(empty(words("chat.no_runs")) + link, visible=True), gr.Column(visible=False),
                 *[gr.skip()] * 5,
             ]  # fmt: skip
-        asked = request.query_params.get("run", "")
-        name = asked if asked in names else names[0]
+        run_name = request.query_params.get("run", "")
+        name = run_name if run_name in names else names[0]
         step = request.query_params.get("checkpoint", RESULT)
         return [
             gr.HTML(visible=False), gr.Column(visible=True), _on(), gr.Dropdown(choices=names, value=name),
@@ -172,22 +172,22 @@ def choices_of(site: Site, words: Words, name: str, step: str = RESULT) -> list[
     except tunekit.TunekitError as error:
         gr.Warning(escape(str(error)))
         return [gr.Dropdown(choices=[], value=None), gr.Dropdown(choices=[], value=None), gr.Dataset(samples=[])]
-    own = [(words("chat.step", step=one), str(one)) for one in steps]
+    own = [(words("chat.step", step=saved_step), str(saved_step)) for saved_step in steps]
     of_run = [(words("chat.result"), RESULT), *own] if is_done else own
     values = [value for _, value in of_run]
     first = step if step in values else values[0] if values else None
-    others = [line.name for line in listing_of(site.root).lines() if line.name != name and line.state == "finished"]
+    run_names = [line.name for line in listing_of(site.root).lines() if line.name != name and line.state == "finished"]
     besides = [
         (words("chat.beside_before"), BEFORE),
         (words("chat.beside_nothing"), NOTHING),
-        *((words("chat.beside_step", step=one), f"{name}/{one}") for one in steps),
-        *((other, f"{other}/") for other in others),
+        *((words("chat.beside_step", step=saved_step), f"{name}/{saved_step}") for saved_step in steps),
+        *((other, f"{other}/") for other in run_names),
     ]
-    shown = prompts[:MAX_PROMPTS]
+    prompts_shown = prompts[:MAX_PROMPTS]
     return [
         gr.Dropdown(choices=of_run, value=first),
         gr.Dropdown(choices=besides, value=BEFORE),
-        gr.Dataset(samples=[[prompt] for prompt in shown], visible=bool(shown)),
+        gr.Dataset(samples=[[prompt] for prompt in prompts_shown], visible=bool(prompts_shown)),
     ]
 
 
@@ -201,11 +201,11 @@ def chosen(run: str | None, checkpoint: str | None, beside: str | None) -> list[
         raise tunekit.TunekitError(
             "this run has neither a result nor a whole checkpoint yet", hint="wait for its first checkpoint"
         )
-    found = [Choice(run, checkpoint or None, compare=beside == BEFORE)]
+    choices = [Choice(run, checkpoint or None, compare=beside == BEFORE)]
     if beside and beside != BEFORE:
         name, _, step = beside.partition("/")
-        found.append(Choice(name, step or None))
-    return found
+        choices.append(Choice(name, step or None))
+    return choices
 
 
 def _attach_loading(
@@ -219,8 +219,8 @@ def _attach_loading(
     unload: gr.Button,
     status: gr.HTML,
 ) -> None:
-    seen = gr.Textbox("", visible=False)
-    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen]
+    seen_state = gr.Textbox("", visible=False)
+    outputs = [status, load, unload, talk.send, talk.left, talk.right, seen_state]
 
     @told_by(lambda error: [told(error), _on(), _off(), _off(), gr.skip(), gr.skip(), "failed"])
     def load_chosen(run: str, checkpoint: str, beside: str, device: str, request: gr.Request) -> Iterator[list[Any]]:
@@ -251,7 +251,7 @@ def _attach_loading(
     inputs = [chooser.run, chooser.checkpoint, chooser.beside, chooser.device]
     load.click(load_chosen, inputs, outputs, show_progress="hidden", concurrency_limit=None)
     unload.click(unload_all, None, outputs, show_progress="hidden")
-    gr.Timer(site.tick_seconds).tick(look, seen, outputs, show_progress="hidden")
+    gr.Timer(site.tick_seconds).tick(look, seen_state, outputs, show_progress="hidden")
 
     def closed(request: gr.Request) -> None:
         talks.close(str(request.session_hash))
@@ -266,11 +266,11 @@ def _title(beside: str, words: Words) -> str:
 
 def _loaded(talks: Talks, session: str, words: Words) -> str:
     """Describe the loaded model, its device and its memory."""
-    told = dict.fromkeys(
+    facts = dict.fromkeys(
         words("chat.loaded", name=side.talk.name, device=side.talk.device, gib=f"{side.talk.memory_bytes / 2**30:.2f}")
         for side in talks.sides(session)
     )
-    return "".join(f"<p class='chat-loaded' role='status'>{escape(line)}</p>" for line in told)
+    return "".join(f"<p class='chat-loaded' role='status'>{escape(line)}</p>" for line in facts)
 
 
 def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.HTML) -> None:
@@ -294,23 +294,23 @@ def _attach_talking(words: Words, talks: Talks, talk: Conversation, status: gr.H
             note = gr.skip() if sides else empty(words("chat.none_loaded"))
             yield [gr.skip(), gr.skip(), gr.skip(), gr.skip(), gr.skip(), note]
             return
-        said = [with_turn(history, prompt) for history in (left, right)[: len(sides)]]
+        histories = [with_turn(history, prompt) for history in (left, right)[: len(sides)]]
         options = _options(temperature, top_p, length, seed)
         talks.begin(session)
         try:
-            yield ["", *_both(said), _off(), _on(), gr.skip()]
+            yield ["", *_both(histories), _off(), _on(), gr.skip()]
             for number, side in enumerate(sides):
-                asked = asked_of(said[number], system)
-                said[number].append({"role": "assistant", "content": ""})
-                for piece in side.talk.say(asked, base=side.base, **options):
-                    said[number][-1]["content"] += piece
-                    yield [gr.skip(), *_both(said), gr.skip(), gr.skip(), gr.skip()]
+                question = asked_of(histories[number], system)
+                histories[number].append({"role": "assistant", "content": ""})
+                for piece in side.talk.say(question, base=side.base, **options):
+                    histories[number][-1]["content"] += piece
+                    yield [gr.skip(), *_both(histories), gr.skip(), gr.skip(), gr.skip()]
                 if side.talk.last is not None and side.talk.last.reason == "stopped":
                     break
-            yield [gr.skip(), *_both(said), _on(), _off(), gr.skip()]
+            yield [gr.skip(), *_both(histories), _on(), _off(), gr.skip()]
         except tunekit.TunekitError as error:
             is_open = bool(talks.sides(session))
-            yield [gr.skip(), *_both(said), gr.Button(interactive=is_open), _off(), told(error)]
+            yield [gr.skip(), *_both(histories), gr.Button(interactive=is_open), _off(), told(error)]
         finally:
             talks.end(session)
 
@@ -334,7 +334,7 @@ def _both(said: list[Messages]) -> list[Any]:
 
 def shown(said: Messages) -> Messages:
     """A conversation as the browser is given it, which takes it for HTML and loads pictures that stand in it."""
-    return [{**one, "content": escape(one["content"])} for one in said]
+    return [{**history, "content": escape(history["content"])} for history in said]
 
 
 def _options(temperature: float, top_p: float, length: float | None, seed: float | None) -> dict[str, Any]:
@@ -348,7 +348,10 @@ def _options(temperature: float, top_p: float, length: float | None, seed: float
 
 def with_turn(history: Messages | None, prompt: str) -> Messages:
     """Return the history as texts, with another turn of the user."""
-    return [*({"role": one["role"], "content": text_of(one)} for one in history or ()), _turn("user", prompt)]
+    return [
+        *({"role": message["role"], "content": text_of(message)} for message in history or ()),
+        _turn("user", prompt),
+    ]
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -362,11 +365,11 @@ def text_of(message: dict[str, Any]) -> str:
 def asked_of(said: Messages, system: str) -> Messages:
     """Return the prompt of a model: the conversation without missing answers, behind the system prompt."""
     turns: Messages = [_turn("system", system)] if system and system.strip() else []
-    for one in said:
-        if one["role"] == "assistant" and not one["content"]:
+    for message in said:
+        if message["role"] == "assistant" and not message["content"]:
             turns.pop()
         else:
-            turns.append(one)
+            turns.append(message)
     return turns
 
 

@@ -52,11 +52,11 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             is_log = gr.Checkbox(label=words("runs.log_scale"), elem_id="compare-log-scale", min_width=120)
         plot = gr.Plot(show_label=False, container=False, elem_id="compare-plot", elem_classes="runs-chart")
         parts = [_part(words, key) for key in ("recipes", "results", "samples")]
-    seen = gr.Textbox("", visible=False)
+    seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds)
 
-    kept = kept_looks()
-    keep(kept, smoothing=smoothing, is_log=is_log, by=by)
+    stored = kept_looks()
+    keep(stored, smoothing=smoothing, is_log=is_log, by=by)
 
     def opened(kept: Any, request: gr.Request) -> list[Any]:
         names = [line.name for line in listing_of(site.root).lines()]
@@ -72,12 +72,12 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     update: dict[str, Any] = {
         "fn": refresh,
-        "inputs": [runs, kind, by, smoothing, is_log, seen],
-        "outputs": [message, several, kind, plot, *parts, seen],
+        "inputs": [runs, kind, by, smoothing, is_log, seen_state],
+        "outputs": [message, several, kind, plot, *parts, seen_state],
         "show_progress": "hidden",
         "trigger_mode": "always_last",
     }
-    page.load(opened, kept, [runs, by, smoothing, is_log], show_progress="hidden").then(**update)
+    page.load(opened, stored, [runs, by, smoothing, is_log], show_progress="hidden").then(**update)
     for listen in (tick.tick, runs.input, kind.input, by.input, smoothing.input, is_log.input):
         listen(**update)
     runs.input(None, runs, None, js=ADDRESS)
@@ -90,8 +90,8 @@ def _part(words: Words, key: str) -> gr.HTML:
 
 def asked_for(request: gr.Request, names: Sequence[str]) -> list[str]:
     """The runs that an address names, as many as there are; a name that is none is left out."""
-    found = [name for key, name in request.query_params.multi_items() if key == "run" and name in names]
-    return list(dict.fromkeys(found))[:MAX_RUNS]
+    run_names = [name for key, name in request.query_params.multi_items() if key == "run" and name in names]
+    return list(dict.fromkeys(run_names))[:MAX_RUNS]
 
 
 def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view: charts.View, seen: str) -> list[Any]:
@@ -112,9 +112,9 @@ def look(site: Site, words: Words, names: Sequence[str], kind: str | None, view:
         now = repr((marks, kind, view))
         if now == seen:
             return unchanged
-        kinds = [one for one in charts.KINDS if one in kinds]
-        chosen = next((one for one in kinds if one.key == kind), kinds[0] if kinds else None)
-        choices = [(words(f"charts.{one.key}"), one.key) for one in kinds]
+        kinds = [chart_kind for chart_kind in charts.KINDS if chart_kind in kinds]
+        chosen = next((chart_kind for chart_kind in kinds if chart_kind.key == kind), kinds[0] if kinds else None)
+        choices = [(words(f"charts.{chart_kind.key}"), chart_kind.key) for chart_kind in kinds]
         drawing = None if chosen is None else drawn(runs, chosen, view, words)
         parts = [differences(runs, words), results(runs, words), answers(runs, words)]
         choice = gr.Dropdown(choices=choices, value=chosen and chosen.key)
@@ -144,44 +144,44 @@ def drawn(runs: Sequence[tunekit.Run], kind: charts.Kind, view: charts.View, wor
 def differences(runs: Sequence[tunekit.Run], words: Words) -> str:
     """In what the recipes differ, as a table."""
     try:
-        found = tunekit.recipe_diff(*(run.recipe for run in runs))
+        differing = tunekit.recipe_diff(*(run.recipe for run in runs))
     except OSError as error:
         return empty(words("compare.unreadable", file=error.filename))
-    if not found:
+    if not differing:
         return empty(words("compare.same_recipe"))
     rows = [
         [f"<code>{escape(key)}</code>", *("–" if value is None else escape(value) for value in values)]
-        for key, values in found.items()
+        for key, values in differing.items()
     ]
     return table([words("compare.field"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
 def results(runs: Sequence[tunekit.Run], words: Words) -> str:
     """Render the results of runs side by side."""
-    found = []
+    table_rows = []
     for run in runs:
         with history_of(run) as reader:
             result = reader.newest("result")
-        found.append(dict(result_rows(result, words)) if result is not None else {})
-    names = list(dict.fromkeys(name for rows in found for name in rows))
+        table_rows.append(dict(result_rows(result, words)) if result is not None else {})
+    names = list(dict.fromkeys(name for rows in table_rows for name in rows))
     if not names:
         return empty(words("compare.no_results"))
-    rows = [[escape(name), *(escape(one.get(name, "–")) for one in found)] for name in names]
+    rows = [[escape(name), *(escape(row.get(name, "–")) for row in table_rows)] for name in names]
     return table([words("compare.what"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 
 def answers(runs: Sequence[tunekit.Run], words: Words) -> str:
     """Render the answers of runs to the same prompts after training; before it where they have not got that far."""
-    found = []
+    answer_rows = []
     for run in runs:
         with history_of(run) as reader:
-            found.append({prompt: dict(by_when) for prompt, by_when in reader.answers.items()})
-    prompts = list(dict.fromkeys(prompt for answers in found for prompt in answers))
+            answer_rows.append({prompt: dict(by_when) for prompt, by_when in reader.answers.items()})
+    prompts = list(dict.fromkeys(prompt for answers in answer_rows for prompt in answers))
     if not prompts:
         return empty(words("runs.no_samples"))
     # Those that all were asked come first.
-    prompts.sort(key=lambda prompt: sum(prompt not in answers for answers in found))
-    rows = [[escape(prompt), *(_answer(answers.get(prompt), words) for answers in found)] for prompt in prompts]
+    prompts.sort(key=lambda prompt: sum(prompt not in answers for answers in answer_rows))
+    rows = [[escape(prompt), *(_answer(answers.get(prompt), words) for answers in answer_rows)] for prompt in prompts]
     return table([words("runs.prompt"), *(run.name for run in runs)], rows, kind="runs-texts runs-sides")
 
 

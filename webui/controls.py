@@ -26,15 +26,17 @@ GO = "(url) => { if (url) window.location = url; }"
 def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
     """The panel. `run_name` says of which run; it is asked again at every tick."""
     # Its last part are tags, of which a page shows none at first.
-    seen = gr.Textbox(" []", visible=False)
+    seen_state = gr.Textbox(" []", visible=False)
     if site.read_only:
-        shown = _Shown(seen, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False))
+        panel = _Shown(
+            seen_state, gr.HTML(elem_id="controls-line"), gr.HTML(elem_id="controls-diagnosis", visible=False)
+        )
 
         def look_only(name: str, seen: str) -> list[Any]:
-            return look(site, words, name, seen, shown)
+            return look(site, words, name, seen, panel)
 
         gr.on(
-            [run_name.change, tick.tick], look_only, [run_name, seen], shown.outputs, show_progress="hidden",
+            [run_name.change, tick.tick], look_only, [run_name, seen_state], panel.outputs, show_progress="hidden",
             trigger_mode="always_last",
         )  # fmt: skip
         return
@@ -56,25 +58,25 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         form = ResumeForm(site, words, run_name)
         tags, path = _tags_and_folder(words)
         deletion = _Deletion(site, words, run_name)
-    shown = _Shown(seen, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
+    panel = _Shown(seen_state, line, card, stop, stop_now, talk, clone, mend, form, tags, path, deletion)
 
     def refresh(name: str, seen: str, chosen: str) -> list[Any]:
-        return look(site, words, name, seen, shown, chosen)
+        return look(site, words, name, seen, panel, chosen)
 
-    looked = [run_name, seen, form.checkpoint]
+    inputs = [run_name, seen_state, form.checkpoint]
     gr.on(
-        [run_name.change, tick.tick], refresh, looked, shown.outputs, show_progress="hidden",
+        [run_name.change, tick.tick], refresh, inputs, panel.outputs, show_progress="hidden",
         trigger_mode="always_last",
     )  # fmt: skip
-    again = {"inputs": looked, "outputs": shown.outputs, "show_progress": "hidden"}
-    asked = stop.click(lambda name: _stop(site, name, now=False), run_name, problem)
-    asked.then(refresh, **again)
+    again = {"inputs": inputs, "outputs": panel.outputs, "show_progress": "hidden"}
+    clicked = stop.click(lambda name: _stop(site, name, now=False), run_name, problem)
+    clicked.then(refresh, **again)
     ask.attach(stop_now)
     ended = ask.sure.click(lambda name: _stop(site, name, now=True), run_name, problem)
     ended.then(refresh, **again)
     form.attach(manage, mend, problem, refresh, again)
     # `input` is not told of words that were typed. What is on the disk already changes nothing there.
-    tagged = tags.change(lambda *asked: _tag(site, *asked), [run_name, tags, seen], problem)
+    tagged = tags.change(lambda *asked: _tag(site, *asked), [run_name, tags, seen_state], problem)
     tagged.then(refresh, **again)
     deletion.attach(problem)
 
@@ -122,36 +124,36 @@ def look(site: Site, words: Words, name: str, seen: str, shown: _Shown, chosen: 
         return nothing
     try:
         run = site.run(name)
-        found = situation_of(run)
+        situation = situation_of(run)
     except tunekit.TunekitError as error:
         # It may have been deleted meanwhile.
         digest = f"none {error}"
         return nothing if seen == digest else [digest, told(error), gr.HTML("", visible=False), *_nothing_to_do(shown)]
     all_tags = [] if shown.form is None else tags_in(site)
     # How far it is stands elsewhere. Tags are compared by themselves: a browser that adds some is not to lose them.
-    shows = asdict(replace(found, step=0, updated=0.0))
-    own_tags = json.dumps(found.tags)
+    shows = asdict(replace(situation, step=0, updated=0.0))
+    own_tags = json.dumps(situation.tags)
     digest = f"{hashlib.sha256(f'{name} {shows} {all_tags}'.encode()).hexdigest()} {own_tags}"
     if seen == digest:
         return nothing
-    failed = found.diagnosis
+    failed = situation.diagnosis
     always = [
         digest,
-        line_of(words, found, read_only=site.read_only),
+        line_of(words, situation, read_only=site.read_only),
         gr.HTML(diagnosis.card(site, words, name, failed) if failed else "", visible=failed is not None),
     ]
     if shown.form is None:
         return always
-    can_stop = found.state not in OVER
+    can_stop = situation.state not in OVER
     return [
         *always,
-        gr.Button(visible=can_stop, interactive=found.wish is None),
-        gr.Button(visible=can_stop, interactive=found.wish != "now"),
-        gr.Button(link=site.link(words.language, "chat", run=name), visible=found.state == "finished"),
+        gr.Button(visible=can_stop, interactive=situation.wish is None),
+        gr.Button(visible=can_stop, interactive=situation.wish != "now"),
+        gr.Button(link=site.link(words.language, "chat", run=name), visible=situation.state == "finished"),
         gr.Button(link=site.link(words.language, "new", from_=f"run:{name}"), interactive=True),
-        gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and found.can_go_on)),
-        *shown.form.updates(found, chosen),
-        gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(found.tags)})),
+        gr.Button(visible=bool(failed and failed.can_go_on and failed.changes and situation.can_go_on)),
+        *shown.form.updates(situation, chosen),
+        gr.Dropdown(choices=all_tags, **({} if seen.endswith(f" {own_tags}") else {"value": list(situation.tags)})),
         str(run.path),
         f"<p>{escape(words('controls.delete_help', name=name))}</p>",
     ]
@@ -167,26 +169,26 @@ def _nothing_to_do(shown: _Shown) -> list[Any]:
 
 def line_of(words: Words, found: Situation, *, read_only: bool = False) -> str:
     """Describe why the run waits, and why a button is disabled, a sentence each."""
-    told: list[tuple[str, str]] = []
+    sentences: list[tuple[str, str]] = []
     if found.place is not None:
         behind = ", ".join(found.behind)
         key = "controls.waits_first" if found.place == 1 else "controls.waits"
-        told.append(("controls-ends", words(key, place=found.place, behind=behind)))
+        sentences.append(("controls-ends", words(key, place=found.place, behind=behind)))
     if found.wish is not None:
-        told.append(("controls-ends", words("controls.wish_now" if found.wish == "now" else "controls.wish_step")))
+        sentences.append(("controls-ends", words("controls.wish_now" if found.wish == "now" else "controls.wish_step")))
     if found.stopping:
-        told.append(("controls-ends", found.stopping))
+        sentences.append(("controls-ends", found.stopping))
     if found.stopped:
-        told.append(("controls-ends", found.stopped))
+        sentences.append(("controls-ends", found.stopped))
     if read_only:
-        told.append(("", words("controls.read_only")))
+        sentences.append(("", words("controls.read_only")))
     elif found.state == "stuck":
-        told.append(("", words("controls.stuck")))
+        sentences.append(("", words("controls.stuck")))
     elif not found.is_over:
-        told.append(("", words("controls.runs")))
+        sentences.append(("", words("controls.runs")))
     elif not found.can_go_on:
-        told.append(("", words("controls.no_checkpoint")))
-    lines = "".join(f"<p class='{kind}'>{escape(text)}</p>" for kind, text in told)
+        sentences.append(("", words("controls.no_checkpoint")))
+    lines = "".join(f"<p class='{kind}'>{escape(text)}</p>" for kind, text in sentences)
     return f"<div role='status'>{lines}</div>"
 
 
@@ -245,8 +247,8 @@ class _Deletion:
             lambda name, typed: gr.Button(interactive=bool(name) and typed.strip() == name), names, self._sure,
             show_progress="hidden", trigger_mode="always_last",
         )  # fmt: skip
-        done = self._sure.click(self._delete, names, [problem, self._to])
-        done.then(None, self._to, None, js=GO)
+        clicked = self._sure.click(self._delete, names, [problem, self._to])
+        clicked.then(None, self._to, None, js=GO)
 
     def _delete(self, name: str, typed: str) -> tuple[Any, str]:
         try:

@@ -126,8 +126,8 @@ def _text(asked: Asked) -> str:
         method["rewards"] = _rewards(asked.rewards)
     if asked.method == "distillation":
         method["teacher"] = asked.model
-    given = {"model": asked.model or "pico", "data": {**data, "columns": dict(asked.columns)}, "method": method}
-    return yaml.safe_dump(given, allow_unicode=True, sort_keys=False)
+    recipe = {"model": asked.model or "pico", "data": {**data, "columns": dict(asked.columns)}, "method": method}
+    return yaml.safe_dump(recipe, allow_unicode=True, sort_keys=False)
 
 
 def _rewards(text: str) -> object:
@@ -162,7 +162,7 @@ def is_remote(site: Site, path: str) -> bool:
 
 def data_files(site: Site) -> list[str]:
     """The files of rows in the workspace, by their paths from its root; none that is hidden or of a run."""
-    found: list[str] = []
+    files: list[str] = []
     root = site.root.resolve()
     for path in _walk(root):
         if path.is_symlink():
@@ -170,10 +170,10 @@ def data_files(site: Site) -> list[str]:
                 site.inside(str(path))
             except tunekit.TunekitError:
                 continue
-        found.append(path.relative_to(root).as_posix())
-        if len(found) == MOST_FILES:
+        files.append(path.relative_to(root).as_posix())
+        if len(files) == MOST_FILES:
             break
-    return sorted(found)
+    return sorted(files)
 
 
 def _walk(root: Path) -> Iterator[Path]:

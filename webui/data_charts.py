@@ -126,9 +126,9 @@ def mixture_table(words: Words, report: tunekit.DataReport) -> str:
         f"<td><meter min='0' max='1' value='{part.token_share:.4f}'></meter> {part.token_share:.1%}</td></tr>"
         for part in report.mixture
     )
-    said = words("data.epoch", number=f"{report.num_train:,}")
+    sentence = words("data.epoch", number=f"{report.num_train:,}")
     return (
-        f"<h3>{escape(words('data.mixture'))}</h3><p class='data-soft'>{escape(said)}</p><div class='data-scroll'>"
+        f"<h3>{escape(words('data.mixture'))}</h3><p class='data-soft'>{escape(sentence)}</p><div class='data-scroll'>"
         f"<table class='data-table data-right'><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -140,12 +140,12 @@ def trial_html(words: Words, trial: tunekit.RewardTrial) -> str:
     keys = ("reward", "weight", "mean", "spread", "group_spread", "seconds_per_step")
     heads = "".join(f"<th scope='col'>{escape(words(f'data.{key}'))}</th>" for key in keys)
     rows = "".join(
-        f"<tr><th scope='row'>{escape(one.name)}</th><td>{one.weight:g}</td><td>{_number(one.mean)}</td>"
-        f"<td>{_number(one.spread)}</td><td>{_number(one.group_spread)}</td><td>{one.seconds_per_step:.2f}</td></tr>"
-        for one in (*trial.rewards, trial.total)
+        f"<tr><th scope='row'>{escape(scored.name)}</th><td>{scored.weight:g}</td><td>{_number(scored.mean)}</td>"
+        f"<td>{_number(scored.spread)}</td><td>{_number(scored.group_spread)}</td><td>{scored.seconds_per_step:.2f}</td></tr>"
+        for scored in (*trial.rewards, trial.total)
     )
     silent = words("data.no_signal", share=f"{trial.no_signal_share:.0%}")
-    names = [one.name for one in trial.rewards]
+    names = [scored.name for scored in trial.rewards]
     groups = "".join(_group(words, group, names) for group in trial.groups)
     return (
         f"{warnings}<div class='data-scroll'><table class='data-table data-right'><thead><tr>{heads}</tr></thead>"

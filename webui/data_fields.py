@@ -148,20 +148,20 @@ class Fields:
             gr.Dropdown(choices=[(self._words("data.format_auto"), "auto"), asked.format], value=asked.format),
             names,
         ]
-        held = [theirs for _, theirs in asked.columns][:NUM_COLUMNS]
-        values += [gr.Dropdown(choices=[theirs], value=theirs) for theirs in held]
-        values += [gr.skip()] * (NUM_COLUMNS - len(held))
-        said = self._words("data.of_recipe", name=asked.origin.partition(":")[2]) if asked.origin else ""
+        columns = [theirs for _, theirs in asked.columns][:NUM_COLUMNS]
+        values += [gr.Dropdown(choices=[theirs], value=theirs) for theirs in columns]
+        values += [gr.skip()] * (NUM_COLUMNS - len(columns))
+        sentence = self._words("data.of_recipe", name=asked.origin.partition(":")[2]) if asked.origin else ""
         own = site.link(self._words.language, "data")
-        note = f"<p>{escape(said)} <a href='{escape(own)}'>{escape(self._words('data.other_data'))}</a></p>"
+        note = f"<p>{escape(sentence)} <a href='{escape(own)}'>{escape(self._words('data.other_data'))}</a></p>"
         return [*values, gr.Group(visible=not asked.origin), gr.HTML(note, visible=bool(asked.origin))]
 
     def update(self, asked: Asked, preview: tunekit.DataPreview) -> list[Any]:
         """The fields after a look: what the columns may mean, and which sources there are."""
         words = self._words
         names = [column.name for column in preview.columns]
-        wanted = preview.format if asked.format == "auto" else asked.format
-        shape = next((one for one in preview.formats if one.format == wanted), None)
+        format_name = preview.format if asked.format == "auto" else asked.format
+        shape = next((candidate for candidate in preview.formats if candidate.format == format_name), None)
         needed = () if shape is None or asked.origin else (*shape.needed, *shape.optional)[:NUM_COLUMNS]
         mapping = dict(asked.columns)
         columns = [
@@ -176,7 +176,7 @@ class Fields:
         ]
         columns += [gr.Dropdown(visible=False, choices=[], value=None)] * (NUM_COLUMNS - len(columns))
         formats = [(words("data.format_auto"), "auto")] + [
-            (f"{one.format}: {', '.join(one.needed)}", one.format) for one in preview.formats
+            (f"{candidate.format}: {', '.join(candidate.needed)}", candidate.format) for candidate in preview.formats
         ]
         sources = [(f"{key}: {name}", key) for key, name in preview.sources]
         return [

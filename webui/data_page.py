@@ -59,8 +59,8 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     address = gr.Textbox(visible=False)
     measured = _build_measuring(site, words, fields)
     tried = _build_rewards(site, words, fields)
-    shown = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address]
-    shown += [*measured, *tried, *fields.found]
+    outputs = [status, mapping, table, bad, rows, pages, back, where, forth, start, use, address]
+    outputs += [*measured, *tried, *fields.found]
 
     def look(start: int, *values: Any) -> list[Any]:
         return _look(site, words, fields, fields.asked(*values), int(start or 0))
@@ -72,24 +72,24 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
         return _look(site, words, fields, replace(fields.asked(*values), columns=()), 0)
 
     def look_unasked(*values: Any) -> list[Any]:
-        asked = fields.asked(*values)
-        if not asked.origin and (not asked.path or is_remote(site, asked.path)):
-            said = words("data.press_look" if asked.path else "data.empty")
-            return _shown(words, fields, status=f"<p class='data-soft'>{said}</p>")
-        return _look(site, words, fields, asked, 0)
+        request = fields.asked(*values)
+        if not request.origin and (not request.path or is_remote(site, request.path)):
+            sentence = words("data.press_look" if request.path else "data.empty")
+            return _shown(words, fields, status=f"<p class='data-soft'>{sentence}</p>")
+        return _look(site, words, fields, request, 0)
 
     def opened(request: gr.Request) -> list[Any]:
         changes = [value for key, value in request.query_params.multi_items() if key == "set"]
         return fields.fill(site, asked_in(dict(request.query_params), changes))
 
-    looking: dict[str, Any] = {"outputs": shown, "show_progress_on": [rows], "trigger_mode": "always_last"}
+    looking: dict[str, Any] = {"outputs": outputs, "show_progress_on": [rows], "trigger_mode": "always_last"}
     page.load(opened, None, fields.filled, show_progress="hidden").then(look_unasked, fields.inputs, **looking)
 
     def attach(listen: Any, handler: Any, inputs: Any, **options: Any) -> None:
         """Have an event look at rows; the address says at which."""
-        looked = listen(handler, inputs, **looking | options)
-        looked.then(None, address, js=REPLACE)
-        looked.failure(None, None, status, js="() => ''")
+        listened = listen(handler, inputs, **looking | options)
+        listened.then(None, address, js=REPLACE)
+        listened.failure(None, None, status, js="() => ''")
 
     # What was said of other rows is not said of those that are still sent or read. This comes first: the handlers of an
     # event wait for one another.
@@ -109,16 +109,16 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
 
     def upload(file: str | None, *values: Any) -> list[Any]:
         if file is None:
-            return [gr.skip() for _ in (fields.path, *shown)]
+            return [gr.skip() for _ in (fields.path, *outputs)]
         try:
             saved = save_upload(site, file)
         except tunekit.TunekitError as error:
             return [gr.skip(), *_shown(words, fields, status=told(error))]
         name = saved.relative_to(site.root.resolve()).as_posix()
-        asked = replace(anew(fields.asked(*values)), path=name)
-        return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, asked, 0)]
+        request = replace(anew(fields.asked(*values)), path=name)
+        return [gr.Dropdown(choices=choices(site), value=name), *_look(site, words, fields, request, 0)]
 
-    attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *shown])
+    attach(fields.upload.upload, upload, [fields.upload, *fields.inputs], outputs=[fields.path, *outputs])
 
 
 def _chosen(site: Site) -> str:
@@ -204,15 +204,15 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
         with gr.Row(elem_id="data-measuring"):
             measure = gr.Button(words("data.measure"), elem_id="data-measure", min_width=160)
             cancel = gr.Button(words("data.cancel"), elem_id="data-cancel", interactive=False, min_width=100)
-        said = gr.HTML(elem_id="data-progress", padding=False)
+        message = gr.HTML(elem_id="data-progress", padding=False)
         chart = gr.Plot(visible=False, show_label=False, container=False, elem_id="data-chart")
         numbers = gr.HTML(elem_id="data-numbers", padding=False)
 
-    done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+    buttons = [gr.Button(interactive=True), gr.Button(interactive=False)]
 
-    @told_by(lambda error: [*done, told(error), gr.Plot(visible=False), ""])
+    @told_by(lambda error: [*buttons, told(error), gr.Plot(visible=False), ""])
     def run(request: gr.Request, *values: Any) -> Iterator[list[Any]]:
-        asked = fields.asked(*values)
+        asked_request = fields.asked(*values)
         yield [
             gr.Button(interactive=False),
             gr.Button(interactive=True),
@@ -221,7 +221,7 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
             "",
         ]
         try:
-            recipe = recipe_of(site, asked)
+            recipe = recipe_of(site, asked_request)
             report: tunekit.DataReport | None = None
             for event in events_of(str(request.session_hash), "data_report", recipe, num_samples=0):
                 if isinstance(event, dict):
@@ -229,17 +229,17 @@ def _build_measuring(site: Site, words: Words, fields: Fields) -> list[Any]:
                 else:
                     report = event
         except work.Cancelled:
-            yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
+            yield [*buttons, f"<p class='data-soft'>{words('data.cancelled')}</p>", gr.Plot(visible=False), ""]
             return
         assert report is not None
-        source = report.sources[_position(recipe, asked)]
+        source = report.sources[_position(recipe, asked_request)]
         text = data_charts.numbers(words, report, source) + data_charts.mixture_table(words, report)
-        yield [*done, "", gr.Plot(data_charts.length_chart(words, source, report.max_length), visible=True), text]
+        yield [*buttons, "", gr.Plot(data_charts.length_chart(words, source, report.max_length), visible=True), text]
 
-    outputs = [measure, cancel, said, chart, numbers]
+    outputs = [measure, cancel, message, chart, numbers]
     measure.click(run, fields.inputs, outputs, show_progress="hidden", concurrency_limit=2)
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
-    return [measuring, said, chart, numbers]
+    return [measuring, message, chart, numbers]
 
 
 def _position(recipe: tunekit.Recipe, asked: Asked) -> int:
@@ -270,10 +270,10 @@ def events_of(session: str, function: str, *args: Any, **options: Any) -> Iterat
 
     def work_on() -> None:
         try:
-            found = work.call(
+            result = work.call(
                 function, *args, on_event=lambda event: told_of.put(("event", event)), until=until, **options
             )
-            told_of.put(("result", found))
+            told_of.put(("result", result))
         except Exception as error:  # noqa: BLE001  (whoever waits for its end is told of any)
             told_of.put(("error", error))
 
@@ -302,8 +302,8 @@ def _progress(words: Words, event: dict[str, Any] | None) -> str:
     """Render the progress of the rows as a bar."""
     if event is None:
         return f"<p class='data-soft' role='status'>{words('data.reading')} <progress></progress></p>"
-    said = words("data.progress", source=event["source"], done=f"{event['done']:,}", total=f"{event['total']:,}")
-    return data_view.progress(said, event["done"], event["total"])
+    sentence = words("data.progress", source=event["source"], done=f"{event['done']:,}", total=f"{event['total']:,}")
+    return data_view.progress(sentence, event["done"], event["total"])
 
 
 def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
@@ -317,24 +317,26 @@ def _build_rewards(site: Site, words: Words, fields: Fields) -> list[Any]:
         with gr.Row():
             attempt = gr.Button(words("data.try"), elem_id="data-try", variant="primary", min_width=160)
             cancel = gr.Button(words("data.cancel"), elem_id="data-stop-trial", interactive=False, min_width=100)
-        said = gr.HTML(elem_id="data-trial-result", padding=False)
+        message = gr.HTML(elem_id="data-trial-result", padding=False)
 
-    done = [gr.Button(interactive=True), gr.Button(interactive=False)]
+    buttons = [gr.Button(interactive=True), gr.Button(interactive=False)]
 
-    @told_by(lambda error: [*done, told(error)])
+    @told_by(lambda error: [*buttons, told(error)])
     def run(number: int, request: gr.Request, *values: Any) -> Iterator[list[Any]]:
-        asked = fields.asked(*values)
+        asked_request = fields.asked(*values)
         yield [gr.Button(interactive=False), gr.Button(interactive=True), _progress(words, None)]
         try:
-            recipe = recipe_of(site, asked)
+            recipe = recipe_of(site, asked_request)
             for event in events_of(str(request.session_hash), "try_rewards", recipe, num_prompts=int(number)):
                 if isinstance(event, dict):
                     yield [gr.skip(), gr.skip(), _progress(words, event)]
                 else:
-                    yield [*done, data_charts.trial_html(words, event)]
+                    yield [*buttons, data_charts.trial_html(words, event)]
         except work.Cancelled:
-            yield [*done, f"<p class='data-soft'>{words('data.cancelled')}</p>"]
+            yield [*buttons, f"<p class='data-soft'>{words('data.cancelled')}</p>"]
 
-    attempt.click(run, [number, *fields.inputs], [attempt, cancel, said], show_progress="hidden", concurrency_limit=2)
+    attempt.click(
+        run, [number, *fields.inputs], [attempt, cancel, message], show_progress="hidden", concurrency_limit=2
+    )
     cancel.click(_cancel, None, None, show_progress="hidden", concurrency_limit=None)
-    return [trial, said]
+    return [trial, message]

@@ -20,10 +20,10 @@ def preview_status(words: Words, preview: tunekit.DataPreview) -> str:
             parts.append(told(tunekit.TunekitError(problem.what, hint=problem.hint)))
     if preview.notes:
         parts.append(_listed(preview.notes, "data-notes"))
-    seen = words("data.looked_at_all" if preview.is_whole else "data.looked_at", records=f"{preview.num_records:,}")
+    sentence = words("data.looked_at_all" if preview.is_whole else "data.looked_at", records=f"{preview.num_records:,}")
     if preview.num_records:
         good = words("data.good_rows", rows=f"{preview.num_rows:,}", bad=f"{len(preview.bad):,}")
-        parts.append(f"<p class='data-soft'>{escape(seen)} {escape(good)}</p>")
+        parts.append(f"<p class='data-soft'>{escape(sentence)} {escape(good)}</p>")
     return "".join(parts)
 
 
@@ -46,8 +46,8 @@ def columns_table(words: Words, preview: tunekit.DataPreview) -> str:
 def _read_as(words: Words, read_as: str | None, reward: str | None) -> str:
     if read_as is not None:
         return f"<code>{escape(read_as)}</code>"
-    said = words("data.read_by", reward=reward) if reward is not None else words("data.not_read")
-    return f"<span class='data-soft'>{escape(said)}</span>"
+    sentence = words("data.read_by", reward=reward) if reward is not None else words("data.not_read")
+    return f"<span class='data-soft'>{escape(sentence)}</span>"
 
 
 def bad_rows(words: Words, preview: tunekit.DataPreview) -> str:
@@ -91,8 +91,8 @@ def _row(words: Words, row: tunekit.RowPreview) -> str:
     left_out = (
         f"<p class='data-left-out'>{escape(words('data.left_out', why=row.left_out))}</p>" if row.left_out else ""
     )
-    sides = "".join(_sequence(words, one) for one in row.sequences)
-    several = " data-sides" if [one.name for one in row.sequences] == ["chosen", "rejected"] else ""
+    sides = "".join(_sequence(words, sequence) for sequence in row.sequences)
+    several = " data-sides" if [sequence.name for sequence in row.sequences] == ["chosen", "rejected"] else ""
     more = (
         f"<p class='data-soft'>{escape(words('data.more_sequences', number=row.num_more))}</p>" if row.num_more else ""
     )

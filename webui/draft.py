@@ -25,7 +25,9 @@ _MAX_BYTES = 256 * 1024
 
 def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
     """Return the sources of a draft: by kind, the label and the value in links (`recipe:sft/quickstart`)."""
-    recipes = [(f"{one.name}: {one.description}", f"recipe:{one.name}") for one in tunekit.list_recipes()]
+    recipes = [
+        (f"{shipped.name}: {shipped.description}", f"recipe:{shipped.name}") for shipped in tunekit.list_recipes()
+    ]
     runs = tunekit.list_runs(site.root / "runs")
     return {
         "recipe": recipes,
@@ -36,9 +38,9 @@ def sources(site: Site) -> dict[str, list[tuple[str, str]]]:
 
 def _files(root: Path) -> list[str]:
     """The recipe files of a workspace, at the top and one folder down."""
-    found = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.suffix in _SUFFIXES]
+    paths = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.suffix in _SUFFIXES]
     inside = [
-        path.relative_to(root) for path in found if path.is_file() and path.resolve().is_relative_to(root.resolve())
+        path.relative_to(root) for path in paths if path.is_file() and path.resolve().is_relative_to(root.resolve())
     ]
     return sorted(path.as_posix() for path in inside if path.parts[0] != "runs" and not path.name.startswith("."))[
         :_MAX_FILES
@@ -99,12 +101,16 @@ def check_draft(text: str) -> tuple[tunekit.Recipe | None, list[tunekit.Fault]]:
 def remote_code(text: str) -> list[tunekit.Fault]:
     """Return the places where a draft asks for code that comes with a model: no page runs it."""
     try:
-        asked = [one for one in entries_of(text) if one.key.endswith("trust_remote_code") and one.value is True]
+        places = [
+            code_entry
+            for code_entry in entries_of(text)
+            if code_entry.key.endswith("trust_remote_code") and code_entry.value is True
+        ]
     except tunekit.TunekitError:
         return []  # What cannot be read asks for nothing.
     line = next((n for n, words in enumerate(text.splitlines(), 1) if "trust_remote_code" in words), 1)
     what, hint = "is not run from a page", "read the code, and use `tunekit train` in a terminal"
-    return [tunekit.Fault(line, 1, entry.key, what, hint) for entry in asked]
+    return [tunekit.Fault(line, 1, entry.key, what, hint) for entry in places]
 
 
 def _is_function(entry: tunekit.Entry) -> bool:
@@ -122,7 +128,7 @@ def entries_of(text: str) -> list[tunekit.Entry]:
 
 def differences(text: str) -> list[tunekit.Entry]:
     """The fields of a draft whose values differ from the defaults."""
-    return [one for one in entries_of(text) if one.kind not in ("section", "sections") and _differs(one)]
+    return [entry for entry in entries_of(text) if entry.kind not in ("section", "sections") and _differs(entry)]
 
 
 def _differs(entry: tunekit.Entry) -> bool:
@@ -146,11 +152,11 @@ def overrides(base: str, text: str) -> list[str] | None:
         elif entry.kind not in ("section", "sections") and entry.value != (there.value if there else tunekit.UNSET):
             words.append(f"{key}={_word(entry.value)}")
     checked, faults = tunekit.check_text(base, words, find_functions=False)
-    wanted, wrong = tunekit.check_text(text, find_functions=False)
-    if faults or wrong or checked is None or wanted is None:
+    recipe, wrong = tunekit.check_text(text, find_functions=False)
+    if faults or wrong or checked is None or recipe is None:
         return None
     but_name = {"output": {"name"}}
-    return words if checked.model_dump(exclude=but_name) == wanted.model_dump(exclude=but_name) else None
+    return words if checked.model_dump(exclude=but_name) == recipe.model_dump(exclude=but_name) else None
 
 
 def _shape(entry: tunekit.Entry) -> tuple[int | None, bool, list[Any]]:

@@ -20,14 +20,14 @@ RESULT = ""
 
 def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
     """The tab of a run's page. `run_name` says of which run; it is asked again at every tick."""
-    seen = gr.Textbox("", visible=False)
+    seen_state = gr.Textbox("", visible=False)
     links = gr.HTML(elem_id="export-links")
     if site.read_only:
-        shown = gr.HTML(elem_id="export-shown")
+        output = gr.HTML(elem_id="export-shown")
         gr.HTML(empty(words("export.read_only")), elem_id="export-read-only")
         gr.on(
-            [run_name.change, tick.tick], lambda name, seen: look(site, words, name, seen)[:3], [run_name, seen],
-            [seen, links, shown], show_progress="hidden", trigger_mode="always_last",
+            [run_name.change, tick.tick], lambda name, seen: look(site, words, name, seen)[:3], [run_name, seen_state],
+            [seen_state, links, output], show_progress="hidden", trigger_mode="always_last",
         )  # fmt: skip
         return
     with gr.Row(elem_id="export-choices"):
@@ -45,8 +45,8 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
         words("export.start"), variant="primary", interactive=False, size="md", elem_id="export-start"
     )  # fmt: skip
     status = gr.HTML(elem_id="export-status")
-    shown = gr.HTML(elem_id="export-shown")
-    outputs = [seen, links, shown, checkpoint, kind, start, status]
+    output = gr.HTML(elem_id="export-shown")
+    outputs = [seen_state, links, output, checkpoint, kind, start, status]
 
     def refresh(name: str, seen: str) -> list[Any]:
         return look(site, words, name, seen)
@@ -54,7 +54,12 @@ def build(page: gr.Blocks, site: Site, words: Words, run_name: gr.Textbox, tick:
     def export(name: str, checkpoint: str, kind: str, dtype: str, dest: str) -> Any:
         return begin(site, words, name, checkpoint=checkpoint, kind=kind, dtype=dtype, dest=dest)
 
-    update: dict[str, Any] = {"fn": refresh, "inputs": [run_name, seen], "outputs": outputs, "show_progress": "hidden"}
+    update: dict[str, Any] = {
+        "fn": refresh,
+        "inputs": [run_name, seen_state],
+        "outputs": outputs,
+        "show_progress": "hidden",
+    }
     gr.on([run_name.change, tick.tick], **update, trigger_mode="always_last")
     begun = start.click(export, [run_name, checkpoint, kind, dtype, dest], status, show_progress="hidden")
     begun.then(**update)
@@ -83,12 +88,12 @@ def look(site: Site, words: Words, name: str, seen: str) -> list[Any]:
         run = site.run(name)
         state, progress = run.state, exports.progress_of(run)
         folders = sorted(path.name for path in (run.path / "checkpoints").glob("checkpoint-*"))
-        made = exports.exports_in(run, progress.folder if progress is not None else None)
-        mark = repr((name, state, folders, progress, [path for path, _ in made]))
+        exported = exports.exports_in(run, progress.folder if progress is not None else None)
+        mark = repr((name, state, folders, progress, [path for path, _ in exported]))
         if mark == seen:
             return [gr.skip()] * 7
         can_talk = state == "finished" or bool(folders)
-        head = [mark, _links(site, words, name, can_talk=can_talk), _shown(site, words, made)]
+        head = [mark, _links(site, words, name, can_talk=can_talk), _shown(site, words, exported)]
         return head + _choices(
             run, words, state, progress, is_new=not seen.startswith(repr((name, state, folders))[:-1])
         )
@@ -147,19 +152,19 @@ def _shown(site: Site, words: Words, made: Sequence[tuple[Path, dict[str, Any]]]
     rows = [
         [
             f"<code>{escape(_place(site, folder))}</code>",
-            escape(f"{one['kind']}, {one['dtype']}"),
-            f"{one['total_bytes'] / 2**20:,.1f} MiB",
-            _check(words, one),
+            escape(f"{export['kind']}, {export['dtype']}"),
+            f"{export['total_bytes'] / 2**20:,.1f} MiB",
+            _check(words, export),
         ]
-        for folder, one in made
+        for folder, export in made
     ]
     return table(head, rows, kind="export-made")
 
 
 def _place(site: Site, folder: Path) -> str:
     root = site.root.resolve()
-    found = folder.resolve()
-    return str(found.relative_to(root)) if found.is_relative_to(root) else str(found)
+    target = folder.resolve()
+    return str(target.relative_to(root)) if target.is_relative_to(root) else str(target)
 
 
 def _check(words: Words, one: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def begin(run: tunekit.Run, dest: Path | None, *, kind: str, dtype: str, checkpo
 
     def export() -> None:
         try:
-            done = work.call(
+            exported = work.call(
                 "export",
                 str(run.path),
                 None if dest is None else str(dest),
@@ -77,7 +77,7 @@ def begin(run: tunekit.Run, dest: Path | None, *, kind: str, dtype: str, checkpo
         except Exception as error:  # noqa: BLE001  (pages wait for its end, whichever it is)
             _set(run, Progress("failed", in_words(error)))
         else:
-            _set(run, Progress("done", folder=done.folder))
+            _set(run, Progress("done", folder=exported.folder))
 
     threading.Thread(target=export, name="export", daemon=True).start()
 
@@ -101,10 +101,10 @@ def exports_in(run: tunekit.Run, also: str | None = None) -> list[tuple[Path, di
     }
     if also is not None and (Path(also) / "export.json").is_file():
         folders.add(Path(also))
-    found = []
+    export_folders = []
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[:MAX_SHOWN]:
         try:
-            found.append((folder, json.loads((folder / "export.json").read_text(encoding="utf-8"))))
+            export_folders.append((folder, json.loads((folder / "export.json").read_text(encoding="utf-8"))))
         except (OSError, ValueError, RecursionError):
             continue  # It is being deleted, or was damaged: it is no export then.
-    return found
+    return export_folders

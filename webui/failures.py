@@ -32,9 +32,9 @@ def in_words(error: Exception) -> tunekit.TunekitError:
     if isinstance(error, tunekit.TunekitError):
         return error
     print(*traceback.format_exception(error), sep="", end="", file=sys.stderr, flush=True)
-    said = ": ".join(filter(None, [type(error).__name__, tunekit.redacted(str(error))]))
+    message = ": ".join(filter(None, [type(error).__name__, tunekit.redacted(str(error))]))
     hint = "the terminal of `tunekit ui` shows where; try again, and report it if it fails again"
-    return tunekit.TunekitError(f"tunekit itself failed: {said}", hint=hint)
+    return tunekit.TunekitError(f"tunekit itself failed: {message}", hint=hint)
 
 
 def told_by(

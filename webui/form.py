@@ -60,14 +60,14 @@ def id_of(key: str) -> str:
 
 def faults_by_entry(entries: Sequence[tunekit.Entry], faults: Sequence[tunekit.Fault]) -> dict[str, str]:
     """Return the fault of each field, by its key: at the field itself, or the first one of a missing section."""
-    found: dict[str, str] = {}
+    fault_texts: dict[str, str] = {}
     keys = [entry.key for entry in entries if entry.kind not in ("section", "sections")]
     for fault in faults:
         at = [key for key in keys if key == fault.key or _is_below(fault.key, key)]
         at = at or [key for key in keys if _is_below(key, fault.key)]
-        if fault.key and at and at[0] not in found:
-            found[at[0]] = fault.message
-    return found
+        if fault.key and at and at[0] not in fault_texts:
+            fault_texts[at[0]] = fault.message
+    return fault_texts
 
 
 def _is_below(key: str, above: str) -> bool:
@@ -88,8 +88,8 @@ def _of_variant(entry: tunekit.Entry) -> str:
     """Return the schema's text on the chosen variant: its part of the help of a tag."""
     words = "|".join(re.escape(str(word)) for word in entry.choices)
     parts = re.split(rf"(?:^|(?<=\. ))({words}): ", entry.description)
-    told = dict(zip(parts[1::2], parts[2::2], strict=True))
-    return told.get(str(shown(entry)), entry.description).strip()
+    texts = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return texts.get(str(shown(entry)), entry.description).strip()
 
 
 @dataclass
@@ -129,10 +129,10 @@ def make_form(entries: Sequence[tunekit.Entry], faults: dict[str, str], words: W
     """
     form = Form()
     if asked.strip():
-        found = matching(entries, asked)
-        if not found:
+        selection = matching(entries, asked)
+        if not selection:
             gr.HTML(f"<p class='form-empty'>{escape(words('form.nothing_found', asked=asked))}</p>")
-        for entry in found:
+        for entry in selection:
             form.fields[entry.key] = make_field(entry, words, faults.get(entry.key))
         return form
     for section in SECTIONS:
@@ -148,26 +148,26 @@ def make_form(entries: Sequence[tunekit.Entry], faults: dict[str, str], words: W
 def _fill(form: Form, entries: Sequence[tunekit.Entry], words: Words, faults: dict[str, str], where: str) -> None:
     """Make the fields of a section: what most people set, its lists of sections, and the rest, folded."""
     lists = [entry for entry in entries if entry.kind == "sections"]
-    listed = {one.key for entry in lists for one in entries if _is_below(one.key, entry.key)}
+    listed = {child.key for entry in lists for child in entries if _is_below(child.key, entry.key)}
     plain = [entry for entry in entries if entry.kind not in ("section", "sections") and entry.key not in listed]
     everyday = [entry for entry in plain if entry.is_required or entry.is_tag or name_of(entry.key) in EVERYDAY]
-    rest = [entry for entry in plain if entry not in everyday]
-    for entry in [one for one in everyday if one.is_tag]:
+    rarer = [entry for entry in plain if entry not in everyday]
+    for entry in [child for child in everyday if child.is_tag]:
         form.fields[entry.key] = make_field(entry, words, faults.get(entry.key))
     for entry in lists:
-        _fill_list(form, entry, [one for one in entries if _is_below(one.key, entry.key)], words, faults)
-    others = [one for one in everyday if not one.is_tag]
-    for start in range(0, len(others), 2):
-        with gr.Row(key=f"row-{where}-{others[start].key}"):
-            for entry in others[start : start + 2]:
+        _fill_list(form, entry, [child for child in entries if _is_below(child.key, entry.key)], words, faults)
+    common = [child for child in everyday if not child.is_tag]
+    for start in range(0, len(common), 2):
+        with gr.Row(key=f"row-{where}-{common[start].key}"):
+            for entry in common[start : start + 2]:
                 form.fields[entry.key] = make_field(entry, words, faults.get(entry.key))
-    if rest:
-        is_open = any(entry.key in faults for entry in rest)
-        title = words("form.more", number=len(rest))
+    if rarer:
+        is_open = any(entry.key in faults for entry in rarer)
+        title = words("form.more", number=len(rarer))
         with gr.Accordion(title, open=is_open, elem_id=f"{id_of(where)}-more", key=f"more-{where}") as fold:
-            for entry in rest:
+            for entry in rarer:
                 form.fields[entry.key] = make_field(entry, words, faults.get(entry.key))
-        form.folds.append((fold, [entry.key for entry in rest]))
+        form.folds.append((fold, [entry.key for entry in rarer]))
 
 
 def _fill_list(
@@ -186,7 +186,7 @@ def _fill_list(
                         label, size="sm", elem_id=f"{id_of(key)}-remove", min_width=140, scale=0, key=f"remove-{key}"
                     )
                     form.removes.append((remove, key))
-            _fill(form, [one for one in below if _is_below(one.key, key)], words, faults, key)
+            _fill(form, [child for child in below if _is_below(child.key, key)], words, faults, key)
     label = words(f"form.add_{kind}")
     if entry.choices:
         add = gr.Dropdown(

@@ -91,8 +91,10 @@ MERGED = "(...form) => { formLock.merged(...form); }"
 
 def make_lock(words: Words) -> None:
     """Make what says that the form is made anew, above it."""
-    said = escape(words("form.waits"))
-    gr.HTML(f"<p role='status'>{said} <progress></progress></p>", elem_id="form-lock", js_on_load=_CODE, padding=False)
+    message = escape(words("form.waits"))
+    gr.HTML(
+        f"<p role='status'>{message} <progress></progress></p>", elem_id="form-lock", js_on_load=_CODE, padding=False
+    )
 
 
 def send(places: Sequence[int]) -> str:

@@ -140,8 +140,8 @@ class Gate:
         recent = [then for then in self._wrong[address] if time.monotonic() - then < TRIES_SECONDS]
         if len(recent) >= MAX_TRIES:
             return _login_page(words, onward, words("shell.too_many", seconds=round(TRIES_SECONDS)), 429)
-        given = parse_qs((await request.body()).decode("utf-8", errors="replace")).get("password", [""])[0]
-        if not hmac.compare_digest(given.encode(), str(self._password).encode()):
+        password = parse_qs((await request.body()).decode("utf-8", errors="replace")).get("password", [""])[0]
+        if not hmac.compare_digest(password.encode(), str(self._password).encode()):
             self._wrong[address] = [*recent, time.monotonic()]
             return _login_page(words, onward, words("shell.wrong_password"), 401)
         del self._wrong[address]

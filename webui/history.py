@@ -80,7 +80,7 @@ def checkpoints_of(run: tunekit.Run) -> list[tunekit.Checkpoint]:
 
 def steps_of(run: tunekit.Run) -> list[int]:
     """The steps of a run's checkpoints that can be used, the last first."""
-    return sorted({one.step for one in checkpoints_of(run) if one.fault is None}, reverse=True)
+    return sorted({checkpoint.step for checkpoint in checkpoints_of(run) if checkpoint.fault is None}, reverse=True)
 
 
 def share_read(reader: tunekit.EventReader) -> float:

@@ -77,7 +77,7 @@ class Listing:
         with self._lock:
             if time.monotonic() - self._read >= FRESH_SECONDS:
                 names = [path.name for path in self._folders()]
-                self._known = {key: known for key, known in self._known.items() if key[0] in set(names)}
+                self._known = {key: cached for key, cached in self._known.items() if key[0] in set(names)}
                 lines = [line for line in map(self._line, names) if line is not None]
                 self._lines = tuple(sorted(lines, key=lambda line: line.started, reverse=True))
                 self._read = time.monotonic()
@@ -106,13 +106,13 @@ class Listing:
         try:
             run = tunekit.Run(path)
             status, state = run.status(), run.state
-            asked = self._once(path / "recipe.yaml", lambda: _asked(run))
+            recipe = self._once(path / "recipe.yaml", lambda: _asked(run))
             logs = self._once(path / "events.jsonl", lambda: _last_logs(path))
             return Line(
                 name=name,
                 state=state,
-                method=asked["method"],
-                model=asked["model"],
+                method=recipe["method"],
+                model=recipe["model"],
                 step=status["step"],
                 num_steps=status["num_steps"],
                 started=status["started"],
@@ -138,8 +138,8 @@ class Listing:
 
     def _once(self, path: Path, read: Callable[[], Any]) -> Any:
         """Return the content of a file, read again only when the file has changed."""
-        found = path.stat() if path.exists() else None
-        mark = None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+        status = path.stat() if path.exists() else None
+        mark = None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
         key = (path.parent.name, path.name)
         if key not in self._known or self._known[key][0] != mark:
             self._known[key] = (mark, read())

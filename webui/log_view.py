@@ -54,13 +54,13 @@ def lines_of(run: tunekit.Run, name: str, *, text: str = "", only_serious: bool 
         # It begins within a line.
         lines = lines[1:]
     # What a bar of progress wrote over is gone on a terminal as well.
-    seen = (_CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines)
-    wanted = [
+    cleaned = (_CONTROLS.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines)
+    matching_lines = [
         line[:MAX_LETTERS]
-        for line in seen
+        for line in cleaned
         if line.strip() and text.lower() in line.lower() and (not only_serious or _SERIOUS.search(line))
     ]
-    return [tunekit.redacted(line) for line in wanted[-MAX_LINES:]]
+    return [tunekit.redacted(line) for line in matching_lines[-MAX_LINES:]]
 
 
 def build(site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> None:
@@ -70,7 +70,7 @@ def build(site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> Non
         text = gr.Textbox("", label=words("log.filter"), elem_id="log-filter", min_width=160)
         serious = gr.Checkbox(label=words("log.serious"), elem_id="log-serious", min_width=160)
     page = gr.HTML(elem_id="log-lines", autoscroll=True, max_height=480)
-    seen = gr.Textbox("", visible=False)
+    seen_state = gr.Textbox("", visible=False)
 
     def follow(name: str, chosen: str | None, wanted: str, only_serious: bool, mark: str) -> tuple[Any, Any, str]:
         if not name:
@@ -88,10 +88,10 @@ def build(site: Site, words: Words, run_name: gr.Textbox, tick: gr.Timer) -> Non
         except OSError:
             # It is being deleted.
             return gr.skip(), gr.skip(), ""
-        shown = _page(lines, words, is_filtered=bool(wanted or only_serious))
-        return gr.Dropdown(choices=names, value=chosen), shown, now
+        page = _page(lines, words, is_filtered=bool(wanted or only_serious))
+        return gr.Dropdown(choices=names, value=chosen), page, now
 
-    inputs, outputs = [run_name, file, text, serious, seen], [file, page, seen]
+    inputs, outputs = [run_name, file, text, serious, seen_state], [file, page, seen_state]
     for listen in (run_name.change, tick.tick, file.input, text.input, serious.input):
         listen(follow, inputs, outputs, show_progress="hidden", trigger_mode="always_last")
 

@@ -114,8 +114,8 @@ class NewRun:
         self._done(opened)
         chosen = self.source.input(None, None, None, js=ACT)
         self._done(chosen.then(self.begin, [self.source], drafted, show_progress="hidden", trigger_mode="always_last"))
-        found = "async (asked) => { await formLock.settled(); return asked; }"
-        self.search.change(None, self.search, self.sought, js=found)
+        script = "async (asked) => { await formLock.settled(); return asked; }"
+        self.search.change(None, self.search, self.sought, js=script)
         checked = [self.problems, self.faults, self.differences, self.command, self.python]
         gr.on(
             [self.text.change, self.file.change],
@@ -162,7 +162,7 @@ class NewRun:
         folds = [fold for fold, _ in form.folds]
         # The draft as this very form shows it: fields that come into the page behind somebody's next change say what
         # was there before it, and that is no wish to have it back.
-        held = gr.Textbox(known, visible="hidden", label=self.words("form.yaml"), elem_id="form-held")
+        held_draft = gr.Textbox(known, visible="hidden", label=self.words("form.yaml"), elem_id="form-held")
 
         def changed(text: str, shown_here: str, *given: Any) -> list[Any]:
             return self.merge(text, shown_here, dict(zip(keys, given, strict=True)))
@@ -175,14 +175,14 @@ class NewRun:
         tags = [place for place, key in enumerate(keys) if key in {entry.key for entry in entries if entry.is_tag}]
         if fields:
             # `input` comes with keys only, and not with what is pasted.
-            changes = [one.change for one in fields]
+            changes = [field.change for field in fields]
             gr.on(changes, None, None, None, js=EDIT, key="edited")
-            inputs = [self.text, held, *fields]
+            inputs = [self.text, held_draft, *fields]
             merged = gr.on(
                 changes,
                 changed,
                 inputs,
-                [self.text, held, self.known, self.tick],
+                [self.text, held_draft, self.known, self.tick],
                 js=send([place + inputs.index(fields[0]) for place in tags]),
                 key="changed",
                 **_QUIET,
@@ -190,8 +190,8 @@ class NewRun:
             merged.then(None, self.form, None, js=MERGED, key="merged")
             merged.failure(None, self.form, None, js=MERGED, key="not-merged")
             # What the form is held against comes last: until then, each field shows what was there or what is now.
-            told_of = [*fields, *folds, held, self.known, self.tick]
-            self.faults.change(settled, [self.faults, held, self.text], told_of, key="settled", **_QUIET)
+            told_of = [*fields, *folds, held_draft, self.known, self.tick]
+            self.faults.change(settled, [self.faults, held_draft, self.text], told_of, key="settled", **_QUIET)
         self._attach_lists(form)
         make_mark([tick, asked], [fields[place].value for place in tags])
 
@@ -218,11 +218,11 @@ class NewRun:
 
     def open(self, kept: dict[str, str] | None, request: gr.Request) -> list[Any]:
         """The draft that the page's URL asks for, or else the browser's own, or else a first one."""
-        asked = request.query_params
+        query = request.query_params
         kept = kept or {}
         offered = gr.update(choices=self.choices())
-        if asked.get("from"):
-            drafted = self.begin(asked["from"], asked.getlist("set"))
+        if query.get("from"):
+            drafted = self.begin(query["from"], query.getlist("set"))
         elif kept.get("text"):
             drafted = [kept["text"], kept["text"], _now(), kept.get("source", ""), ""]
         else:
@@ -232,8 +232,12 @@ class NewRun:
 
     def choices(self) -> list[tuple[str, str]]:
         """Return the sources of a draft."""
-        found = draft.sources(self.site)
-        return [(f"{self.words(f'form.from_{kind}')} {label}", value) for kind in found for label, value in found[kind]]
+        source_lists = draft.sources(self.site)
+        return [
+            (f"{self.words(f'form.from_{kind}')} {label}", value)
+            for kind in source_lists
+            for label, value in source_lists[kind]
+        ]
 
     def begin(self, source: str, changes: list[str] | None = None) -> list[Any]:
         """A draft from something; where that cannot be, what is there stays, and a message says why."""
@@ -271,7 +275,7 @@ class NewRun:
             return [*nothing, gr.skip(), gr.skip(), gr.skip()]
         if draft.keys_of(before) != draft.keys_of(now):
             return [*nothing, gr.skip(), checked["text"], _now()]
-        faults = faults_by_entry(now, [tunekit.Fault(**one) for one in checked["faults"]])
+        faults = faults_by_entry(now, [tunekit.Fault(**fault_found) for fault_found in checked["faults"]])
         was = {entry.key: shown(entry) for entry in before}
         updates = {}
         for entry in now:
@@ -303,13 +307,13 @@ class NewRun:
     def check(self, text: str, source: str, file: str) -> list[Any]:
         """Return the problems of a draft, its differences from the defaults, and how to train it elsewhere."""
         _, faults = draft.check_draft(text)
-        found = json.dumps({"text": text, "faults": [vars(fault) for fault in faults]})
+        payload = json.dumps({"text": text, "faults": [vars(fault) for fault in faults]})
         try:
             command, python = draft.command_and_python(source or "", text, file or "mine.yaml")
             differences = self.table(text)
         except tunekit.TunekitError:
             command = python = differences = ""
-        return [self.problem_list(faults), found, differences, command, python]
+        return [self.problem_list(faults), payload, differences, command, python]
 
     def problem_list(self, faults: list[tunekit.Fault]) -> str:
         """Render problems, each with its line."""
@@ -326,9 +330,10 @@ class NewRun:
     def table(self, text: str) -> str:
         """The fields that differ from their defaults."""
         rows = "".join(
-            f"<tr><th scope='row'><code>{escape(one.key)}</code></th><td>{escape(_word(one.default))}</td>"
-            f"<td>{escape(_word(one.value))}</td></tr>"
-            for one in draft.differences(text)
+            f"<tr><th scope='row'><code>{escape(difference.key)}</code></th>"
+            f"<td>{escape(_word(difference.default))}</td>"
+            f"<td>{escape(_word(difference.value))}</td></tr>"
+            for difference in draft.differences(text)
         )
         heads = "".join(f"<th scope='col'>{escape(self.words(f'form.{name}'))}</th>" for name in ("key", "was", "is"))
         return f"<div class='form-scroll'><table class='form-table'><thead><tr>{heads}</tr></thead>{rows}</table></div>"
@@ -338,8 +343,8 @@ class NewRun:
         try:
             path = draft.save(self.site, name, text, replace=replace)
         except FileExistsError:
-            asked = f"<p role='alert'>{escape(self.words('form.exists', file=name))}</p>"
-            return [asked, gr.update(visible=True)]
+            question = f"<p role='alert'>{escape(self.words('form.exists', file=name))}</p>"
+            return [question, gr.update(visible=True)]
         except tunekit.TunekitError as error:
             return [told(error), gr.update(visible=False)]
         where = path.relative_to(self.site.root.resolve()).as_posix()

@@ -57,7 +57,7 @@ def make_launch(words: Words) -> Launch:
                 elem_id="plan-start",
             )
         reason = gr.HTML(elem_id="plan-reason", padding=False)
-        said = gr.HTML(elem_id="plan-said")
+        message = gr.HTML(elem_id="plan-said")
         with gr.Accordion(words("plan.start_title"), open=False, elem_id="plan-options"):
             name = gr.Textbox(
                 label=words("plan.name"), info=words("plan.name_info"), max_length=64, max_lines=1, elem_id="plan-name"
@@ -66,7 +66,7 @@ def make_launch(words: Words) -> Launch:
                 [], label=words("plan.devices"), info=words("plan.devices_info"), elem_id="plan-devices"
             )
             waits = gr.Checkbox(label=words("plan.wait"), info=words("plan.wait_info"), elem_id="plan-wait")
-    return Launch(brief, mend, check, start, reason, said, devices, name, waits)
+    return Launch(brief, mend, check, start, reason, message, devices, name, waits)
 
 
 def build(
@@ -118,10 +118,10 @@ def build(
         """The plan of a draft, what would make it fit, and whether it can be started."""
         return shown(site, words, text, machine, other)
 
-    asked = [draft, machine, other]
+    inputs = [draft, machine, other]
     told_of = [launch.brief, view, changes, launch.mend, launch.start, launch.reason]
     for event in (page.load, draft.change, machine.change, other.change):
-        event(show, asked, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
+        event(show, inputs, told_of, trigger_mode="always_last", show_progress="hidden", concurrency_limit=4)
     texts = [draft, *holders]
 
     def mended(text: str, changes: str) -> Any:
@@ -158,7 +158,7 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
         (words("plan.here") if name == HERE else name, _view(plan, words))
         for name, plan in zip(where, plans, strict=True)
     ]
-    wanted = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
+    changes = plans[0].changes if isinstance(plans[0], tunekit.TunekitError) else ()
     where_to = views[0][0]
     if site.read_only:
         why_not = words("plan.read_only")
@@ -169,8 +169,8 @@ def shown(site: Site, words: Words, text: str, machine: str, other: str) -> tupl
     return (
         brief_html(plans[0], where_to, words),
         views[0][1] if len(views) == 1 else side_by_side(views),
-        "\n".join(wanted),
-        gr.Button(words("plan.mend", changes=", ".join(wanted)), visible=bool(wanted)),
+        "\n".join(changes),
+        gr.Button(words("plan.mend", changes=", ".join(changes)), visible=bool(changes)),
         gr.Button(interactive=not why_not),
         _why_not(why_not),
     )
@@ -200,21 +200,21 @@ def _attach_start(
     page: gr.Blocks, site: Site, words: Words, draft: gr.Component, machine: gr.Dropdown, launch: Launch
 ) -> None:
     """Attach what the launch's own components do."""
-    devices, said, name = launch.devices, launch.said, launch.name
+    devices, message, name = launch.devices, launch.said, launch.name
     url = gr.Textbox(visible=False)
 
     def look(chosen: list[str] | None) -> Any:
         """The devices as they are now; those that are gone are chosen no more."""
         try:
-            found = tunekit.devices()
+            devices = tunekit.devices()
         except tunekit.TunekitError as error:
             return gr.CheckboxGroup(choices=[], value=[], info=str(error))
-        if [device.uuid for device in found] == ["cpu"]:
-            only = launching.choices(found, words)
+        if [device.uuid for device in devices] == ["cpu"]:
+            only = launching.choices(devices, words)
             return gr.CheckboxGroup(only, value=["cpu"], info=words("plan.no_gpu"), interactive=False)
         return gr.CheckboxGroup(
-            choices=launching.choices(found, words),
-            value=[device.uuid for device in found if device.uuid in (chosen or [])],
+            choices=launching.choices(devices, words),
+            value=[device.uuid for device in devices if device.uuid in (chosen or [])],
         )
 
     @told_by(told)
@@ -227,7 +227,7 @@ def _attach_start(
     for event in (page.load, gr.Timer(LOOK_TICKS * site.tick_seconds).tick):
         event(look, devices, devices, show_progress="hidden")
     checking = launch.check.click(None, None, None, js=SETTLED)
-    checking.then(check_all, [draft, name], said, show_progress="hidden", concurrency_limit=2, trigger_mode="once")
+    checking.then(check_all, [draft, name], message, show_progress="hidden", concurrency_limit=2, trigger_mode="once")
     if site.read_only:
         return
 
@@ -245,7 +245,7 @@ def _attach_start(
     # What was typed last is in the draft before it is started.
     starting = launch.start.click(None, None, None, js=PRESS)
     begun = starting.then(
-        begin, [draft, machine, name, devices, launch.waits], [said, url, launch.start], show_progress="hidden",
+        begin, [draft, machine, name, devices, launch.waits], [message, url, launch.start], show_progress="hidden",
         concurrency_limit=4, trigger_mode="once",
     )  # fmt: skip
     begun.then(look, devices, devices, show_progress="hidden").then(None, url, None, js=GO)

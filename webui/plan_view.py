@@ -23,28 +23,40 @@ def plan_html(plan: tunekit.Plan, words: Words) -> str:
         _figures(plan, words),
         _bar(plan, words),
         _legend(plan, words),
-        _table(words("plan.decisions"), ((one.topic, one.choice, one.why) for one in plan.decisions), is_open=True),
+        _table(
+            words("plan.decisions"),
+            ((decision.topic, decision.choice, decision.why) for decision in plan.decisions),
+            is_open=True,
+        ),
     ]
     if plan.rejected:
-        ruled_out = ((one.layout.name, one.why) for one in plan.rejected)
+        ruled_out = ((decision.layout.name, decision.why) for decision in plan.rejected)
         parts.append(_table(words("plan.rejected", number=len(plan.rejected)), ruled_out, is_open=True))
     if plan.change_first:
         change = f"<code lang='en'>{escape(plan.change_first)}</code>"
         parts.append(f"<p class='plan-first'>{escape(words('plan.change_first'))} {change}</p>")
-    parts.append(_table(words("plan.given"), ((one.topic, one.choice, one.why) for one in plan.given), is_open=False))
+    parts.append(
+        _table(
+            words("plan.given"),
+            ((decision.topic, decision.choice, decision.why) for decision in plan.given),
+            is_open=False,
+        )
+    )
     return f"<article class='plan-view'>{''.join(parts)}</article>"
 
 
 def brief_html(plan: tunekit.Plan | tunekit.TunekitError, where: str, words: Words) -> str:
     """Render whether there is a plan on a machine, with its figures, in a few lines; a link leads to the whole."""
     if isinstance(plan, tunekit.TunekitError):
-        told = (
+        verdict = (
             f"<p class='plan-verdict'>✕ {escape(words('plan.fits_not', where=where))}</p>"
             f"<p lang='en'>{escape(plan.problem)}</p>"
         )
     else:
-        told = f"<p class='plan-verdict'>✓ {escape(words('plan.fits', where=where))}</p>{_cells(plan, words, BRIEF)}"
-    return f"<div class='plan-view' role='status'>{told}<a href='#plan-title'>{escape(words('plan.whole'))}</a></div>"
+        verdict = f"<p class='plan-verdict'>✓ {escape(words('plan.fits', where=where))}</p>{_cells(plan, words, BRIEF)}"
+    return (
+        f"<div class='plan-view' role='status'>{verdict}<a href='#plan-title'>{escape(words('plan.whole'))}</a></div>"
+    )
 
 
 def refused_html(error: tunekit.TunekitError, words: Words) -> str:
@@ -53,10 +65,10 @@ def refused_html(error: tunekit.TunekitError, words: Words) -> str:
     if isinstance(error, tunekit.PlanError) and error.needed_bytes and error.limit_bytes:
         needed, limit = tunekit.gib(error.needed_bytes), tunekit.gib(error.limit_bytes)
         share = 100 * error.limit_bytes / max(error.needed_bytes, error.limit_bytes)
-        said = words("plan.short", needed=needed, limit=limit)
+        sentence = words("plan.short", needed=needed, limit=limit)
         bar = (
-            f"<div class='plan-bar plan-short' role='img' aria-label='{escape(said)}'>"
-            f"<span style='width:100%'></span><i style='left:{share:.2f}%'></i></div><p>{escape(said)}</p>"
+            f"<div class='plan-bar plan-short' role='img' aria-label='{escape(sentence)}'>"
+            f"<span style='width:100%'></span><i style='left:{share:.2f}%'></i></div><p>{escape(sentence)}</p>"
         )
     hint = f"<p class='plan-hint' lang='en'>{escape(error.hint)}</p>" if error.hint else ""
     return (
@@ -79,13 +91,13 @@ def _figures(plan: tunekit.Plan, words: Words) -> str:
 
 def _cells(plan: tunekit.Plan, words: Words, names: Iterable[str]) -> str:
     """Figures of a plan by their names, each in a box."""
-    known = tunekit.plan_figures(plan)
+    figures = tunekit.plan_figures(plan)
     units = {"GiB": " GiB", "host GiB": " GiB", "USD": " USD", "tokens/s": ""}
     cells = "".join(
         f"<div><dt>{escape(words(f'plan.{FIGURES[name]}'))}</dt>"
-        f"<dd>{escape(known[name] + units.get(name, ''))}</dd></div>"
+        f"<dd>{escape(figures[name] + units.get(name, ''))}</dd></div>"
         for name in names
-        if name in known
+        if name in figures
     )
     return f"<dl class='plan-figures'>{cells}</dl>"
 
@@ -99,19 +111,19 @@ def _bar(plan: tunekit.Plan, words: Words) -> str:
         f"background:{colour}'></span>"
         for part, size, colour in plan.drawn_parts()
     )
-    held = total - plan.device.memory_free_bytes
-    others = ""
-    if held > 0:
-        said = words("plan.others", size=tunekit.gib(held))
-        others = f"<b title='{escape(said)}' style='width:{100 * held / scale:.3f}%'></b>"
+    occupied = total - plan.device.memory_free_bytes
+    occupied_bar = ""
+    if occupied > 0:
+        label = words("plan.others", size=tunekit.gib(occupied))
+        occupied_bar = f"<b title='{escape(label)}' style='width:{100 * occupied / scale:.3f}%'></b>"
     limit = f"<i style='left:{min(100.0, 100 * plan.memory_limit_bytes / scale):.3f}%'></i>"
-    said = words(
+    label = words(
         "plan.bar",
         parts=", ".join(f"{part} {tunekit.gib(size)}" for part, size, _ in plan.drawn_parts()),
         total=tunekit.gib(plan.memory.total_bytes),
         limit=tunekit.gib(plan.memory_limit_bytes),
     )
-    return f"<div class='plan-bar' role='img' aria-label='{escape(said)}'>{parts}{others}{limit}</div>"
+    return f"<div class='plan-bar' role='img' aria-label='{escape(label)}'>{parts}{occupied_bar}{limit}</div>"
 
 
 def _legend(plan: tunekit.Plan, words: Words) -> str:
@@ -120,7 +132,7 @@ def _legend(plan: tunekit.Plan, words: Words) -> str:
         f"<li><span style='background:{colour}'></span>{escape(part)} {tunekit.gib(size)}</li>"
         for part, size, colour in plan.drawn_parts()
     )
-    said = words(
+    label = words(
         "plan.room",
         limit=tunekit.gib(plan.memory_limit_bytes),
         device=plan.device.name,
@@ -128,7 +140,7 @@ def _legend(plan: tunekit.Plan, words: Words) -> str:
         free=tunekit.gib(plan.device.memory_free_bytes),
     )
     elsewhere = "".join(f"<p class='plan-basis' lang='en'>{escape(line)}</p>" for line in plan.elsewhere_lines())
-    return f"<ul class='plan-legend'>{items}</ul><p class='plan-basis'>{escape(said)}</p>{elsewhere}"
+    return f"<ul class='plan-legend'>{items}</ul><p class='plan-basis'>{escape(label)}</p>{elsewhere}"
 
 
 def _table(title: str, rows: Iterable[tuple[str, ...]], *, is_open: bool) -> str:

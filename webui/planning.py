@@ -39,9 +39,9 @@ def planned(site: Site, recipe: tunekit.Recipe, machine: str) -> Planned:
     except tunekit.TunekitError as error:
         return error
     with _lock:
-        made, found = _kept.get(key, (0.0, None))
-    if found is not None and time.monotonic() - made < KEPT_SECONDS:
-        return found
+        made_at, planned_result = _kept.get(key, (0.0, None))
+    if planned_result is not None and time.monotonic() - made_at < KEPT_SECONDS:
+        return planned_result
     try:
         result: Planned = work.call("plan", recipe, on=None if machine == HERE else machine)
     except tunekit.TunekitError as error:

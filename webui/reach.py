@@ -87,4 +87,4 @@ def _found(path: Path) -> list[Path]:
     if path.exists() or not any(sign in str(path) for sign in "*?["):
         return [path]
     # Path.glob raises for patterns such as a**b.
-    return [Path(found) for found in glob.glob(str(path), recursive=True)]  # noqa: PTH207
+    return [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207

@@ -28,12 +28,12 @@ def add_report(app: FastAPI, site: Site) -> None:
 
     def report(run: str = "", download: bool = False) -> Response:
         try:
-            found = site.run(run)
-            page: str = work.call("report", str(found.path))
+            run_found = site.run(run)
+            page: str = work.call("report", str(run_found.path))
         except tunekit.TunekitError as error:
             words = f"<!doctype html><title>{escape(error.problem)}</title>{told(error)}"
             return HTMLResponse(words, status_code=404, headers=HEADERS)
-        kept = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(found.name, safe='')}.html"}
-        return HTMLResponse(page, headers=HEADERS | (kept if download else {}))
+        headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{quote(run_found.name, safe='')}.html"}
+        return HTMLResponse(page, headers=HEADERS | (headers if download else {}))
 
     app.add_api_route("/report", report, methods=["GET"], include_in_schema=False)

@@ -89,16 +89,16 @@ class ResumeForm:
             refresh: Looks at the run again.
             again: What that takes and answers.
         """
-        asked = [self._run_name, self.checkpoint, self.edits, self.weights_only]
+        inputs = [self._run_name, self.checkpoint, self.edits, self.weights_only]
 
         def effects(name: str, checkpoint: str, edits: str, weights_only: bool) -> str:
             return effects_table(self._site, self._words, name, checkpoint, edits, weights_only=weights_only)
 
         def mended(name: str) -> tuple[Any, Any]:
-            found = situation_of(self._site.run(name)).diagnosis
-            return "\n".join(found.changes if found else ()), gr.Accordion(open=True)
+            diagnosis = situation_of(self._site.run(name)).diagnosis
+            return "\n".join(diagnosis.changes if diagnosis else ()), gr.Accordion(open=True)
 
-        follow: dict[str, Any] = {"fn": effects, "inputs": asked, "outputs": self.effects, "show_progress": "hidden"}
+        follow: dict[str, Any] = {"fn": effects, "inputs": inputs, "outputs": self.effects, "show_progress": "hidden"}
         # Each by itself: of several in one, the last may be lost while another is answered.
         for changed in (self.edits.change, self.checkpoint.input, self.weights_only.input):
             changed(**follow, trigger_mode="always_last")
@@ -106,7 +106,7 @@ class ResumeForm:
         manage.expand(**follow).then(**follow)
         filled = mend.click(mended, self._run_name, [self.edits, manage], show_progress="hidden")
         filled.then(**follow)
-        started = self.go_on.click(self._start, [*asked, self.queue], problem)
+        started = self.go_on.click(self._start, [*inputs, self.queue], problem)
         started.then(refresh, **again)
 
     def _start(self, name: str, checkpoint: str, edits: str, weights_only: bool, queue: bool) -> Any:
@@ -144,21 +144,21 @@ def choices_of(words: Words, found: Situation) -> list[tuple[str, str]]:
     """The checkpoints to choose from, each by what it is known by; damaged ones are not among them."""
     return [
         (words("controls.newest"), ""),
-        *((_label(words, one), one.name) for one in found.checkpoints if one.fault is None),
+        *((_label(words, checkpoint), checkpoint.name) for checkpoint in found.checkpoints if checkpoint.fault is None),
     ]
 
 
 def _label(words: Words, one: tunekit.Checkpoint) -> str:
-    told = [words("controls.of_step", step=one.step)]
+    parts = [words("controls.of_step", step=one.step)]
     if one.loss is not None:
-        told.append(words("controls.loss", loss=f"{one.loss:.4f}"))
+        parts.append(words("controls.loss", loss=f"{one.loss:.4f}"))
     if one.eval_loss is not None:
-        told.append(words("controls.eval_loss", loss=f"{one.eval_loss:.4f}"))
-    told.append(f"{one.size_bytes / 2**20:,.1f} MiB")
-    told += [words("controls.best")] * one.is_best
+        parts.append(words("controls.eval_loss", loss=f"{one.eval_loss:.4f}"))
+    parts.append(f"{one.size_bytes / 2**20:,.1f} MiB")
+    parts += [words("controls.best")] * one.is_best
     # One that was left behind has the name of another one's step.
-    told += [one.name] * (one.name != f"checkpoint-{one.step}")
-    return " · ".join(told)
+    parts += [one.name] * (one.name != f"checkpoint-{one.step}")
+    return " · ".join(parts)
 
 
 def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: str, *, weights_only: bool) -> str:
@@ -167,15 +167,15 @@ def effects_table(site: Site, words: Words, name: str, checkpoint: str, edits: s
         run = site.run(name)
         if not lines_of(edits) and not situation_of(run).can_go_on:
             return ""
-        found = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
+        effects = tunekit.effects_of(run, lines_of(edits), from_=checkpoint or None, weights_only=weights_only)
     except tunekit.TunekitError as error:
         return told(error)
-    if not found:
+    if not effects:
         return f"<p>{escape(words('controls.no_edits'))}</p>"
     heads = "".join(
         f"<th scope='col'>{escape(words(f'controls.effects_{key}'))}</th>" for key in ("key", "before", "now", "effect")
     )
-    rows = "".join(_row(words, one) for one in found)
+    rows = "".join(_row(words, effect) for effect in effects)
     caption = escape(words("controls.effects"))
     return f"<table><caption>{caption}</caption><tr>{heads}</tr>{rows}</table>"
 

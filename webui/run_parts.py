@@ -93,13 +93,13 @@ def reading(share: float, words: Words) -> str:
 def head(run: tunekit.Run, line: Line, reader: tunekit.EventReader, words: Words) -> str:
     """The name of a run, what it is at, how far it is, and why it ended."""
     facts = [line.method, line.model, words("runs.began", when=moment(line.started)), *line.tags]
-    told = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts if fact)
     reason = run.status()["exit_reason"]
     # A run that trained to its end needs no reason for it, and of one that failed a card tells more.
     ended = reason if line.is_over and line.state not in ("finished", "failed") and reason else None
     return (
         f"<div class='runs-head'><h1>{escape(line.name)}</h1>{state_words(line.state, words)}"
-        f"<ul class='runs-facts'>{told}</ul>{_progress(line, words)}{_way(line, words)}"
+        f"<ul class='runs-facts'>{items}</ul>{_progress(line, words)}{_way(line, words)}"
         f"<p id='runs-now' aria-live='polite'>{escape(_now(run, line, words))}</p>"
         + (f"<p class='runs-reason'>{escape(tunekit.redacted(ended))}</p>" if ended else "")
         + _restarts(reader, words)
@@ -134,14 +134,14 @@ def _now(run: tunekit.Run, line: Line, words: Words) -> str:
     if line.is_over:
         return ""
     doing = run.doing
-    told = []
+    facts = []
     if doing is not None and line.state not in ("queued", "stuck"):
-        told.append(words(f"runs.doing_{doing}") if doing in DOINGS else doing)
+        facts.append(words(f"runs.doing_{doing}") if doing in DOINGS else doing)
     if line.tokens_per_second:
-        told.append(words("runs.speed", tokens=f"{line.tokens_per_second:,.0f}"))
+        facts.append(words("runs.speed", tokens=f"{line.tokens_per_second:,.0f}"))
     if line.seconds_left is not None:
-        told.append(words("runs.to_go", time=duration(line.seconds_left, words)))
-    return " · ".join(told)
+        facts.append(words("runs.to_go", time=duration(line.seconds_left, words)))
+    return " · ".join(facts)
 
 
 def _restarts(reader: tunekit.EventReader, words: Words) -> str:
@@ -153,13 +153,13 @@ def _restarts(reader: tunekit.EventReader, words: Words) -> str:
         f"<li>{clock(event['time'])} · {escape(words('runs.went_on', step=event['step']))}{escape(_why(event))}</li>"
         for event in events
     )
-    told = escape(words("runs.restarts", num=len(events)))
-    return f"<details class='runs-restarts'><summary>{told}</summary><ul>{rows}</ul></details>"
+    summary = escape(words("runs.restarts", num=len(events)))
+    return f"<details class='runs-restarts'><summary>{summary}</summary><ul>{rows}</ul></details>"
 
 
 def _why(event: tunekit.Event) -> str:
-    told = [event["reason"]] if event.get("reason") else [*event.get("changes", ())]
-    return f": {tunekit.redacted('; '.join(map(str, told)))}" if told else ""
+    reasons = [event["reason"]] if event.get("reason") else [*event.get("changes", ())]
+    return f": {tunekit.redacted('; '.join(map(str, reasons)))}" if reasons else ""
 
 
 def warnings(reader: tunekit.EventReader, words: Words) -> str:
@@ -175,40 +175,40 @@ def warnings(reader: tunekit.EventReader, words: Words) -> str:
     )
     # Of an error, a card tells already.
     opened = " open" if len(newest) <= 3 and not any(event["event"] == "error" for event in newest) else ""
-    told = escape(words("runs.warnings", num=len(newest)))
-    return f"<details class='runs-warnings'{opened}><summary>{told}</summary><ul>{rows}</ul></details>"
+    summary = escape(words("runs.warnings", num=len(newest)))
+    return f"<details class='runs-warnings'{opened}><summary>{summary}</summary><ul>{rows}</ul></details>"
 
 
 def samples(reader: tunekit.EventReader, words: Words) -> str:
     """Render the answers to the same prompts before and after training, and in between where that was requested."""
     if not reader.answers:
         return empty(words("runs.no_samples"))
-    known = {"before": words("runs.before"), "after": words("runs.after")}
+    titles = {"before": words("runs.before"), "after": words("runs.after")}
     whens = list(dict.fromkeys(when for answers in reader.answers.values() for when in answers))
     whens.sort(key=lambda when: (when == "after", when != "before"))
     rows = [
         [escape(prompt), *(_answer(answers.get(when), words) for when in whens)]
         for prompt, answers in reader.answers.items()
     ]
-    return table([words("runs.prompt"), *(known.get(when, when) for when in whens)], rows, kind="runs-texts")
+    return table([words("runs.prompt"), *(titles.get(when, when) for when in whens)], rows, kind="runs-texts")
 
 
 def completions(reader: tunekit.EventReader, words: Words, order: Literal["newest", "best", "worst"]) -> str:
     """Answers of the training with their rewards."""
-    found = [
+    answer_rows = [
         (event["step"], event["prompt"], answer["answer"], answer["rewards"], answer["advantage"])
         for event in reader.all("completions")
         for answer in (event["best"], event["worst"])
     ]
-    if not found:
+    if not answer_rows:
         return ""
     if order == "newest":
-        found.sort(key=lambda one: -one[0])
+        answer_rows.sort(key=lambda one: -one[0])
     else:
-        found.sort(key=lambda one: _total(one[3]), reverse=order == "best")
+        answer_rows.sort(key=lambda one: _total(one[3]), reverse=order == "best")
     rows = [
         [f"{step:,}", escape(prompt), _answer(answer, words), escape(_rewards(rewards)), f"{advantage:+.2f}"]
-        for step, prompt, answer, rewards, advantage in found[:MAX_ANSWERS]
+        for step, prompt, answer, rewards, advantage in answer_rows[:MAX_ANSWERS]
     ]
     head = [words(f"runs.{key}") for key in ("step", "prompt", "answer", "rewards", "advantage")]
     return table(head, rows, kind="runs-texts")
@@ -216,13 +216,13 @@ def completions(reader: tunekit.EventReader, words: Words, order: Literal["newes
 
 def checkpoints(run: tunekit.Run, reader: tunekit.EventReader, words: Words) -> str:
     """Render the checkpoints, the newest first, and whether they still exist."""
-    told = {event["step"]: event for event in reader.all("checkpoint")}
-    if not told:
+    events = {event["step"]: event for event in reader.all("checkpoint")}
+    if not events:
         return empty(words("runs.no_checkpoints"))
     rows = []
-    best: dict[str, Any] = next((event["best"] for event in reversed(told.values()) if event.get("best")), {})
-    for step in sorted(told, reverse=True):
-        event = told[step]
+    best: dict[str, Any] = next((event["best"] for event in reversed(events.values()) if event.get("best")), {})
+    for step in sorted(events, reverse=True):
+        event = events[step]
         is_there = (run.path / "checkpoints" / f"checkpoint-{step}").is_dir()
         notes = [words("runs.kept" if is_there else "runs.gone")]
         if best.get("step") == step:
@@ -240,9 +240,9 @@ def result_rows(result: tunekit.Event, words: Words) -> list[tuple[str, str]]:
         for key, first, last in (("loss", "first_loss", "last_loss"), ("eval_loss", "first_eval_loss", "eval_loss")):
             if result.get(last) is not None:
                 rows.append((words(f"runs.{key}"), f"{_figure(result.get(first))} → {_figure(result[last])}"))
-    known = {kind.names[0]: kind.key for kind in charts.KINDS if len(kind.names) == 1}
+    charts_by_name = {kind.names[0]: kind.key for kind in charts.KINDS if len(kind.names) == 1}
     for name, ends in measures.items():
-        label = words(f"charts.{known[name]}") if name in known else name
+        label = words(f"charts.{charts_by_name[name]}") if name in charts_by_name else name
         rows.append((label, f"{_figure(ends[0])} → {_figure(ends[-1])}"))
     if result.get("tokens_per_second"):
         rows.append((words("runs.tokens_per_second"), f"{result['tokens_per_second']:,.0f}"))
@@ -257,20 +257,20 @@ def result_rows(result: tunekit.Event, words: Words) -> list[tuple[str, str]]:
             rows.append((words(f"runs.time_{part}"), f"{duration(seconds, words)} ({share})"))
     measured, planned = result.get("peak_memory_bytes"), result.get("planned_memory_bytes")
     if measured and planned:
-        told = words("runs.memory_both", measured=f"{measured / 2**30:.2f}", planned=f"{planned / 2**30:.2f}")
-        rows.append((words("runs.memory"), told))
+        text = words("runs.memory_both", measured=f"{measured / 2**30:.2f}", planned=f"{planned / 2**30:.2f}")
+        rows.append((words("runs.memory"), text))
     rows.append((words("runs.model"), str(result.get("model", ""))))
     return rows
 
 
 def result(reader: tunekit.EventReader, words: Words) -> str:
     """The summary of a finished run as a table."""
-    found = reader.newest("result")
-    if found is None:
+    event = reader.newest("result")
+    if event is None:
         return empty(words("runs.no_result"))
     rows = "".join(
         f"<tr><th scope='row'>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in result_rows(found, words)
+        for name, value in result_rows(event, words)
     )
     return f"<table class='runs-table runs-result'><tbody>{rows}</tbody></table>"
 

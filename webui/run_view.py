@@ -86,7 +86,7 @@ def build(
     Returns:
         The fields that are to show what the browser keeps: `opened_looks` tells.
     """
-    seen = gr.Textbox("", visible=False)
+    seen_state = gr.Textbox("", visible=False)
     back = site.link(words.language, "runs")
     gr.HTML(f"<a href='{escape(back)}'>← {escape(words('runs.all'))}</a>", elem_id="runs-back")
     head = gr.HTML(elem_id="runs-head")
@@ -122,15 +122,15 @@ def build(
         with gr.Tab(words("export.tab"), id="export"):
             export_view.build(page, site, words, run_name, tick)
     parts = Parts(
-        seen, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
+        seen_state, head, warnings, plots, no_curves, samples, completions, order, checkpoints, result, recipe, plan
     )
-    inputs = [run_name, seen, order, *looks]
+    inputs = [run_name, seen_state, order, *looks]
 
     def refresh(name: str, seen: str, order: Any, *looked_at: Any) -> list[Any]:
         return look(site, words, name, seen, order, *looked_at)
 
     overlaid = looks[-1]
-    for listen in (run_name.change, tick.tick, order.input, *(one.input for one in looks)):
+    for listen in (run_name.change, tick.tick, order.input, *(control.input for control in looks)):
         listen(
             refresh, inputs, parts.outputs, show_progress="hidden", trigger_mode="always_last",
             concurrency_limit=NUM_AT_ONCE,
@@ -148,9 +148,9 @@ def build(
 
 def opened_looks(site: Site, name: str, overlaid: list[str], kept: Any) -> list[Any]:
     """Return the chart settings of an opened page: as the browser stored them, with the runs that the address names."""
-    others = [line.name for line in listing_of(site.root).lines() if line.name != name]
-    there = [one for one in dict.fromkeys(overlaid) if one in others][:MAX_OVERLAID]
-    return [*looks_in(kept).values(), gr.Dropdown(choices=others, value=there)]
+    run_names = [line.name for line in listing_of(site.root).lines() if line.name != name]
+    there = [run_name for run_name in dict.fromkeys(overlaid) if run_name in run_names][:MAX_OVERLAID]
+    return [*looks_in(kept).values(), gr.Dropdown(choices=run_names, value=there)]
 
 
 def _looks(words: Words) -> list[Any]:
@@ -190,10 +190,10 @@ def look(
     view = charts.View(smoothing, is_log, "time" if by == "time" else "step", clip)
     try:
         run = site.run(name)
-        others = [site.run(other) for other in (overlaid or [])[:MAX_OVERLAID]]
+        overlaid_runs = [site.run(other) for other in (overlaid or [])[:MAX_OVERLAID]]
         line = listing_of(site.root).line(name)
         before = json.loads(seen or "{}")
-        return _changed(run, others, line, before, view, order, words)
+        return _changed(run, overlaid_runs, line, before, view, order, words)
     except tunekit.TunekitError as error:
         return ["", told(error), *[gr.skip()] * (NUM_OTHERS - 2 + NUM_CHARTS)]
 
@@ -231,8 +231,10 @@ def _changed(
         checkpoints: Any = gr.skip()
         if is_new("checkpoints", saved, sorted(path.name for path in (run.path / "checkpoints").glob("*"))):
             checkpoints = run_parts.checkpoints(run, reader, words)
-        found = reader.newest("result")
-        result: Any = run_parts.result(reader, words) if is_new("result", found and found["time"]) else gr.skip()
+        last_event = reader.newest("result")
+        result: Any = (
+            run_parts.result(reader, words) if is_new("result", last_event and last_event["time"]) else gr.skip()
+        )
     plots: list[Any] = [gr.skip()] * NUM_CHARTS
     no_curves: Any = gr.skip()
     for other in others:
@@ -256,16 +258,16 @@ def _changed(
 
 def _reading(share: float, head: Any, words: Words) -> list[Any]:
     """Return the values to show until all events are read: partial curves would be taken for whole."""
-    told = gr.HTML(run_parts.reading(share, words), visible=True)
-    return ["", head, gr.skip(), told, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
+    output = gr.HTML(run_parts.reading(share, words), visible=True)
+    return ["", head, gr.skip(), output, *[gr.skip()] * (NUM_OTHERS - 4 + NUM_CHARTS)]
 
 
 def drawings(run: tunekit.Run, others: list[tunekit.Run], view: charts.View, words: Words) -> list[PlotData]:
     """The charts of a run, with the same of other runs in them; drawn once for all that look at the same."""
     marks: list[object] = []
-    for one in (run, *others):
-        with history_of(one) as reader:
-            marks.append((str(one.path), reader.read_bytes, reader.num_events))
+    for each_run in (run, *others):
+        with history_of(each_run) as reader:
+            marks.append((str(each_run.path), reader.read_bytes, reader.num_events))
     key = (*marks, view, words.language)
     with _lock:
         if key in _drawings:
@@ -325,7 +327,7 @@ def _answers_mark(reader: tunekit.EventReader) -> list[tuple[str, ...]]:
 
 def _mark(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

@@ -45,11 +45,11 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
     run_name = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
     # Inside a column that is not shown, nothing would be read from the browser.
-    kept = kept_looks()
+    stored = kept_looks()
     with gr.Column() as all_runs:
         listen = _build_table(site, words)
     with gr.Column(visible=False) as one_run:
-        looks = run_view.build(page, site, words, run_name, tick, kept)
+        looks = run_view.build(page, site, words, run_name, tick, stored)
     table_tick, update = listen
 
     def opened(kept: Any, request: gr.Request) -> list[Any]:
@@ -61,8 +61,8 @@ def build(page: gr.Blocks, site: Site, words: Words) -> None:
             *run_view.opened_looks(site, name, request.query_params.getlist("with"), kept),
         ]  # fmt: skip
 
-    shown = [all_runs, one_run, tick, table_tick, run_name, *looks]
-    page.load(opened, kept, shown, show_progress="hidden").then(**update)
+    outputs = [all_runs, one_run, tick, table_tick, run_name, *looks]
+    page.load(opened, stored, outputs, show_progress="hidden").then(**update)
 
 
 def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
@@ -77,20 +77,20 @@ def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
             multiselect=True, label=words("runs.state"), elem_id="runs-states", min_width=200,
         )  # fmt: skip
         tags = gr.Dropdown([], multiselect=True, label=words("runs.tags"), elem_id="runs-tags", min_width=200)
-    shown = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
-    seen = gr.Textbox("", visible=False)
+    output = gr.HTML(elem_id="runs-list", js_on_load=CHOOSING)
+    seen_state = gr.Textbox("", visible=False)
     tick = gr.Timer(site.tick_seconds, active=False)
 
     def fill(search: str, states: list[str], tags: list[str], seen: str) -> list[Any]:
         lines = listing_of(site.root).lines()
-        known = sorted({tag for line in lines for tag in line.tags})
+        all_tags = sorted({tag for line in lines for tag in line.tags})
         page = table_of(lines, site, words, search=search, states=states or (), tags=tags or ())
-        mark = repr((hash(page), known))
+        mark = repr((hash(page), all_tags))
         if mark == seen:
             return [gr.skip(), gr.skip(), gr.skip()]
-        return [page, gr.Dropdown(choices=known), mark]
+        return [page, gr.Dropdown(choices=all_tags), mark]
 
-    update = {"fn": fill, "inputs": [search, states, tags, seen], "outputs": [shown, tags, seen]}
+    update = {"fn": fill, "inputs": [search, states, tags, seen_state], "outputs": [output, tags, seen_state]}
     update |= {"show_progress": "hidden", "trigger_mode": "always_last"}
     for listen in (tick.tick, search.input, states.input, tags.input):
         listen(**update)
@@ -99,12 +99,13 @@ def _build_table(site: Site, words: Words) -> tuple[gr.Timer, dict[str, Any]]:
 
 def found(lines: Sequence[Line], search: str, states: Sequence[str], tags: Sequence[str]) -> list[Line]:
     """The runs that have every word that is looked for, one of the states, and all tags."""
-    wanted = search.lower().split()
+    words_searched = search.lower().split()
     return [
         line
         for line in lines
         if all(
-            any(word in text.lower() for text in (line.name, line.method, line.model, *line.tags)) for word in wanted
+            any(word in text.lower() for text in (line.name, line.method, line.model, *line.tags))
+            for word in words_searched
         )
         and (not states or line.state in states)
         and set(tags) <= set(line.tags)
@@ -146,7 +147,7 @@ def _row(line: Line, site: Site, words: Words) -> str:
         f"aria-label='{escape(words('runs.pick', name=line.name))}'>"
     )
     steps = f"{line.step:,}" if line.num_steps is None else f"{line.step:,} / {line.num_steps:,}"
-    left = "–" if line.seconds_left is None else duration(line.seconds_left, words)
+    remaining = "–" if line.seconds_left is None else duration(line.seconds_left, words)
     cells = {
         "compare": pick,
         "name": f"<a id='run-{name}' href='{link}'>{name}</a>{tags}",
@@ -156,7 +157,7 @@ def _row(line: Line, site: Site, words: Words) -> str:
         "step": steps,
         "measure": _measure(line, words),
         "tokens_per_second": "–" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
-        "left": escape(left),
+        "left": escape(remaining),
         "started": moment(line.started) if line.started else "–",
     }
     return "<tr>" + "".join(

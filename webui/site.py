@@ -72,5 +72,5 @@ class Site:
             page: Its name, such as `runs`.
             query: What it is asked. A list repeats its key; `None` leaves it out; `from_` is written `from`.
         """
-        asked = {key.rstrip("_"): value for key, value in query.items() if value is not None}
-        return f"{prefix(language)}/{page}" + (f"?{urlencode(asked, doseq=True)}" if asked else "")
+        parameters = {key.rstrip("_"): value for key, value in query.items() if value is not None}
+        return f"{prefix(language)}/{page}" + (f"?{urlencode(parameters, doseq=True)}" if parameters else "")

@@ -64,7 +64,7 @@ class Situation:
     @property
     def can_go_on(self) -> bool:
         """True if it has a checkpoint to resume from, and has ended."""
-        return self.is_over and any(one.fault is None for one in self.checkpoints)
+        return self.is_over and any(checkpoint.fault is None for checkpoint in self.checkpoints)
 
 
 @dataclass
@@ -101,15 +101,15 @@ def situation_of(run: tunekit.Run) -> Situation:
     with _lock:
         if len(_kept) > MAX_KEPT:
             _kept.clear()
-        kept = _kept.setdefault(path, _Kept())
-    with kept.lock:
-        if kept.situation is None or time.monotonic() - kept.time > FRESH_SECONDS:
+        cache = _kept.setdefault(path, _Kept())
+    with cache.lock:
+        if cache.situation is None or time.monotonic() - cache.time > FRESH_SECONDS:
             try:
-                kept.situation = _look(run, kept.situation)
+                cache.situation = _look(run, cache.situation)
             except FileNotFoundError as error:
                 raise tunekit.TunekitError(f"{run.name} is gone", hint="it was deleted, or moved") from error
-            kept.time = time.monotonic()
-        return _with_ending(kept.situation, _endings.get(path))
+            cache.time = time.monotonic()
+        return _with_ending(cache.situation, _endings.get(path))
 
 
 def forget(run: tunekit.Run) -> None:
@@ -143,7 +143,7 @@ def _wait_for_end(run: tunekit.Run, ending: _Ending) -> None:
 
 def _look(run: tunekit.Run, before: Situation | None) -> Situation:
     status, state = run.status(), run.state
-    found = Situation(
+    situation = Situation(
         state=state,
         step=status["step"],
         num_steps=status["num_steps"],
@@ -154,19 +154,19 @@ def _look(run: tunekit.Run, before: Situation | None) -> Situation:
         tags=tuple(run.tags),
     )
     if state in OVER or state == "stuck":
-        if before is not None and before.is_read and (before.state, before.updated) == (state, found.updated):
+        if before is not None and before.is_read and (before.state, before.updated) == (state, situation.updated):
             # What is over does not change by itself.
-            return replace(found, checkpoints=before.checkpoints, diagnosis=before.diagnosis)
+            return replace(situation, checkpoints=before.checkpoints, diagnosis=before.diagnosis)
         with history_of(run) as reader:
             checkpoints = tuple(tunekit.checkpoints(run, reader))
             is_read = not reader.is_behind
-        return replace(found, checkpoints=checkpoints, diagnosis=tunekit.diagnose_run(run), is_read=is_read)
-    return found
+        return replace(situation, checkpoints=checkpoints, diagnosis=tunekit.diagnose_run(run), is_read=is_read)
+    return situation
 
 
 def _behind(run: tunekit.Run) -> tuple[str, ...]:
-    told = [event for event in tunekit.last_events(run.path / "events.jsonl") if event["event"] == "queue"]
-    return tuple(told[-1]["behind"]) if told else ()
+    events = [event for event in tunekit.last_events(run.path / "events.jsonl") if event["event"] == "queue"]
+    return tuple(events[-1]["behind"]) if events else ()
 
 
 def _with_ending(found: Situation, ending: _Ending | None) -> Situation:

@@ -95,7 +95,7 @@ class Talks:
         self._ended.discard(session)
         mine = _Held(num_wanted=len(choices), busy=1)
         with self._lock:
-            num_others = sum(held.num_wanted for held in self._held.values())
+            num_others = sum(session_held.num_wanted for session_held in self._held.values())
             if len(choices) > NUM_OWN or num_others + len(choices) > NUM_ALL:
                 raise tunekit.TunekitError(
                     f"{num_others} models are loaded by other pages, and {NUM_ALL} may be at once",
@@ -120,35 +120,35 @@ class Talks:
                     del self._held[session]
             _end(mine)
             raise
-        first, *others = mine.talks
-        mine.sides = [Side(first, base=False), *(Side(talk, base=False) for talk in others)]
+        first, *further = mine.talks
+        mine.sides = [Side(first, base=False), *(Side(talk, base=False) for talk in further)]
         if choices[0].compare:
             mine.sides.insert(1, Side(first, base=True))
         mine.busy, mine.used = 0, time.monotonic()
 
     def sides(self, session: str) -> list[Side]:
         """The models that answer in a session; none where nothing is loaded, or its process has ended."""
-        held = self._held.get(session)
-        if held is None or not all(talk.is_open for talk in held.talks):
+        entry = self._held.get(session)
+        if entry is None or not all(talk.is_open for talk in entry.talks):
             return []
-        return list(held.sides)
+        return list(entry.sides)
 
     def has_ended(self, session: str) -> bool:
         """Return whether the models of a session have ended by themselves, and were not unloaded."""
-        held = self._held.get(session)
-        return session in self._ended or (held is not None and not all(talk.is_open for talk in held.talks))
+        entry = self._held.get(session)
+        return session in self._ended or (entry is not None and not all(talk.is_open for talk in entry.talks))
 
     def begin(self, session: str) -> None:
         """Say that a session's models answer, so that they are not taken for idle."""
-        held = self._held.get(session)
-        if held is not None:
-            held.busy += 1
+        entry = self._held.get(session)
+        if entry is not None:
+            entry.busy += 1
 
     def end(self, session: str) -> None:
         """Say that they have answered."""
-        held = self._held.get(session)
-        if held is not None:
-            held.busy, held.used = held.busy - 1, time.monotonic()
+        entry = self._held.get(session)
+        if entry is not None:
+            entry.busy, entry.used = entry.busy - 1, time.monotonic()
 
     def stop(self, session: str) -> None:
         """Have what a session's models say end where it is."""
@@ -158,9 +158,9 @@ class Talks:
     def close(self, session: str) -> None:
         """End the processes of a session."""
         with self._lock:
-            held = self._held.pop(session, None)
-        if held is not None:
-            _end(held)
+            entry = self._held.pop(session, None)
+        if entry is not None:
+            _end(entry)
 
     def close_idle(self, now: float) -> list[str]:
         """End what nobody has asked for a while, and return the sessions that held it.
@@ -171,8 +171,8 @@ class Talks:
         with self._lock:
             idle = [
                 session
-                for session, held in self._held.items()
-                if not held.busy and (now - held.used > IDLE_SECONDS or not all(one.is_open for one in held.talks))
+                for session, entry in self._held.items()
+                if not entry.busy and (now - entry.used > IDLE_SECONDS or not all(talk.is_open for talk in entry.talks))
             ]
         for session in idle:
             self._ended.add(session)

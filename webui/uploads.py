@@ -28,8 +28,8 @@ def save_upload(site: Site, path: str | Path) -> Path:
     if site.read_only:
         raise tunekit.TunekitError("nothing can be uploaded here", hint="start `tunekit ui` without --read-only")
     if not received.name.lower().endswith(tunekit.DATA_SUFFIXES):
-        known = ", ".join(tunekit.DATA_SUFFIXES)
-        raise tunekit.TunekitError(f"{received.name}: this is no file of rows", hint=f"known are {known}")
+        known_suffixes = ", ".join(tunekit.DATA_SUFFIXES)
+        raise tunekit.TunekitError(f"{received.name}: this is no file of rows", hint=f"known are {known_suffixes}")
     size = received.stat().st_size
     if size > site.max_upload_bytes:
         limit = tunekit.gib(site.max_upload_bytes)
@@ -45,7 +45,7 @@ def save_upload(site: Site, path: str | Path) -> Path:
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             continue
-        with os.fdopen(descriptor, "wb") as kept, received.open("rb") as given:
-            shutil.copyfileobj(given, kept)
+        with os.fdopen(descriptor, "wb") as target_file, received.open("rb") as source:
+            shutil.copyfileobj(source, target_file)
         return target
     raise tunekit.TunekitError(f"{name}: there are too many files of this name in {FOLDER}", hint="rename it")

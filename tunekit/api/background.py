@@ -84,8 +84,8 @@ def start_resume(
     Raises:
         TunekitError: It cannot be gone on with, for the reason that `resume` gives too.
     """
-    found = run if isinstance(run, Run) else find_run(str(run), exact=True)
-    words = ["resume", str(found.path), *overrides]
+    existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
+    words = ["resume", str(existing.path), *overrides]
     words += [] if from_ is None else ["--from", from_]
     return _start([*words, *(["--weights-only"] if weights_only else [])], devices, queue=queue)
 
@@ -95,9 +95,9 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
     environment = {**os.environ, **(visible_to(devices) if devices else {})}
     listening, telling = os.pipe()
     options = [*(["--queue"] if queue else []), "--announce-to", str(telling)]
-    verb, *others = words
-    command = [sys.executable, "-m", "tunekit", verb, *options, *others]
-    with os.fdopen(listening, encoding="utf-8") as told, tempfile.TemporaryFile() as console:
+    verb, *arguments = words
+    command = [sys.executable, "-m", "tunekit", verb, *options, *arguments]
+    with os.fdopen(listening, encoding="utf-8") as reader, tempfile.TemporaryFile() as console:
         try:
             process = subprocess.Popen(
                 command,
@@ -112,7 +112,7 @@ def _start(words: Sequence[str], devices: Sequence[str] | None, *, queue: bool) 
             os.close(telling)
         # Somebody has to take note of its end, or its number stays in use for as long as this process lives.
         threading.Thread(target=process.wait, name=f"end of {process.pid}", daemon=True).start()
-        line = told.readline()
+        line = reader.readline()
         return _run_of(line, console)
 
 
@@ -122,10 +122,10 @@ def _run_of(line: str, console: IO[bytes]) -> Run:
         console.seek(0)
         lines = console.read().decode("utf-8", errors="replace").strip().splitlines()[-TOLD_LINES:]
         raise RunError("the process of the run ended before there was one:\n" + "\n".join(lines))
-    told = json.loads(line)
-    if "run" in told:
-        return Run(told["run"])
-    raise from_words(told)
+    message = json.loads(line)
+    if "run" in message:
+        return Run(message["run"])
+    raise from_words(message)
 
 
 def _written(source: Mapping[str, Any] | Recipe, folder: Path) -> Path:

@@ -42,9 +42,9 @@ def devices() -> list[DeviceState]:
     """
     line = tickets()
     hardware = probe_node()
-    found = _accelerators()
-    if found:
-        return [_state(device, str(device.visible_as), line) for device in found]
+    accelerators = _accelerators()
+    if accelerators:
+        return [_state(device, str(device.visible_as), line) for device in accelerators]
     return [_state(hardware.cpu, PROCESSOR, line)] if hardware.cpu is not None else []
 
 

@@ -185,17 +185,17 @@ def compare(requires: Iterable[str], extras: Iterable[str], versions: Mapping[st
         extras: The names of its extras.
         versions: Installed version by distribution, None where there is none.
     """
-    found = {name: Package(name, version) for name, version in versions.items()}
+    packages = {name: Package(name, version) for name, version in versions.items()}
     for need in map(Requirement, requires):
         name = need.name.lower()
-        if name not in found or found[name].bounds:
+        if name not in packages or packages[name].bounds:
             continue
         core = need.marker is None or need.marker.evaluate({"extra": ""})
         extra = None if core else _extra_of(need, extras)
         if core or extra is not None:
             bounds = ",".join(sorted(map(str, need.specifier), reverse=True))
-            found[name] = Package(name, versions[name], bounds, extra)
-    return tuple(found.values())
+            packages[name] = Package(name, versions[name], bounds, extra)
+    return tuple(packages.values())
 
 
 def _extra_of(need: Requirement, extras: Iterable[str]) -> str | None:
@@ -215,12 +215,12 @@ def features(packages: Iterable[Package], hardware: Hardware | None, *, driver: 
     """
     by_name = {package.name: package for package in packages}
     trackers = [_tracker(by_name[name]) for name in get_args(Tracker)]
-    found = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"]), *trackers]
+    available = [_four_bit(by_name["bitsandbytes"], hardware), _plots(by_name["matplotlib"]), *trackers]
     if hardware is None:
-        return tuple(found)
-    found = [_gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *found]
-    found.append(_flash_attention(by_name["flash-attn"], hardware))
-    return tuple(found)
+        return tuple(available)
+    available = [_gpu(by_name["torch"], hardware, driver), _bfloat16(hardware), *available]
+    available.append(_flash_attention(by_name["flash-attn"], hardware))
+    return tuple(available)
 
 
 def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
@@ -232,11 +232,11 @@ def _gpu(torch: Package, hardware: Hardware, driver: Driver | None) -> Feature:
     if driver is None or torch.version is None:
         return Feature(name, False, "no GPU; training runs on the CPU")
     platform, tool, variable = BY_DRIVER[driver]
-    others = [f"+{other}" for other in ("cpu", "cu", "rocm") if other != platform]
-    if any(other in torch.version for other in others):
+    foreign_tags = [f"+{other}" for other in ("cpu", "cu", "rocm") if other != platform]
+    if any(other in torch.version for other in foreign_tags):
         detail = f"an {driver} driver is installed, but torch {torch.version} is not built for it"
-        wanted = "CUDA" if driver == "NVIDIA" else "ROCm"
-        return Feature(name, False, detail, f"install a {wanted} build of torch: https://pytorch.org/get-started")
+        api_name = "CUDA" if driver == "NVIDIA" else "ROCm"
+        return Feature(name, False, detail, f"install a {api_name} build of torch: https://pytorch.org/get-started")
     detail = f"an {driver} driver is installed, but no GPU is visible"
     return Feature(name, False, detail, f"see what {tool} says, and {variable}")
 

@@ -76,15 +76,15 @@ def ui(root: str | Path = ".", *, read_only: bool = False, height: int = 800) ->
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = []
+    errors = []
     for line in process.stdout:
         if line.startswith("http"):
             # Nobody reads on, and a full pipe would hold the server up.
             threading.Thread(target=_drain, args=(process.stdout,), daemon=True).start()
             return Page(process, line.split()[0], height)
-        said.append(line)
+        errors.append(line)
     process.wait()
-    raise RunError(f"the web UI did not start: {''.join(said).strip()}")
+    raise RunError(f"the web UI did not start: {''.join(errors).strip()}")
 
 
 def _drain(stream: IO[str]) -> None:

@@ -46,9 +46,9 @@ def rerun(
     begin(again)
     with turn(again, waits=False, listener=on_event):
         launch(again, on_event)
-    found = agreement_of(story.run, again)
-    (again.path / VERDICT).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-    return found
+    result = agreement_of(story.run, again)
+    (again.path / VERDICT).write_text(json.dumps(result.to_dict(), indent=2), encoding="utf-8")
+    return result
 
 
 def _check(story: Story) -> None:
@@ -69,8 +69,8 @@ def _check(story: Story) -> None:
                 f"{run.name} was gone on with otherwise from step {event['step']}: {words}",
                 hint=f"no one recipe repeats that; {anew}",
             )
-    known = made_with(run)
-    changed = [] if known is None else [f"{run.path / name} has changed" for name in changed_texts(run, known)]
+    versions = made_with(run)
+    changed = [] if versions is None else [f"{run.path / name} has changed" for name in changed_texts(run, versions)]
     changed += fingerprints.changes(run, story.recipe)
     if changed:
         raise RunError(

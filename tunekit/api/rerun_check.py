@@ -40,8 +40,8 @@ class Difference:
 
     def words(self) -> str:
         """It as people read it."""
-        said = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (self.was, self.is_now)]
-        return f"{self.name} at step {self.step:,} was {said[0]}, and is {said[1]} now"
+        values = [f"{value:.9g}" if isinstance(value, float) else str(value) for value in (self.was, self.is_now)]
+        return f"{self.name} at step {self.step:,} was {values[0]}, and is {values[1]} now"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def agreement_of(run: Run, again: Run) -> Agreement:
         for step, name in places
         if was.get((step, name)) != now.get((step, name))
     ]
-    beyond = next((one for one in differing if not _is_near(one, tolerance)), None)
+    beyond = next((difference for difference in differing if not _is_near(difference, tolerance)), None)
     weights = _weights(run.model_path)
     same = weights == _weights(again.model_path) if weights else None
     return Agreement(run, again, otherwise, tolerance, len(places), next(iter(differing), None), beyond, same)
@@ -140,11 +140,11 @@ def _is_near(one: Difference, tolerance: float) -> bool:
 
 
 def _weights(folder: Path) -> list[tuple[str, str]]:
-    found = []
+    differing_layers = []
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
-            found.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
-    return found
+            differing_layers.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
+    return differing_layers
 
 
 def _otherwise(run: Run, again: Run) -> Iterator[str]:

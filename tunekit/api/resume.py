@@ -48,9 +48,11 @@ def is_same(recipe: Recipe, run: Run) -> bool:
 def as_stored(recipe: Recipe, stored: Recipe) -> Recipe:
     """A recipe as a run would keep it that keeps another one: what a run fills in is taken from there."""
     recipe = absolute(continued(with_started(recipe, os.environ)))
-    asked = recipe.output
-    prompts = stored.output.sample_prompts if asked.sample_prompts is None else asked.sample_prompts
-    output = asked.model_copy(update={"sample_prompts": prompts, "dir": stored.output.dir, "name": stored.output.name})
+    written_output = recipe.output
+    prompts = stored.output.sample_prompts if written_output.sample_prompts is None else written_output.sample_prompts
+    output = written_output.model_copy(
+        update={"sample_prompts": prompts, "dir": stored.output.dir, "name": stored.output.name}
+    )
     return recipe.model_copy(update={"output": output})
 
 

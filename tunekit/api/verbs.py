@@ -221,9 +221,9 @@ def unfinished(source: Source, overrides: Sequence[str] = ()) -> Run | None:
     Raises:
         TunekitError: The recipe has a fault.
     """
-    found = run_of(read_recipe(source, overrides)[0])
-    is_over = found is not None and found.state in ENDED_EARLY
-    return found if found is not None and is_over and can_go_on(found) else None
+    run = run_of(read_recipe(source, overrides)[0])
+    is_over = run is not None and run.state in ENDED_EARLY
+    return run if run is not None and is_over and can_go_on(run) else None
 
 
 def resume(
@@ -252,15 +252,15 @@ def resume(
     """
 
     def make() -> Run:
-        found = run if isinstance(run, Run) else find_run(str(run), exact=True)
-        return _going_on(found, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
+        existing = run if isinstance(run, Run) else find_run(str(run), exact=True)
+        return _going_on(existing, overrides, from_=from_, weights_only=weights_only, nodes=nodes, on_event=on_event)
 
     if not nodes:
         return _start(make, on_event, queue=queue)
     _refuse_queue(queue, "on machines that are named")
-    found = make()
-    launch_on(found, nodes, on_event)
-    return found
+    new_run = make()
+    launch_on(new_run, nodes, on_event)
+    return new_run
 
 
 def stop(run: Run | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
@@ -509,8 +509,8 @@ def data_report(
     data = load_data(recipe.data, LEARNERS[recipe.method.type])
     make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
     with library_words_to(StringIO()):
-        made = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
-        return made if isinstance(made, DataReport) else made.report
+        report = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
+        return report if isinstance(report, DataReport) else report.report
 
 
 def preview(

@@ -121,20 +121,20 @@ def plan(
     if sweep and fit:
         raise TunekitError("--sweep and --fit are both given", hint="give one of them")
     source, notes = _load(recipe, overrides)
-    shown: dict[str, Any]
+    document: dict[str, Any]
     drawn: RenderableType
     if sweep or fit:
         variants = verbs.fit(source, fit, on=on) if fit else verbs.sweep_plans(source, read_values(sweep or ()), on=on)
-        shown, drawn = variants.to_dict(), display_plan.variants_table(variants)
+        document, drawn = variants.to_dict(), display_plan.variants_table(variants)
     elif on and len(on) > 1:
         plans = verbs.compare_plans(source, on=on)
-        shown = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
+        document = {"recipe": source.model_dump(mode="json"), "plans": {name: _plain(p) for name, p in plans.items()}}
         drawn = display_plan.comparison_table(plans)
     else:
         resolved = verbs.plan(source, on=on[0] if on else None)
-        shown, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
+        document, drawn = resolved.to_dict(), display_plan.plan_view(resolved)
     if as_json:
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        print(json.dumps(document, indent=2, ensure_ascii=False))
         return
     console = make_console()
     for note in notes:

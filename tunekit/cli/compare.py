@@ -22,23 +22,23 @@ def compare(
     from tunekit.redact import without_secrets
     from tunekit.reporting import comparison
 
-    found = comparison.compare(runs)
+    result = comparison.compare(runs)
     if html is not None:
-        page = found.to_html()
+        page = result.to_html()
         with writing(html):
             html.write_text(page, encoding="utf-8")
     if plot is not None:
-        figure = found.plot()
+        figure = result.plot()
         with writing(plot):
             figure.savefig(plot, dpi=150, format="png")
     if as_json:
-        print(json.dumps(without_secrets(found.to_dict()), indent=2, ensure_ascii=False))
+        print(json.dumps(without_secrets(result.to_dict()), indent=2, ensure_ascii=False))
         return
     if html is not None or plot is not None:
         print(*filter(None, (html, plot)), sep="\n")
         return
     console = make_console()
-    console.print(*comparison_parts(found, console.width), sep="\n")
+    console.print(*comparison_parts(result, console.width), sep="\n")
 
 
 def rerun(
@@ -52,9 +52,9 @@ def rerun(
     outlive_readers()
     progress = Progress()
     try:
-        found = repetition.rerun(run, name=name, on_event=progress)
+        agreement = repetition.rerun(run, name=name, on_event=progress)
     finally:
         progress.stop()
-    print(*found.lines(), sep="\n")
-    if not found.agrees:
+    print(*agreement.lines(), sep="\n")
+    if not agreement.agrees:
         raise typer.Exit(3)

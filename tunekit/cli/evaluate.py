@@ -77,7 +77,7 @@ def evaluate(
             words = f"{event['of']}, {event['side']} training"
             bar.update(task, description=words, completed=event["done"], total=event["total"])
 
-        made = evaluating.evaluate(
+        evaluation = evaluating.evaluate(
             model,
             checkpoint=checkpoint,
             data=data,
@@ -97,6 +97,6 @@ def evaluate(
             on_event=show,
         )
     if as_json:
-        print(json.dumps(made.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(evaluation.to_dict(), indent=2, ensure_ascii=False))
         return
-    make_console().print(evaluation_view(made))
+    make_console().print(evaluation_view(evaluation))

@@ -62,7 +62,7 @@ def export(
         "pushing": f"sending it to {push}",
     }
     kind: Literal["auto", "adapter", "merged"] = "merged" if merged else "adapter" if adapter else "auto"
-    done = exporting.export(
+    exported = exporting.export(
         run,
         dest,
         kind=kind,
@@ -78,9 +78,9 @@ def export(
         ),
     )
     if as_json:
-        print(json.dumps(done.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(exported.to_dict(), indent=2, ensure_ascii=False))
         return
-    _show(done, console)
+    _show(exported, console)
 
 
 def _show(done: "Export", console: "Console") -> None:
@@ -117,9 +117,9 @@ def report(
     from tunekit.reporting import report as reporting
     from tunekit.runs.run import find_run
 
-    found = find_run(run)
-    to = out if out is not None else found.path / "report.html"
-    page = reporting.report(found)
+    existing = find_run(run)
+    to = out if out is not None else existing.path / "report.html"
+    page = reporting.report(existing)
     with writing(to):
         to.write_text(page, encoding="utf-8")
     print(to)
@@ -159,19 +159,19 @@ def chat(
             print(f"{talk.name} on {where}; /clear forgets what was said, Ctrl-D ends", file=sys.stderr)
         first = [] if system is None else [{"role": "system", "content": system}]
         sides = (False, True) if compare else (False,)
-        said = {base: list(first) for base in sides}
+        histories = {base: list(first) for base in sides}
         while (line := _line(at_terminal)) is not None:
             if line.strip() in ("", "/clear"):
-                said = {base: list(first) for base in sides} if line.strip() else said
+                histories = {base: list(first) for base in sides} if line.strip() else histories
                 continue
             if line.strip() == "/exit":
                 return
             for base in sides:
-                said[base].append({"role": "user", "content": line})
+                histories[base].append({"role": "user", "content": line})
                 name = "" if not compare else "before: " if base else "after:  "
                 words = _answer(
                     talk,
-                    said[base],
+                    histories[base],
                     name,
                     base=base,
                     temperature=temperature,
@@ -179,7 +179,7 @@ def chat(
                     max_new_tokens=max_new_tokens,
                     seed=seed,
                 )
-                said[base].append({"role": "assistant", "content": words})
+                histories[base].append({"role": "assistant", "content": words})
 
 
 def _line(at_terminal: bool) -> str | None:

@@ -93,7 +93,7 @@ def generate(
 
     try:
         with bar:
-            done = generating.generate(
+            result = generating.generate(
                 model,
                 prompts,
                 out,
@@ -116,9 +116,9 @@ def generate(
         print(f"stopped; {part} holds what was answered" if part.exists() else "stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(done.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
         return
-    _show(done, make_console())
+    _show(result, make_console())
 
 
 def _show(done: "Generated", console: "Console") -> None:
@@ -166,10 +166,10 @@ def serve(
             print(f"loading {event['name']}", flush=True)
             return
         url, name = event["url"], event["name"]
-        said: dict[str, object] = {"prompt": "Once upon a time"}
+        body: dict[str, object] = {"prompt": "Once upon a time"}
         if event["path"].endswith("chat/completions"):
-            said = {"messages": [{"role": "user", "content": "Hello"}]}
-        request = json.dumps({"model": name, **said, "temperature": 0}, ensure_ascii=False)
+            body = {"messages": [{"role": "user", "content": "Hello"}]}
+        request = json.dumps({"model": name, **body, "temperature": 0}, ensure_ascii=False)
         header = "" if key is None else f' -H "Authorization: Bearer ${serving.KEY_VARIABLE}"'
         print(f"{url}/v1 serves {name} on {event['device']}; Ctrl-C ends it\n")
         print(f"curl {url}{event['path']} -H 'Content-Type: application/json'{header} \\\n  -d '{request}'", flush=True)

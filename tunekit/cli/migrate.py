@@ -47,14 +47,14 @@ def migrate(
     from tunekit.display.migration import migration_parts
     from tunekit.migration.migration import migrate as make
 
-    made = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
+    migration = make(file, tool=tool, num_devices=num_devices, arguments=arguments or ())
     if output is not None:
-        _write_new(output, made.text)
+        _write_new(output, migration.text)
     if as_json:
-        print(json.dumps(made.to_dict(), indent=2, ensure_ascii=False))
+        print(json.dumps(migration.to_dict(), indent=2, ensure_ascii=False))
         return
     console = make_console()
-    console.print(*migration_parts(made), sep="\n")
+    console.print(*migration_parts(migration), sep="\n")
     if output is not None:
         print(f"{output}: written; `tunekit plan {output}` says how it would run")
 

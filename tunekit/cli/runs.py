@@ -37,15 +37,15 @@ def show_run(
     from tunekit.display.console import make_console, run_report
     from tunekit.runs.run import find_run
 
-    found = find_run(run)
+    existing = find_run(run)
     if plot is not None:
-        figure = found.plot()
+        figure = existing.plot()
         with writing(plot):
             figure.savefig(plot, dpi=150)
         print(plot)
         return
     console = make_console()
-    console.print(*run_report(found, console.width), sep="\n")
+    console.print(*run_report(existing, console.width), sep="\n")
 
 
 @runs_app.command("tag")
@@ -57,12 +57,12 @@ def tag_run(
     """Give a run tags in the place of those that it has; without any, say which it has."""
     from tunekit.runs.run import find_run, set_tags
 
-    found = find_run(run, exact=True)
+    existing = find_run(run, exact=True)
     if tags and clear:
         raise TunekitError("tags and --clear are both given", hint="give one of them")
     if tags or clear:
-        set_tags(found, tags or ())
-    print(f"{found.name}: {', '.join(found.tags) or 'no tags'}")
+        set_tags(existing, tags or ())
+    print(f"{existing.name}: {', '.join(existing.tags) or 'no tags'}")
 
 
 @runs_app.command("delete")
@@ -74,12 +74,12 @@ def delete(
     from tunekit.launching.delete import delete_run
     from tunekit.runs.run import find_run
 
-    found = find_run(run, exact=True)
-    if found.name != run and found.path != Path(run):
-        raise TunekitError(f"no run is called {run!r}", hint=f"name the run wholly, such as {found.name}")
+    existing = find_run(run, exact=True)
+    if existing.name != run and existing.path != Path(run):
+        raise TunekitError(f"no run is called {run!r}", hint=f"name the run wholly, such as {existing.name}")
     if not yes:
         if not sys.stdin.isatty():
-            raise TunekitError(f"{found.path} is not deleted without a word", hint="add --yes")
-        typer.confirm(f"Delete {found.path} with all that is in it?", abort=True)
-    delete_run(found)
-    print(f"{found.path} is deleted")
+            raise TunekitError(f"{existing.path} is not deleted without a word", hint="add --yes")
+        typer.confirm(f"Delete {existing.path} with all that is in it?", abort=True)
+    delete_run(existing)
+    print(f"{existing.path} is deleted")

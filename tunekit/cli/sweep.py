@@ -96,16 +96,16 @@ def show_sweep(
     """Show how the runs of a sweep stand."""
     from tunekit.sweeps.folder import find_sweep
 
-    found = find_sweep(sweep)
+    existing = find_sweep(sweep)
     if plot is not None:
         from tunekit.sweeps.plot import plot as draw
 
-        figure = draw(found)
+        figure = draw(existing)
         with writing(plot):
             figure.savefig(plot, dpi=130)
         print(plot)
         return
-    _show(found, as_json=as_json)
+    _show(existing, as_json=as_json)
 
 
 def go_on(name: str, *, as_json: bool = False) -> None:
@@ -135,21 +135,21 @@ def _conduct(start: "Callable[[Listener], Sweep]", what: str, *, as_json: bool) 
     console = Console(stderr=True) if as_json else make_console()
     console.print(f"[dim]reading {what}[/dim]")
     try:
-        found = start(SweepProgress(console))
+        finished = start(SweepProgress(console))
     except Stopped as stopped:
         print(stopped.reason, *filter(None, [stopped.hint]), sep="\n", file=sys.stderr)
         raise typer.Exit(stopped.exit_code) from None
     console.print()
-    _show(found, as_json=as_json)
-    written = [save_page(found), save_plot(found)]
+    _show(finished, as_json=as_json)
+    written = [save_page(finished), save_plot(finished)]
     console.print("pictures:", *(str(path) for path in written if path is not None), markup=False)
     if not can_plot():
         console.print("note: sweep.png needs matplotlib: pip install 'tunekit[notebook]'", markup=False)
-    left = [one for one in found.outcomes() if one.state not in (FINISHED, PRUNED)]
-    if left:
-        numbers = ", ".join(f"{one.trial.number} {one.state}" for one in left)
-        hint = f"see tunekit sweep show {found.path}"
-        raise TunekitError(f"{len(left)} of {found.spec.num_runs} runs did not finish: {numbers}", hint=hint)
+    unfinished = [outcome for outcome in finished.outcomes() if outcome.state not in (FINISHED, PRUNED)]
+    if unfinished:
+        numbers = ", ".join(f"{outcome.trial.number} {outcome.state}" for outcome in unfinished)
+        hint = f"see tunekit sweep show {finished.path}"
+        raise TunekitError(f"{len(unfinished)} of {finished.spec.num_runs} runs did not finish: {numbers}", hint=hint)
 
 
 def _show(found: "Sweep", *, as_json: bool) -> None:

@@ -74,11 +74,11 @@ def train(
         return
     _use(devices)
     if not resume and place_of().num_processes == 1 and sys.stdin.isatty() and sys.stdout.isatty():
-        found = verbs.unfinished(recipe, words)
-        if found is not None:
-            step, num_steps = found.status()["step"], found.status()["num_steps"]
+        existing = verbs.unfinished(recipe, words)
+        if existing is not None:
+            step, num_steps = existing.status()["step"], existing.status()["num_steps"]
             resume = typer.confirm(
-                f"{found.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
+                f"{existing.path} of this recipe ended after step {step} of {num_steps}; go on with it?"
             )
     _watch(
         lambda on_event: verbs.train(recipe, words, resume=resume, queue=queue, on_event=on_event),

@@ -133,11 +133,11 @@ def _read(place: Path) -> Entry | None:
     file = place / ACCOUNT
     if not file.is_file():
         return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    for name, size in found["files"].items():
+    manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    for name, size in manifest["files"].items():
         if not (place / name).is_file() or (place / name).stat().st_size != size:
             return None
-    return Entry(place, found["kind"], found["source"], found["account"], sum(found["files"].values()))
+    return Entry(place, manifest["kind"], manifest["source"], manifest["account"], sum(manifest["files"].values()))
 
 
 def _store(place: Path, kind: Kind, source: str, make: Callable[[Path], dict[str, Any]]) -> None:

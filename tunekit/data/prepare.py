@@ -198,8 +198,8 @@ def tokens_of(
     """
 
     def make(folder: Path) -> dict[str, Any]:
-        told = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
-        return asdict(tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=told))
+        report_progress = None if on_progress is None else (lambda done, total: on_progress(rows.source, done, total))
+        return asdict(tokenize(rows, tokenizer, folder, max_length=max_length, on_progress=report_progress))
 
     made_of = {
         "source": rows.source,
@@ -272,12 +272,12 @@ def _write(path: Path, sources: Sequence[SourceTokens], mixing: Mixing, *, max_l
         for start, stop, packs in _batches(lengths, sizes):
             batch = _gather(sources, chosen.source[start:stop], chosen.index[start:stop])
             num_trainable += int(batch.counted.sum())
-            held = [batch.ids, batch.labels]
+            id_arrays = [batch.ids, batch.labels]
             if packs is None:
-                arrays = [_lists(column, batch.lengths) for column in held]
+                arrays = [_lists(column, batch.lengths) for column in id_arrays]
             else:
                 totals = np.add.reduceat(batch.lengths, np.cumsum(packs) - packs)
-                arrays = [*(_lists(column, totals) for column in held), _lists(batch.lengths, packs)]
+                arrays = [*(_lists(column, totals) for column in id_arrays), _lists(batch.lengths, packs)]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     return {
         "shares": shares,

@@ -200,24 +200,24 @@ class Progress:
         self.console.print(Text(words, style="dim"))
 
     def _on_log(self, event: Event) -> None:
-        told = [f"loss {number(float(event['loss']), '.4f')}"] if self._shows_loss else []
-        told += [*brief(event), f"lr {event['learning_rate']:.2e}"]
+        figures = [f"loss {number(float(event['loss']), '.4f')}"] if self._shows_loss else []
+        figures += [*brief(event), f"lr {event['learning_rate']:.2e}"]
         if event["tokens_per_second"]:
-            told.append(f"{event['tokens_per_second']:,.0f} tokens/s")
+            figures.append(f"{event['tokens_per_second']:,.0f} tokens/s")
         step = event["step"]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=_fitting(told, self.console.width - BAR_COLUMNS))
+            self._bar.update(self._task, completed=step, numbers=_fitting(figures, self.console.width - BAR_COLUMNS))
         elif step in (1, self._num_steps) or step % max(1, self._num_steps // PLAIN_LINES) == 0:
             head = f"step {step}/{self._num_steps}  "
-            self.console.print(head + _fitting(told, self.console.width - len(head)))
+            self.console.print(head + _fitting(figures, self.console.width - len(head)))
 
     def _on_eval(self, event: Event) -> None:
-        told = [f"loss {number(float(event['eval_loss']), '.4f')}"] if self._shows_loss else []
+        figures = [f"loss {number(float(event['eval_loss']), '.4f')}"] if self._shows_loss else []
         accuracy, measures = event.get("eval_mean_token_accuracy"), brief(event, "eval_")
         if not measures and accuracy is not None:
             measures = [f"token accuracy {accuracy:.1%}"]
         head = f"step {event['step']}/{self._num_steps}  eval "
-        self.console.print(head + _fitting([*told, *measures], self.console.width - len(head)))
+        self.console.print(head + _fitting([*figures, *measures], self.console.width - len(head)))
 
 
 def _fitting(told: Sequence[str], width: int) -> str:
@@ -352,18 +352,18 @@ def samples_table(run: Run) -> list[RenderableType]:
 
 def contrast_table(run: Run) -> list[RenderableType]:
     """The best and the worst of the answers that were generated last; nothing where none were."""
-    told = next((event for event in reversed(run.events()) if event["event"] == "completions"), None)
-    if told is None:
+    answered_event = next((event for event in reversed(run.events()) if event["event"] == "completions"), None)
+    if answered_event is None:
         return []
-    title = f"answers of step {told['step']} to: {_short(told['prompt'])}"
+    title = f"answers of step {answered_event['step']} to: {_short(answered_event['prompt'])}"
     table = Table("", title=title, title_justify="left", expand=False)
-    for name in told["best"]["rewards"]:
+    for name in answered_event["best"]["rewards"]:
         table.add_column(escape(name), justify="right")
     table.add_column("answer")
     for which in ("best", "worst"):
-        values = told[which]["rewards"].values()
-        given = ("none" if value is None else number(value, ".3g") for value in values)
-        table.add_row(which, *given, Text(_short(told[which]["answer"])))
+        values = answered_event[which]["rewards"].values()
+        formatted = ("none" if value is None else number(value, ".3g") for value in values)
+        table.add_row(which, *formatted, Text(_short(answered_event[which]["answer"])))
     return ["", table]
 
 
@@ -424,16 +424,16 @@ def run_report(run: Run, width: int) -> list[RenderableType]:
 
 def _why_not_finished(run: Run, reason: str | None) -> Text:
     """Render why a run ended early and the remedy; empty where neither is known."""
-    found = diagnose_run(run)
-    if found is None:
+    diagnosis = diagnose_run(run)
+    if diagnosis is None:
         return Text(f"\n{reason}" if reason and run.state != "finished" else "", style="red")
-    words = Text(f"\n{found.what}", style="red")
-    if found.hint is not None:
-        words.append(f"\n{found.hint}")
-    if found.changes:
-        again = begin_anew(run, found.changes)
-        if found.can_go_on:
-            again = shlex.join(["tunekit", "resume", str(run.path), *found.changes])
+    words = Text(f"\n{diagnosis.what}", style="red")
+    if diagnosis.hint is not None:
+        words.append(f"\n{diagnosis.hint}")
+    if diagnosis.changes:
+        again = begin_anew(run, diagnosis.changes)
+        if diagnosis.can_go_on:
+            again = shlex.join(["tunekit", "resume", str(run.path), *diagnosis.changes])
         words.append(f"\ntry: {again}", style="bold not red")
     return words
 
@@ -470,8 +470,8 @@ def coverage_table(report: "Report") -> RenderableType:
         table.add_column(column)
     for line in report.lines:
         kernel = Text(line.form or "none", style="green" if line.is_fused else "yellow")
-        told = line.reason or (f"rounding, {line.difference:.1g} of a row" if line.difference else "nothing")
-        table.add_row(line.module, str(line.num_modules), kernel, told)
+        remark = line.reason or (f"rounding, {line.difference:.1g} of a row" if line.difference else "nothing")
+        table.add_row(line.module, str(line.num_modules), kernel, remark)
     return table
 
 
@@ -513,10 +513,14 @@ def exchange_table(exchange: Exchange) -> RenderableType:
     table = Table("collective", box=None, padding=(0, 3, 0, 0))
     for column in ("size", "time", "bus bandwidth", "expected"):
         table.add_column(column, justify="right")
-    for one in exchange.measured:
-        size = f"{one.size_bytes / 2**20:g} MiB" if one.size_bytes >= 2**20 else f"{one.size_bytes / 2**10:g} KiB"
-        speed = f"{one.bus_bytes_per_second / 1e9:.3g} GB/s"
-        table.add_row(one.collective, size, f"{one.seconds * 1e3:.3g} ms", speed, expected)
+    for measurement in exchange.measured:
+        size = (
+            f"{measurement.size_bytes / 2**20:g} MiB"
+            if measurement.size_bytes >= 2**20
+            else f"{measurement.size_bytes / 2**10:g} KiB"
+        )
+        speed = f"{measurement.bus_bytes_per_second / 1e9:.3g} GB/s"
+        table.add_row(measurement.collective, size, f"{measurement.seconds * 1e3:.3g} ms", speed, expected)
     ranks = Text(f"{exchange.num_ranks} ranks, {exchange.backend}", style="bold")
     return Group(ranks, hosts_words(exchange.hosts), "", table)
 

@@ -41,10 +41,10 @@ def evaluation_view(made: Evaluation) -> RenderableType:
 
 def scores_table(scores: Iterable[Score]) -> RenderableType:
     """Figures by what they are of: before, after, and the difference."""
-    shown = list(scores)
+    score_list = list(scores)
     parts: list[RenderableType] = []
-    for of in dict.fromkeys(score.of for score in shown):
-        own = [score for score in shown if score.of == of]
+    for of in dict.fromkeys(score.of for score in score_list):
+        own = [score for score in score_list if score.of == of]
         num_rows = max(score.num_rows for score in own)
         parts += [Text.assemble((Path(of).name, "bold"), (f", {counted(num_rows, 'row')}", "dim")), _table(own), ""]
     return Group(*parts[:-1])
@@ -76,18 +76,20 @@ def _cell(estimate: Estimate | None, digits: str, *, sign: bool = False) -> Text
 
 
 def _how(scores: Iterable[Score]) -> str:
-    shown = list(scores)
-    named = "; ".join(dict.fromkeys(score.interval for score in shown))
-    said = f"intervals of 95%: {', '.join(words for name, words in _METHODS.items() if name in named)}"
+    score_list = list(scores)
+    named = "; ".join(dict.fromkeys(score.interval for score in score_list))
+    sentence = f"intervals of 95%: {', '.join(words for name, words in _METHODS.items() if name in named)}"
     if "not paired" in named:
-        return f"{said}; differences are not all paired"
-    return f"{said}; differences are paired, row by row" if any(score.difference for score in shown) else said
+        return f"{sentence}; differences are not all paired"
+    return (
+        f"{sentence}; differences are paired, row by row" if any(score.difference for score in score_list) else sentence
+    )
 
 
 def evaluations_table(evaluations: Iterable[Evaluation]) -> Iterator[RenderableType]:
     """The newest figures of a run and of its checkpoints; nothing where none were computed."""
-    made = list(evaluations)
-    for step in dict.fromkeys(one.step for one in made):
-        newest = newest_scores(made, step)
+    evaluation_list = list(evaluations)
+    for step in dict.fromkeys(evaluation.step for evaluation in evaluation_list):
+        newest = newest_scores(evaluation_list, step)
         yield Text.assemble("\n", ("evaluated" if step is None else f"evaluated at step {step}", "bold"))
         yield scores_table(score for _, score in newest)

@@ -36,8 +36,8 @@ def migration_parts(made: Migration) -> list[RenderableType]:
             parts += [_heading(title, explanation, style), table, ""]
     if made.assumed:
         table = _table()
-        for one in made.assumed:
-            table.add_row("", f"{one.key}: {_value(one.value)}", Text(one.words))
+        for assumption in made.assumed:
+            table.add_row("", f"{assumption.key}: {_value(assumption.value)}", Text(assumption.words))
         parts += [_heading("said besides", f"as {TOOLS[made.tool]} does so, and tunekit otherwise", "cyan"), table, ""]
     if made.suspicious:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

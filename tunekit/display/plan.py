@@ -125,8 +125,8 @@ class MemoryBar:
     def _limit(self, width: int) -> Text:
         """Render the usable limit below its position in the bar, on the side that has room."""
         limit, total = self.plan.memory_limit_bytes, self.plan.device.memory_total_bytes
-        left = gib(max(0, limit - self.plan.memory.total_bytes))
-        words = f"{left} left of {gib(limit)} that may be used; the device has {gib(total)}"
+        free = gib(max(0, limit - self.plan.memory.total_bytes))
+        words = f"{free} left of {gib(limit)} that may be used; the device has {gib(total)}"
         place = self._limit_cell(width)
         line = f"{words} ▲" if len(words) + 1 <= place else f"{' ' * place}▲ {words}"
         return Text(line.rjust(place + 1), style="dim")
@@ -193,8 +193,10 @@ def _decisions(plan: Plan) -> Table:
 
 def _rejected(plan: Plan) -> Table:
     table = _grid(2)
-    for one in plan.rejected:
-        table.add_row(Text(one.layout.name), Text(one.why, style="dim" if one.needed_bytes is None else "red"))
+    for rejected in plan.rejected:
+        table.add_row(
+            Text(rejected.layout.name), Text(rejected.why, style="dim" if rejected.needed_bytes is None else "red")
+        )
     return table
 
 
@@ -252,19 +254,19 @@ class PlanRows:
         self.figures = [name for name in figures if any(name in row for *_, row in self.rows)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        wide, *others = NAME_WIDTHS
-        for name_width, layout_width, shown, in_one_line in (
+        wide, *narrower = NAME_WIDTHS
+        for name_width, layout_width, settings, in_one_line in (
             (wide, 2 * LAYOUT_WIDTH, self.figures, True),
-            (others[0], LAYOUT_WIDTH, self.figures, True),
-            *((name_width, LAYOUT_WIDTH, self.figures, False) for name_width in others),
-            *((others[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 0, -1)),
+            (narrower[0], LAYOUT_WIDTH, self.figures, True),
+            *((name_width, LAYOUT_WIDTH, self.figures, False) for name_width in narrower),
+            *((narrower[-1], LAYOUT_WIDTH, self.figures[:num], False) for num in range(len(self.figures) - 1, 0, -1)),
         ):
-            table = self._table(name_width, shown, in_one_line=in_one_line)
+            table = self._table(name_width, settings, in_one_line=in_one_line)
             if sum((column.width or layout_width) + GAP for column in table.columns) - GAP <= options.max_width:
                 break
         yield table
-        if len(shown) < len(self.figures):
-            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(shown) :])}", style="dim")
+        if len(settings) < len(self.figures):
+            yield Text(f"a wider terminal has room for {', '.join(self.figures[len(settings) :])}", style="dim")
 
     def _table(self, name_width: int, shown: Sequence[str], *, in_one_line: bool) -> Table:
         """The table with names of some columns at most, some of the figures, and ranges on one line or on two."""
@@ -364,8 +366,8 @@ def _below(plans: Iterable[tuple[str, Plan | PlanError]]) -> Iterator[Renderable
 def _words_below(plan: Plan | PlanError) -> str:
     if isinstance(plan, Plan):
         ruled_out = (
-            f"{one.layout.name} ({one.why if one.needed_bytes is None else gib(one.needed_bytes)})"
-            for one in plan.rejected
+            f"{rejected.layout.name} ({rejected.why if rejected.needed_bytes is None else gib(rejected.needed_bytes)})"
+            for rejected in plan.rejected
         )
         return f"ruled out: {', '.join(ruled_out)}" if plan.rejected else ""
     # Where the row has the figures, what would fit is what is left to say.

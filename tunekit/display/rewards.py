@@ -68,17 +68,17 @@ def _facts_table(trial: RewardTrial) -> Table:
 
 def _group(group: Group, names: list[str]) -> Iterator[RenderableType]:
     yield Text.assemble((group.place, "bold"), "  ", (_cut(group.prompt), "dim"))
-    shown = [("best", group.best)] if not group.has_signal else [("best", group.best), ("worst", group.worst)]
-    for word, answer in shown:
+    entries = [("best", group.best)] if not group.has_signal else [("best", group.best), ("worst", group.worst)]
+    for word, answer in entries:
         yield Padding(_answer(word if group.has_signal else "all the same", answer, names), (0, 0, 0, 2), expand=False)
 
 
 def _answer(word: str, answer: Answer, names: list[str]) -> Text:
-    got = ", ".join(
+    values = ", ".join(
         f"{name} {'-' if value is None else f'{value:g}'}" for name, value in zip(names, answer.values, strict=True)
     )
     end = ", truncated" if answer.is_truncated else ""
-    total = f"{answer.total:g}" + (f" ({got})" if len(names) > 1 else "")
+    total = f"{answer.total:g}" + (f" ({values})" if len(names) > 1 else "")
     return Text.assemble(
         (f"{word} {total}, {counted(answer.num_tokens, 'token')}{end}", "italic"), "\n", _cut(answer.text)
     )

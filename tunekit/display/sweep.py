@@ -42,15 +42,15 @@ class SweepProgress:
             again = "; press again to end them at once" if event["again"] else ""
             self._console.print(Text(f"stopping the runs, with checkpoints{again}", style="yellow"))
         else:
-            one: Outcome = event["outcome"]
-            where = f"{one.trial.number} of {event['num_runs']}  {short_words(one.trial.changes)}"
+            outcome: Outcome = event["outcome"]
+            where = f"{outcome.trial.number} of {event['num_runs']}  {short_words(outcome.trial.changes)}"
             if event["event"] == "begins":
-                verb = "begins" if one.run is None else "goes on"
+                verb = "begins" if outcome.run is None else "goes on"
                 self._console.print(Text(f"{where}  {verb}"))
             else:
-                left = self._left(one, event["num_runs"])
+                remaining = self._left(outcome, event["num_runs"])
                 self._console.print(
-                    Text.assemble(f"{where}  ", (_ended(one), STYLES.get(one.state, "")), (left, "dim"))
+                    Text.assemble(f"{where}  ", (_ended(outcome), STYLES.get(outcome.state, "")), (remaining, "dim"))
                 )
 
     def _left(self, one: Outcome, num_runs: int) -> str:
@@ -109,17 +109,17 @@ def sweep_table(sweep: Sweep, outcomes: Sequence[Outcome]) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("state")
     table.add_column("")
-    for one in outcomes:
+    for outcome in outcomes:
         table.add_row(
-            str(one.trial.number),
-            *(Text(to_inline_yaml(one.trial.changes[key])) for key in keys),
-            f"{one.step}/{one.num_steps}" if one.num_steps else "",
-            "" if one.value is None else f"{one.value:.4f}",
-            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            "" if one.seconds is None else duration(one.seconds),
-            Text(one.state, style=STYLES.get(one.state, "cyan")),
-            Text("← best", style="bold green") if one is best else "",
-            style="bold" if one is best else "",
+            str(outcome.trial.number),
+            *(Text(to_inline_yaml(outcome.trial.changes[key])) for key in keys),
+            f"{outcome.step}/{outcome.num_steps}" if outcome.num_steps else "",
+            "" if outcome.value is None else f"{outcome.value:.4f}",
+            "" if outcome.tokens_per_second is None else f"{outcome.tokens_per_second:,.0f}",
+            "" if outcome.seconds is None else duration(outcome.seconds),
+            Text(outcome.state, style=STYLES.get(outcome.state, "cyan")),
+            Text("← best", style="bold green") if outcome is best else "",
+            style="bold" if outcome is best else "",
         )
     return Group(
         Text(sweep.name, style="bold"), table, Text(spec.measure.how, style="dim"), *_below(sweep, outcomes, best)
@@ -133,13 +133,16 @@ def _column(measure: Measure) -> str:
 def _below(sweep: Sweep, outcomes: Sequence[Outcome], best: Outcome | None) -> list[RenderableType]:
     """Render why runs failed, and the next steps."""
     lines: list[RenderableType] = [
-        Text.assemble((f"run {one.trial.number} {one.state}: ", "red"), one.why)
-        for one in outcomes
-        if one.why is not None
+        Text.assemble((f"run {outcome.trial.number} {outcome.state}: ", "red"), outcome.why)
+        for outcome in outcomes
+        if outcome.why is not None
     ]
     if best is not None and best.run is not None:
         lines.append(Text(f"the best run is {best.run.path}: {short_words(best.trial.changes)}"))
-    if any(one.state not in (FINISHED, FAILED, "pruned") for one in outcomes) or len(outcomes) < sweep.spec.num_runs:
+    if (
+        any(outcome.state not in (FINISHED, FAILED, "pruned") for outcome in outcomes)
+        or len(outcomes) < sweep.spec.num_runs
+    ):
         goes_on = "it goes on now" if sweep.is_conducted() else f"go on with: tunekit resume {sweep.path}"
         lines.append(Text(goes_on, style="bold"))
     return lines

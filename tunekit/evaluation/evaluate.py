@@ -81,18 +81,20 @@ def evaluate(
         TunekitError: There is no such model, metric, task or row; or memory runs out.
     """
     began = time.time()
-    found = find_trained(model, checkpoint)
+    trained = find_trained(model, checkpoint)
     send_nothing_at_all()
     with library_words_to(StringIO()):
         from tunekit.evaluation.tasks import Wish, read_metrics
 
         where = device_for(device)
-        computed_in = dtype_on(found, where) if dtype == "auto" else dtype
+        computed_in = dtype_on(trained, where) if dtype == "auto" else dtype
         wish = Wish(limit, max_new_tokens, temperature, seed, batch_size, where)
-        tokenizer = tokenizer_of(found)
+        tokenizer = tokenizer_of(trained)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         rewards = read_metrics(metrics)
-        parts, notes = _parts(found, tokenizer, data if not isinstance(data, Path) else str(data), rewards, tasks, wish)
+        parts, notes = _parts(
+            trained, tokenizer, data if not isinstance(data, Path) else str(data), rewards, tasks, wish
+        )
         if tasks:
             from tunekit.evaluation.lm_eval import find_tasks
 
@@ -106,18 +108,18 @@ def evaluate(
                     batch_size=batch_size,
                 )
             )
-        earlier = _before(found)
+        earlier = _before(trained)
         after_values, before_values = _measured(
-            found, earlier, tokenizer, parts, before=before, dtype=computed_in, device=where, tell=on_event
+            trained, earlier, tokenizer, parts, before=before, dtype=computed_in, device=where, tell=on_event
         )
     scores = [
         score if before else replace(score, before=None, difference=None)
         for part, ours, theirs in zip(parts, after_values, before_values, strict=True)
         for score in part.scores(ours, theirs)
     ]
-    made = Evaluation(
-        model=found.name,
-        step=found.step,
+    evaluation = Evaluation(
+        model=trained.name,
+        step=trained.step,
         before=None if earlier is None or not any(score.before for score in scores) else earlier.name,
         what=", ".join(Path(part.of).name for part in parts),
         scores=tuple(scores),
@@ -135,16 +137,16 @@ def evaluate(
         began=began,
         seconds=time.time() - began,
     )
-    return made if found.run is None else _kept(found, found.run, made)
+    return evaluation if trained.run is None else _kept(trained, trained.run, evaluation)
 
 
 def _kept(found: Trained, run: Run, made: Evaluation) -> Evaluation:
     """An evaluation that stands in the folder of its run, and on the card of its model."""
-    kept = save_evaluation(run, made)
+    saved = save_evaluation(run, made)
     result = run.result()
     if found.step is None and result:
         write_card(run, result, run.model_path)
-    return kept
+    return saved
 
 
 def _parts(

@@ -50,31 +50,31 @@ class Questions:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """Return the value that each reward gives to each answer, and the lengths of the answers."""
-        found: dict[int, Answer] = {}
-        for number, (one,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
-            found[number] = one
-            tell(len(found), len(self.ids))
-        answered = [found[number] for number in range(len(self.ids))]
+        answers: dict[int, Answer] = {}
+        for number, (single,) in answer(loaded, self.ids, self.sampling, batch_size=self.batch_size):
+            answers[number] = single
+            tell(len(answers), len(self.ids))
+        answered = [answers[number] for number in range(len(self.ids))]
         prompts = [row["prompt"] for row in self.rows]
         columns = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         # What TRL gives to a reward.
         batch = {
             "prompts": prompts,
             "completions": [
-                [{"role": "assistant", "content": one.text}] if isinstance(prompt, list) else one.text
-                for prompt, one in zip(prompts, answered, strict=True)
+                [{"role": "assistant", "content": single.text}] if isinstance(prompt, list) else single.text
+                for prompt, single in zip(prompts, answered, strict=True)
             ],
-            "completion_ids": [list(one.ids) for one in answered],
+            "completion_ids": [list(single.ids) for single in answered],
             **{name: [row.get(name) for row in self.rows] for name in columns},
             "trainer_state": _state(),
             "log_extra": lambda column, values: None,
             "log_metric": lambda name, value: None,
         }
-        given = {one.__name__: np.array(one(**batch), dtype=np.float64) for one in self.functions}
+        rewards = {single.__name__: np.array(single(**batch), dtype=np.float64) for single in self.functions}
         return {
-            **{f"rewards/{name}/mean": values for name, values in given.items()},
-            "completions/mean_length": np.array([one.num_tokens for one in answered], dtype=np.float64),
-            "completions/clipped_ratio": np.array([one.reason == "length" for one in answered], dtype=np.float64),
+            **{f"rewards/{name}/mean": values for name, values in rewards.items()},
+            "completions/mean_length": np.array([single.num_tokens for single in answered], dtype=np.float64),
+            "completions/clipped_ratio": np.array([single.reason == "length" for single in answered], dtype=np.float64),
         }
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
@@ -94,13 +94,13 @@ class Questions:
             Figure("completions/mean_length", "tokens of an answer", ".1f", higher_is_better=None),
             Figure("completions/clipped_ratio", "answers cut off", ".1%", higher_is_better=False),
         )
-        made = []
+        rows_of_scores = []
         for figure in figures:
-            samples = [None if one is None else _sample(one[figure.name]) for one in (ours, theirs)]
+            samples = [None if side is None else _sample(side[figure.name]) for side in (ours, theirs)]
             if samples[0] is not None and samples[0].num_rows:
                 unheard = samples[1] is not None and not samples[1].num_rows
-                made.append(scored(figure, self.of, samples[0], None if unheard else samples[1]))
-        return made
+                rows_of_scores.append(scored(figure, self.of, samples[0], None if unheard else samples[1]))
+        return rows_of_scores
 
     def _total(self, values: Values, names: Sequence[str]) -> np.ndarray:
         weighted = [reward.weight * values[name] for reward, name in zip(self.rewards, names, strict=True)]
@@ -109,8 +109,8 @@ class Questions:
 
 def _sample(values: np.ndarray) -> Sample:
     """A figure of the rows that have one."""
-    known = ~np.isnan(values)
-    return Sample(np.where(known, values, 0.0), known.astype(np.float64))
+    finite = ~np.isnan(values)
+    return Sample(np.where(finite, values, 0.0), finite.astype(np.float64))
 
 
 def _state() -> Any:
@@ -141,8 +141,8 @@ def _last_turn(row: Row, place: str) -> Row:
     messages = row["messages"]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise DataError(f"{place}: the conversation does not end with an answer", hint="leave it out, or complete it")
-    rest = {name: value for name, value in row.items() if name != "messages"}
-    return {"prompt": messages[:-1], "answer": messages[-1]["content"], **rest}
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    return {"prompt": messages[:-1], "answer": messages[-1]["content"], **columns}
 
 
 def _text(value: Any) -> str:

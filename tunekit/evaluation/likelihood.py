@@ -39,18 +39,18 @@ def log_likelihoods(model: Any, ids: Sequence[Ids], counted: Sequence[Ids], tell
 
     def sums(batch: list[int], given: "torch.Tensor", mask: "torch.Tensor") -> list[float]:
         logits = model(input_ids=given, attention_mask=mask, use_cache=False).logits
-        wanted = np.zeros(given.shape, dtype=bool)
+        targets = np.zeros(given.shape, dtype=bool)
         for line, number in enumerate(batch):
-            wanted[line, : len(counted[number])] = counted[number]
-        wanted[:, 0] = False
-        rows, places = (torch.from_numpy(index).to(given.device) for index in wanted.nonzero())
-        found = torch.zeros(len(batch), dtype=torch.float64, device=given.device)
+            targets[line, : len(counted[number])] = counted[number]
+        targets[:, 0] = False
+        rows, places = (torch.from_numpy(index).to(given.device) for index in targets.nonzero())
+        totals = torch.zeros(len(batch), dtype=torch.float64, device=given.device)
         for start in range(0, len(rows), _POSITIONS):
             row, place = rows[start : start + _POSITIONS], places[start : start + _POSITIONS]
             likely = logits[row, place - 1].float().log_softmax(-1)
             of_token = likely.gather(-1, given[row, place].unsqueeze(-1)).squeeze(-1)
-            found.index_add_(0, row, of_token.double())
-        return list(found.tolist())
+            totals.index_add_(0, row, of_token.double())
+        return list(totals.tolist())
 
     return _through(model, ids, sums, tell)
 
@@ -77,21 +77,24 @@ def _through(
     """Compute values for batches of sequences; return them in the order of the sequences."""
     import torch
 
-    found = np.full(len(ids), np.nan)
+    results = np.full(len(ids), np.nan)
     vocabulary = model.config.get_text_config().vocab_size
-    waiting, done = _batches([len(one) for one in ids], MAX_LOGITS // vocabulary if pad is not None else 0), 0
+    waiting, num_done = (
+        _batches([len(sequence) for sequence in ids], MAX_LOGITS // vocabulary if pad is not None else 0),
+        0,
+    )
     while waiting:
         batch = waiting.pop()
         longest = max(len(ids[number]) for number in batch)
-        given = np.full((len(batch), longest), pad or 0, dtype=np.int64)
-        mask = np.zeros_like(given)
+        padded = np.full((len(batch), longest), pad or 0, dtype=np.int64)
+        mask = np.zeros_like(padded)
         for row, number in enumerate(batch):
-            given[row, : len(ids[number])] = ids[number]
+            padded[row, : len(ids[number])] = ids[number]
             mask[row, : len(ids[number])] = 1
         try:
             with torch.inference_mode():
-                found[batch] = compute(
-                    batch, torch.from_numpy(given).to(model.device), torch.from_numpy(mask).to(model.device)
+                results[batch] = compute(
+                    batch, torch.from_numpy(padded).to(model.device), torch.from_numpy(mask).to(model.device)
                 )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or len(batch) == 1:
@@ -99,10 +102,10 @@ def _through(
             middle = len(batch) // 2
             waiting += [batch[middle:], batch[:middle]]
             continue
-        done += len(batch)
+        num_done += len(batch)
         if tell is not None:
-            tell(done, len(ids))
-    return found
+            tell(num_done, len(ids))
+    return results
 
 
 def _batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

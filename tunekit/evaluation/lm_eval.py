@@ -78,7 +78,7 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         with _quiet_processes():
-            found: dict[str, Any] = simple_evaluate(
+            results: dict[str, Any] = simple_evaluate(
                 model=HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=self.batch_size),
                 tasks=list(self.tasks),
                 task_manager=self.manager,
@@ -90,8 +90,8 @@ class Harness:
             )
         tell(len(self.tasks), len(self.tasks))
         return {
-            (task, metric): _figured(found, task, metric)
-            for task, values in found["results"].items()
+            (task, metric): _figured(results, task, metric)
+            for task, values in results["results"].items()
             for metric, value in values.items()
             if isinstance(value, int | float) and "," in metric and "_stderr," not in metric
         }
@@ -109,23 +109,23 @@ class Harness:
 @contextlib.contextmanager
 def _quiet_processes() -> Iterator[None]:
     """Within it, processes that are started say nothing: the harness asks git for a commit, which may not be there."""
-    kept = os.dup(2)
+    descriptor = os.dup(2)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
 
 
 def _figured(found: dict[str, Any], task: str, metric: str) -> Figured:
     name, _, filtered = metric.partition(",")
     value, error = found["results"][task][metric], found["results"][task].get(f"{name}_stderr,{filtered}")
     noted = [
-        one[name]
-        for one in found.get("samples", {}).get(task, ())
-        if one.get("filter") == filtered and isinstance(one.get(name), int | float)
+        sample[name]
+        for sample in found.get("samples", {}).get(task, ())
+        if sample.get("filter") == filtered and isinstance(sample.get(name), int | float)
     ]
     is_mean = len(noted) > 1 and math.isclose(statistics.fmean(noted), value, rel_tol=1e-9, abs_tol=1e-12)
     counted = found.get("n-samples", {}).get(task, {}).get("effective")
@@ -144,7 +144,7 @@ def _score(task: str, metric: str, ours: Figured, theirs: Figured | None) -> Sco
     if theirs is not None:
         gap = Estimate(ours.value - theirs.value)
         if ours.each is not None and theirs.each is not None and len(ours.each) == len(theirs.each):
-            apart = [one - other for one, other in zip(ours.each, theirs.each, strict=True)]
+            apart = [before - other for before, other in zip(ours.each, theirs.each, strict=True)]
             gap = normal(gap.value, statistics.stdev(apart) / math.sqrt(len(apart)))
         elif ours.error is not None and theirs.error is not None:
             gap, interval = normal(gap.value, math.hypot(ours.error, theirs.error)), "normal; difference: not paired"
@@ -195,19 +195,19 @@ def find_tasks(
         raise DataError(f"{include_path} holds no YAML file of a task", hint="name the folder that has them")
     # Its own thousands of tasks take seconds to be listed, and are only where they are asked for.
     own = TaskManager(include_path=None if include_path is None else str(include_path), include_defaults=False)
-    known = all(_is_known(task, own) for task in tasks)
-    manager = own if known else TaskManager(include_path=own.include_path)
+    all_known = all(_is_known(task, own) for task in tasks)
+    manager = own if all_known else TaskManager(include_path=own.include_path)
     for task in tasks:
         if not _is_known(task, manager):
-            meant = near(task, manager.all_tasks)
-            hint = f"did you mean {meant!r}?" if meant else "`lm-eval ls tasks` lists those that come with it"
+            suggestion = near(task, manager.all_tasks)
+            hint = f"did you mean {suggestion!r}?" if suggestion else "`lm-eval ls tasks` lists those that come with it"
             raise DataError(f"there is no task {task!r}", hint=hint)
     try:
         manager.load(list(tasks))
     except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError, RuntimeError) as error:
-        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        message = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise DataError(
-            f"tasks {', '.join(tasks)}: they cannot be loaded: {said[:200]}",
+            f"tasks {', '.join(tasks)}: they cannot be loaded: {message[:200]}",
             hint="their documents come from the hub, or from files that their YAML names",
         ) from error
     return Harness(tuple(tasks), manager, num_fewshot, limit, chat, batch_size)

@@ -69,7 +69,7 @@ class Texts:
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """The mean over all tokens that count, and its exponential."""
-        num_tokens = np.array([one[1:].sum() for one in self.counted], dtype=np.float64)
+        num_tokens = np.array([counts[1:].sum() for counts in self.counted], dtype=np.float64)
 
         def sample(values: Values) -> Sample:
             return Sample(-values["logps"] / np.maximum(num_tokens, 1), num_tokens)
@@ -121,9 +121,11 @@ class Pairs:
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer, and how many tokens it has."""
         both = [*self.chosen, *self.rejected]
-        found = log_likelihoods(loaded.model, [one.ids for one in both], [one.counted for one in both], tell)
+        likelihoods = log_likelihoods(
+            loaded.model, [sequence.ids for sequence in both], [sequence.counted for sequence in both], tell
+        )
         middle = len(self.chosen)
-        return {"chosen": found[:middle], "rejected": found[middle:]}
+        return {"chosen": likelihoods[:middle], "rejected": likelihoods[middle:]}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """Return the method's own measure, then the log-likelihoods of the answers."""
@@ -181,8 +183,8 @@ class JudgedPairs:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The score of each answer."""
-        found = judgements(loaded.model, [one.ids for one in (*self.chosen, *self.rejected)], tell)
-        return {"margins": found[: len(self.chosen)] - found[len(self.chosen) :]}
+        rewards = judgements(loaded.model, [sequence.ids for sequence in (*self.chosen, *self.rejected)], tell)
+        return {"margins": rewards[: len(self.chosen)] - rewards[len(self.chosen) :]}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """Return the accuracy on pairs, and the margin."""
@@ -218,12 +220,12 @@ class Rated:
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer."""
-        ids, counted = [one.ids for one in self.answers], [one.counted for one in self.answers]
+        ids, counted = [sequence.ids for sequence in self.answers], [sequence.counted for sequence in self.answers]
         return {"logps": log_likelihoods(loaded.model, ids, counted, tell)}
 
     def scores(self, after: Values, before: Values | None) -> list[Score]:
         """The rewards of good and of bad answers, and how likely they are."""
-        made = []
+        results = []
         for name, which in (("chosen", self.good), ("rejected", ~self.good)):
             if not which.any():
                 continue
@@ -231,10 +233,10 @@ class Rated:
             if isinstance(self.method, KTOMethod) and before is not None:
                 gained = self.method.beta * (after["logps"] - before["logps"])
                 figure = _figure(f"rewards/{name}", higher=name == "chosen")
-                made.append(scored(figure, self.of, Sample(gained, weights), Sample(np.zeros_like(gained), weights)))
+                results.append(scored(figure, self.of, Sample(gained, weights), Sample(np.zeros_like(gained), weights)))
             theirs = None if before is None else Sample(before["logps"], weights)
-            made.append(scored(_figure(f"logps/{name}"), self.of, Sample(after["logps"], weights), theirs))
-        return sorted(made, key=lambda score: score.name.startswith("logps"))
+            results.append(scored(_figure(f"logps/{name}"), self.of, Sample(after["logps"], weights), theirs))
+        return sorted(results, key=lambda score: score.name.startswith("logps"))
 
 
 def _mean(figure: Figure, of: str, after: np.ndarray, before: np.ndarray | None) -> Score:
@@ -252,4 +254,4 @@ def _figure(name: str, *, higher: bool | None = None) -> Figure:
 
 
 def _sizes(answers: Sequence[Answered]) -> np.ndarray:
-    return np.array([one.counted.sum() for one in answers], dtype=np.float64)
+    return np.array([sequence.counted.sum() for sequence in answers], dtype=np.float64)

@@ -84,13 +84,17 @@ def read_metrics(given: Iterable[str | Mapping[str, Any]]) -> list[Reward]:
         TunekitError: There is no such metric, or its settings are wrong.
     """
     adapter: TypeAdapter[Reward] = TypeAdapter(Reward)
-    found = []
-    for one in given:
-        value = _read_yaml(one, "metric") if isinstance(one, str) and one.strip().startswith("{") else one
+    metrics = []
+    for item in given:
+        value = _read_yaml(item, "metric") if isinstance(item, str) and item.strip().startswith("{") else item
         name = value if isinstance(value, str) else value.get("type")
         if ":" not in str(name) and name not in (*METRICS, "function"):
-            meant = near(str(name), METRICS)
-            hint = f"did you mean {meant!r}?" if meant else f"there are {', '.join(METRICS)}, and module:function"
+            suggestion = near(str(name), METRICS)
+            hint = (
+                f"did you mean {suggestion!r}?"
+                if suggestion
+                else f"there are {', '.join(METRICS)}, and module:function"
+            )
             raise TunekitError(f"there is no metric {name!r}", hint=hint)
         try:
             metric = adapter.validate_python(value)
@@ -103,8 +107,8 @@ def read_metrics(given: Iterable[str | Mapping[str, Any]]) -> list[Reward]:
             ) from error
         if isinstance(metric, FunctionReward):
             find_function(metric.path)
-        found.append(metric)
-    return found
+        metrics.append(metric)
+    return metrics
 
 
 def _read_yaml(text: str, what: str) -> dict[str, Any]:
@@ -144,14 +148,14 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
         : wish.limit
     ]
     if isinstance(method, OnPolicyMethod):
-        given = list(rewards)
-        if not given and isinstance(method, RewardedMethod):
-            given = list(method.rewards)
-        if not given:
+        reward_list = list(rewards)
+        if not reward_list and isinstance(method, RewardedMethod):
+            reward_list = list(method.rewards)
+        if not reward_list:
             raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
         numbers = range(1, len(rows) + 1)
-        asked = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
-        return _questions(asked, given, found, tokenizer, wish)
+        prompts = Rows(format="prompts", rows=RowStore(rows), source=HELD_OUT, numbers=numbers, unit="row")
+        return _questions(prompts, reward_list, found, tokenizer, wish)
     if rewards:
         raise DataError(f"{run.name} was trained on answers, which no metric judges", hint="name prompts with --data")
     columns = ("completion",) if "completion" in rows[0] else ("chosen", "rejected")
@@ -183,8 +187,8 @@ def parts_of_file(
     if not rewards and rows.format == "prompts" and isinstance(method, RewardedMethod):
         rewards = method.rewards
     if rewards:
-        asked = replace(rows, rows=RowStore(questions_in(rows)))
-        return _questions(asked, rewards, found, tokenizer, wish), rows.notes
+        prompts = replace(rows, rows=RowStore(questions_in(rows)))
+        return _questions(prompts, rewards, found, tokenizer, wish), rows.notes
     if rows.format == "prompts":
         raise DataError(
             f"{rows.source} holds prompts, and nothing says what judges the answers",
@@ -197,9 +201,9 @@ def parts_of_file(
     if found.judges:
         raise DataError(f"{found.name} judges, and writes no texts", hint="name pairs of answers")
     sequences = tokens_of(rows, tokenizer, max_length=max_length).sequences
-    made = sequences.take(np.arange(len(sequences)))
-    ends = np.cumsum(made.lengths)[:-1]
-    pairs = zip(np.split(made.ids, ends), np.split(made.counted, ends), strict=True)
+    subset = sequences.take(np.arange(len(sequences)))
+    ends = np.cumsum(subset.lengths)[:-1]
+    pairs = zip(np.split(subset.ids, ends), np.split(subset.counted, ends), strict=True)
     return _texts(of, pairs, None), rows.notes
 
 
@@ -237,10 +241,10 @@ def _sequences(rows: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _texts(of: str, sequences: Iterable[tuple[np.ndarray, np.ndarray]], limit: int | None) -> Texts:
-    kept = list(sequences)[:limit]
-    if not any(counts[1:].any() for _, counts in kept):
+    limited = list(sequences)[:limit]
+    if not any(counts[1:].any() for _, counts in limited):
         raise DataError(f"{of}: no token of its rows counts", hint="rows need an answer, or data.loss_on=all")
-    return Texts(of, [ids for ids, _ in kept], [counts for _, counts in kept])
+    return Texts(of, [ids for ids, _ in limited], [counts for _, counts in limited])
 
 
 def _answered(
@@ -251,17 +255,17 @@ def _answered(
     method: Method | None,
     max_length: int,
 ) -> Part:
-    made = [(row, Answered.of_row(row, columns, tokenizer, max_length)) for row in rows]
-    kept = [(row, answers) for row, answers in made if answers is not None]
-    if not kept:
+    encoded = [(row, Answered.of_row(row, columns, tokenizer, max_length)) for row in rows]
+    complete = [(row, answers) for row, answers in encoded if answers is not None]
+    if not complete:
         raise DataError(
             f"{of}: none of {counted(len(rows), 'prompt')} leaves room for an answer: {max_length:,} tokens are there",
             hint="name shorter ones",
         )
     if len(columns) == 1:
-        good = np.array([bool(row["label"]) for row, _ in kept])
-        return Rated(of, [answers[0] for _, answers in kept], good, method)
-    chosen, rejected = ([answers[place] for _, answers in kept] for place in (0, 1))
+        good = np.array([bool(row["label"]) for row, _ in complete])
+        return Rated(of, [answers[0] for _, answers in complete], good, method)
+    chosen, rejected = ([answers[place] for _, answers in complete] for place in (0, 1))
     if isinstance(method, RewardMethod):
         return JudgedPairs(of, chosen, rejected)
     return Pairs(of, chosen, rejected, method)

@@ -121,49 +121,51 @@ def export(
             left then, unless only the hub did not take it.
     """
     tell = on_event or (lambda event: None)
-    found = find_trained(run, checkpoint)
-    kind = _kind(found, kind, dtype)
-    if found.run is not None and found.step is None and not found.run.result():
-        raise RunError(f"{found.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
-    _check_options(found, kind, max_shard_size, gguf, push, hub_only=private or replace)
-    to = _destination(found, kind, dest)
+    trained = find_trained(run, checkpoint)
+    kind = _kind(trained, kind, dtype)
+    if trained.run is not None and trained.step is None and not trained.run.result():
+        raise RunError(f"{trained.run.path / 'events.jsonl'} tells of no result", hint="the run's folder is damaged")
+    _check_options(trained, kind, max_shard_size, gguf, push, hub_only=private or replace)
+    to = _destination(trained, kind, dest)
     send_nothing_at_all()
     converter = None if gguf is None else find_converter()
     log = StringIO()
     with library_words_to(log):
         # Without one nothing can be exported, and nothing need be loaded to see that.
-        tokenizer_of(found)
+        tokenizer_of(trained)
         target = None if push is None else check_target(push, private=private, replace=replace)
         if converter is not None:
-            check_convertible(converter, found)
+            check_convertible(converter, trained)
     with _draft_of(to) as draft:
         with library_words_to(log):
-            tell({"event": "export", "phase": "loading", "run": found.name})
-            written = _dtype_of(found, kind, dtype)
-            _check_room(found, kind, BYTES[written] + (BYTES_PER_PARAM[gguf] if gguf is not None else 0), draft)
-            _write(found, kind, written, draft, max_shard_size, tell)
+            tell({"event": "export", "phase": "loading", "run": trained.name})
+            written = _dtype_of(trained, kind, dtype)
+            _check_room(trained, kind, BYTES[written] + (BYTES_PER_PARAM[gguf] if gguf is not None else 0), draft)
+            _write(trained, kind, written, draft, max_shard_size, tell)
         tell({"event": "export", "phase": "checking"})
-        check = _checked(Subject.of(found, kind, written, draft))
-        assert found.run is not None
-        weights, notes = ".", list(_notes(found, kind))
+        check = _checked(Subject.of(trained, kind, written, draft))
+        assert trained.run is not None
+        weights, notes = ".", list(_notes(trained, kind))
         if gguf is not None and converter is not None:
             tell({"event": "export", "phase": "converting"})
-            weights = f"./{write_gguf(converter, draft, gguf, found.name)}"
+            weights = f"./{write_gguf(converter, draft, gguf, trained.name)}"
         with library_words_to(log):
-            if kind == "merged" and not found.judges:
-                text, more = modelfile(draft, tokenizer_of(found), weights)
+            if kind == "merged" and not trained.judges:
+                text, more = modelfile(draft, tokenizer_of(trained), weights)
                 (draft / MODELFILE).write_text(text, encoding="utf-8")
                 notes += more
-            write_card(found.run, found.run.result(), draft, kind=kind, step=found.step)
-        done = _described(found, kind, written, draft, to, notes, check)
-        (draft / EXPORT).write_text(json.dumps({**done.to_dict(), "folder": to.name}, indent=2), encoding="utf-8")
+            write_card(trained.run, trained.run.result(), draft, kind=kind, step=trained.step)
+        exported = _described(trained, kind, written, draft, to, notes, check)
+        (draft / EXPORT).write_text(json.dumps({**exported.to_dict(), "folder": to.name}, indent=2), encoding="utf-8")
         _publish(draft, to)
     if target is not None:
         tell({"event": "export", "phase": "pushing", "repo": target.repo})
         with library_words_to(log):
-            done = dataclasses.replace(done, pushed=send(target, to, message=f"{kind} weights of {found.name}"))
+            exported = dataclasses.replace(
+                exported, pushed=send(target, to, message=f"{kind} weights of {trained.name}")
+            )
     tell({"event": "export", "phase": "done", "folder": str(to)})
-    return done
+    return exported
 
 
 def _described(found: Trained, kind: Kind, dtype: str, draft: Path, to: Path, notes: list[str], check: Check) -> Export:
@@ -320,15 +322,15 @@ def _checked(subject: Subject) -> Check:
     """
     command = [sys.executable, "-m", "tunekit.exporting.verify"]
     words = json.dumps(asdict(subject))
-    done = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
+    completed = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
+    lines = completed.stdout.strip().splitlines()
     if not lines or not lines[-1].startswith("{"):
-        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+        last = (completed.stderr.strip().splitlines() or [f"it ended with code {completed.returncode}"])[-1]
         raise ModelError(f"the export could not be checked: {last}", hint="nothing was kept of it")
-    told: dict[str, Any] = json.loads(lines[-1])
-    if "problem" in told:
-        raise ModelError(told["problem"], hint=told["hint"])
-    return Check(**told)
+    report: dict[str, Any] = json.loads(lines[-1])
+    if "problem" in report:
+        raise ModelError(report["problem"], hint=report["hint"])
+    return Check(**report)
 
 
 def _notes(found: Trained, kind: Kind) -> Iterator[str]:

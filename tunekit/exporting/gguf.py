@@ -46,10 +46,10 @@ def find_converter() -> list[str]:
         if not script.is_file():
             raise DependencyError(f"--gguf: {PLACE} is {place!r}, and there is no {CONVERTER}", hint=hint)
         return [sys.executable, str(script.resolve())]
-    found = shutil.which(CONVERTER)
-    if found is None:
+    program = shutil.which(CONVERTER)
+    if program is None:
         raise DependencyError(f"--gguf needs llama.cpp's {CONVERTER}, and it is not on the PATH", hint=hint)
-    return [found]
+    return [program]
 
 
 def check_convertible(converter: list[str], found: Trained) -> None:
@@ -90,11 +90,11 @@ def write_gguf(converter: list[str], folder: Path, kind: GgufType, name: str) ->
 
 def _run(command: list[str], name: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise DependencyError(f"--gguf: {command[0]} cannot be run: {error.strerror}", hint="check it") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+    if completed.returncode:
+        last = (completed.stderr.strip().splitlines() or [f"it ended with code {completed.returncode}"])[-1]
         if missing := re.fullmatch(r"ModuleNotFoundError: No module named '([\w.-]+)'", last):
             raise DependencyError(f"--gguf: {CONVERTER} needs {missing[1]}", hint=f"pip install {missing[1]}")
         raise ModelError(

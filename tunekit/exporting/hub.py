@@ -60,22 +60,22 @@ def check_target(repo: str, *, private: bool, replace: bool) -> Target:
         _check_owner(api.whoami(), owner, repo)
     with _hub_errors(repo):
         try:
-            found = api.model_info(repo)
+            info = api.model_info(repo)
         except RepositoryNotFoundError:
             return Target(repo, None, private, has_files=False)
-    if private and not found.private:
+    if private and not info.private:
         raise RunError(
             f"--private: the repository {repo} is there already, and everybody sees it",
             hint="make it private in its settings on the hub, or name another one",
         )
-    files = [file.rfilename for file in found.siblings or [] if file.rfilename not in UNTOUCHED]
+    files = [file.rfilename for file in info.siblings or [] if file.rfilename not in UNTOUCHED]
     if files and not replace:
         raise RunError(
             f"--push: the repository {repo} is not empty: it holds {files[0]}"
             + (f" and {len(files) - 1} more files" if len(files) > 1 else ""),
             hint="name another one, or give --replace: its history keeps what it holds now",
         )
-    return Target(repo, found.sha, private, has_files=bool(files))
+    return Target(repo, info.sha, private, has_files=bool(files))
 
 
 def push(target: Target, folder: Path, *, message: str) -> str:
@@ -107,7 +107,7 @@ def push(target: Target, folder: Path, *, message: str) -> str:
 
 
 def _check_owner(who: dict[str, Any], owner: str, repo: str) -> None:
-    names = [who["name"], *(one["name"] for one in who.get("orgs", []))]
+    names = [who["name"], *(organization["name"] for organization in who.get("orgs", []))]
     if owner.lower() not in (name.lower() for name in names):
         raise RunError(
             f"--push {repo}: you are logged in as {who['name']}, who may not write to {owner}",

@@ -139,13 +139,13 @@ def _template(folder: Path, tokenizer: "PreTrainedTokenizerBase", *, is_gguf: bo
     if parts is None:
         return None, ["Modelfile: no TEMPLATE, since this chat template could not be shown to say the same in Ollama"]
     bos = tokenizer.bos_token or ""
-    said = _read(folder / "tokenizer_config.json").get("add_bos_token")
-    adds = bool(bos) and said is True
+    adds_bos = _read(folder / "tokenizer_config.json").get("add_bos_token")
+    adds = bool(bos) and adds_bos is True
     texts = [parts.start, *(parts.system or ())[:1]] if not parts.is_inside else [parts.start]
     if adds and not all(text.startswith(bos) for text in texts):
         return None, [f"Modelfile: no TEMPLATE, since Ollama would put {bos} before each conversation, unlike training"]
     notes = ["Modelfile: this chat template takes no system prompt"] if parts.system is None else []
-    if is_gguf and said is None and bos and texts[0].startswith(bos):
+    if is_gguf and adds_bos is None and bos and texts[0].startswith(bos):
         notes.append(f"Modelfile: the GGUF file leaves open who puts {bos} before a conversation; TEMPLATE does it")
     return parts.go(bos if adds else ""), notes
 
@@ -175,8 +175,10 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
     ended = _between(tokenizer, [("user", MARKS[0])], answers=False)
     if between is None or ended is None:
         return None
-    first, asked, answered, last = between
-    after_user = ended[1] if asked.startswith(ended[1]) and last.startswith(ended[1]) else _shared_start(asked, last)
+    first, question, answered, last = between
+    after_user = (
+        ended[1] if question.startswith(ended[1]) and last.startswith(ended[1]) else _shared_start(question, last)
+    )
     ended = _between(tokenizer, list(zip(roles, MARKS[:2], strict=False)), answers=False)
     before_user = _shared_end(first, answered)
     if ended is not None and answered.startswith(ended[2]) and first.endswith(answered.removeprefix(ended[2])):
@@ -185,7 +187,7 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
     parts = Parts(
         start=start,
         user=(before_user, after_user),
-        assistant=(asked[len(after_user) :], answered[: len(answered) - len(before_user)]),
+        assistant=(question[len(after_user) :], answered[: len(answered) - len(before_user)]),
         answer=last[len(after_user) :],
         system=None,
     )
@@ -207,13 +209,13 @@ def _taken_apart(tokenizer: "PreTrainedTokenizerBase") -> Parts | None:
 def _between(tokenizer: "PreTrainedTokenizerBase", turns: Conversation, *, answers: bool = True) -> list[str] | None:
     """Return the text before, between and after messages; None where a template does not render each once, in order."""
     text = _rendered(tokenizer, turns, answers=answers)
-    found = []
+    separators = []
     for _, content in turns:
         if text is None or text.count(content) != 1:
             return None
         before, _, text = text.partition(content)
-        found.append(before)
-    return None if text is None else [*found, text]
+        separators.append(before)
+    return None if text is None else [*separators, text]
 
 
 def _rendered(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, *, answers: bool = True) -> str | None:
@@ -238,8 +240,8 @@ def _stops(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content
 
 
 def _shared_start(one: str, other: str) -> str:

@@ -124,19 +124,19 @@ def check(subject: Subject) -> Check:
     Raises:
         ModelError: They differ, or the export cannot be loaded.
     """
-    found = find_trained(Run(subject.run), subject.checkpoint)
-    theirs, ours = tokenizer_of(found), tokenizer_of(found, subject.folder)
+    trained = find_trained(Run(subject.run), subject.checkpoint)
+    theirs, ours = tokenizer_of(trained), tokenizer_of(trained, subject.folder)
     num_conversations = _compare_templates(theirs, ours)
-    device, dtype = _where(found, subject.dtype)
-    prompts = [_ids(theirs, prompt, chat=found.is_chat) for prompt in _prompts(found)]
-    model: Any = load_trained(found, dtype=dtype, device=device, as_trained=False)
-    answers = [_answer(model, ids, judges=found.judges) for ids in prompts]
+    device, dtype = _where(trained, subject.dtype)
+    prompts = [_ids(theirs, prompt, chat=trained.is_chat) for prompt in _prompts(trained)]
+    model: Any = load_trained(trained, dtype=dtype, device=device, as_trained=False)
+    answers = [_answer(model, ids, judges=trained.judges) for ids in prompts]
     changes = None
-    if found.adapter is not None:
+    if trained.adapter is not None:
         with model.disable_adapter():
             changes = [_error(_logits(model, answer.ids), answer.logits) for answer in answers]
     del model
-    exported: Any = load_exported(subject, found, dtype=dtype, device=device)
+    exported: Any = load_exported(subject, trained, dtype=dtype, device=device)
     tolerance = TOLERANCES[subject.dtype if dtype == "float32" else dtype]
     error = max(_error(_logits(exported, answer.ids), answer.logits) for answer in answers)
     change = None if changes is None else max(changes)
@@ -148,7 +148,7 @@ def check(subject: Subject) -> Check:
             f"spread, and the adapter changes them by {change:.2%}",
             hint="export with --dtype float32, or the adapter alone with --adapter",
         )
-    num_same = 0 if found.judges else sum(_num_same(exported, answer, tolerance) for answer in answers)
+    num_same = 0 if trained.judges else sum(_num_same(exported, answer, tolerance) for answer in answers)
     num_tokens = sum(len(answer.ids) - answer.num_prompt for answer in answers)
     return Check(
         num_prompts=len(answers),
@@ -197,7 +197,9 @@ def _where(found: Trained, dtype: Dtype) -> tuple[str, Dtype]:
 
 def _prompts(found: Trained) -> list[str]:
     assert found.run is not None
-    own = found.run.recipe.output.sample_prompts or list(dict.fromkeys(one["prompt"] for one in found.run.samples()))
+    own = found.run.recipe.output.sample_prompts or list(
+        dict.fromkeys(sample["prompt"] for sample in found.run.samples())
+    )
     return list(own or OTHER_PROMPTS)[:MAX_PROMPTS]
 
 
@@ -221,12 +223,12 @@ def _greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
     """The prompt with what follows it greedily."""
     import torch
 
-    given = torch.tensor([ids], device=model.device)
+    inputs = torch.tensor([ids], device=model.device)
     limit = model.config.get_text_config().to_dict().get("max_position_embeddings") or len(ids) + num_tokens
     room = max(1, min(num_tokens, limit - len(ids)))
     with torch.no_grad():
         output = model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=room, do_sample=False
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=room, do_sample=False
         )
     whole: list[int] = output[0].tolist()
     return whole
@@ -236,10 +238,10 @@ def _logits(model: Any, ids: list[int]) -> "Tensor":
     """Logits at every position, (seq, vocab), or the score, (1, 1), in float32 on the CPU."""
     import torch
 
-    given = torch.tensor([ids], device=model.device)
+    inputs = torch.tensor([ids], device=model.device)
     with torch.no_grad():
-        found: Tensor = model(input_ids=given, attention_mask=torch.ones_like(given)).logits
-    return found.reshape(-1, found.shape[-1]).float().cpu()
+        logits: Tensor = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits
+    return logits.reshape(-1, logits.shape[-1]).float().cpu()
 
 
 def _error(logits: "Tensor", reference: "Tensor") -> float:
@@ -247,8 +249,8 @@ def _error(logits: "Tensor", reference: "Tensor") -> float:
     if reference.shape[-1] == 1:
         return float((logits - reference).abs().max() / reference.abs().max().clamp_min(1.0))
     spread = (reference - reference.mean(-1, keepdim=True)).square().mean(-1).sqrt()
-    found = (logits - reference).square().mean(-1).sqrt() / spread.clamp_min(1e-12)
-    return float(found.max())
+    error = (logits - reference).square().mean(-1).sqrt() / spread.clamp_min(1e-12)
+    return float(error.max())
 
 
 def _num_same(model: Any, answer: _Answer, tolerance: float) -> int:
@@ -260,12 +262,14 @@ def _num_same(model: Any, answer: _Answer, tolerance: float) -> int:
         ModelError: It was not.
     """
     num_tokens = len(answer.ids) - answer.num_prompt
-    given = _greedy(model, answer.ids[: answer.num_prompt], num_tokens)[answer.num_prompt :]
-    wanted = answer.ids[answer.num_prompt :]
-    same = next((n for n, pair in enumerate(zip(wanted, given, strict=False)) if pair[0] != pair[1]), len(wanted))
-    if same < min(len(wanted), len(given)):
+    generated = _greedy(model, answer.ids[: answer.num_prompt], num_tokens)[answer.num_prompt :]
+    expected = answer.ids[answer.num_prompt :]
+    same = next(
+        (n for n, pair in enumerate(zip(expected, generated, strict=False)) if pair[0] != pair[1]), len(expected)
+    )
+    if same < min(len(expected), len(generated)):
         logits = answer.logits[answer.num_prompt + same - 1]
-        gap = float((logits[wanted[same]] - logits[given[same]]) / logits.std())
+        gap = float((logits[expected[same]] - logits[generated[same]]) / logits.std())
         # Each of the two may be off by several times the root mean square.
         if gap > 8 * tolerance:
             raise ModelError(
@@ -325,13 +329,13 @@ def main() -> None:
     """Check what is described on the standard input, and write what came out."""
     send_nothing_at_all()
     subject = Subject(**json.load(sys.stdin))
-    told: dict[str, Any]
+    report: dict[str, Any]
     with library_words_to(StringIO()):
         try:
-            told = asdict(check(subject))
+            report = asdict(check(subject))
         except TunekitError as error:
-            told = {"problem": error.problem, "hint": error.hint}
-    print(json.dumps(told))
+            report = {"problem": error.problem, "hint": error.hint}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

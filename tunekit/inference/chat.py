@@ -71,20 +71,20 @@ class Talk:
         backend: Backend = "transformers",
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        found = find_trained(run, checkpoint)
-        if found.judges:
-            raise RunError(f"{found.name} judges answers and gives none", hint="talk with a run of another method")
-        if compare and not found.can_compare:
-            raise RunError(f"{found.name} is a model that no run made: nothing was before it", hint="name a run")
+        trained = find_trained(run, checkpoint)
+        if trained.judges:
+            raise RunError(f"{trained.name} judges answers and gives none", hint="talk with a run of another method")
+        if compare and not trained.can_compare:
+            raise RunError(f"{trained.name} is a model that no run made: nothing was before it", hint="name a run")
         if backend == "vllm" and (absent := missing()) is not None:
             raise absent
-        self.name = found.name
+        self.name = trained.name
         self.last: Said | None = None
         """How the last answer ended."""
         self._turn = threading.Lock()
         self._writing = threading.Lock()
-        name = str(found.run.path if found.run is not None else run)
-        at = None if found.step is None else Path(found.folder).name
+        name = str(trained.run.path if trained.run is not None else run)
+        at = None if trained.step is None else Path(trained.folder).name
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tunekit.inference.chat_worker"],
@@ -161,12 +161,12 @@ class Talk:
             is_over = False
             try:
                 while not is_over:
-                    told = self._read()
-                    is_over = "piece" not in told
+                    reply = self._read()
+                    is_over = "piece" not in reply
                     if is_over:
-                        self.last = Said(**self._checked(told))
+                        self.last = Said(**self._checked(reply))
                     else:
-                        yield told["piece"]
+                        yield reply["piece"]
             finally:
                 if not is_over and self.is_open:
                     self._leave()
@@ -226,8 +226,8 @@ class Talk:
             raise self._gone() from error
         if not line:
             raise self._gone()
-        told: dict[str, Any] = json.loads(line)
-        return told
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _checked(self, told: dict[str, Any]) -> dict[str, Any]:
         """Return a message of the process, or raise the error that it reports."""
@@ -246,9 +246,9 @@ class Talk:
             return RunError(f"the talk with {self.name} is closed", hint="begin another one")
         self._words.seek(0)
         lines = self._words.read().decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1]}" if lines else ""
+        detail = f": {lines[-1]}" if lines else ""
         return RunError(
-            f"the process of {self.name} ended{f' with code {code}' if code else ''}{said}",
+            f"the process of {self.name} ended{f' with code {code}' if code else ''}{detail}",
             hint="there may be too little memory: close other models, or take --device cpu",
         )
 

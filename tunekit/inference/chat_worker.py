@@ -69,12 +69,12 @@ class Worker:
 
     def _read(self) -> None:
         for line in sys.stdin:
-            told = json.loads(line)
-            if "stop" in told:
+            message = json.loads(line)
+            if "stop" in message:
                 self.asked.set()
             else:
                 self.asked.clear()
-                self.lines.put(told)
+                self.lines.put(message)
         # The parent has closed its end, or is gone: whatever is computed, nobody waits for it.
         os._exit(0)
 
@@ -87,12 +87,12 @@ class Worker:
         """Load what the first line names, and answer the others."""
         first = self.lines.get()
         try:
-            found = find_trained(first["name"], first["checkpoint"])
+            trained = find_trained(first["name"], first["checkpoint"])
             self.vllm: VllmModel | None = None
-            if takes_vllm(first["backend"], found, first["device"]):
-                self._load_vllm(found, compare=first["compare"])
+            if takes_vllm(first["backend"], trained, first["device"]):
+                self._load_vllm(trained, compare=first["compare"])
             else:
-                self._load(found, first["device"], compare=first["compare"])
+                self._load(trained, first["device"], compare=first["compare"])
         except TunekitError as error:
             self.tell({"problem": error.problem, "hint": error.hint})
             return
@@ -163,11 +163,11 @@ class Worker:
             return self._said_so(num_tokens, began, is_cut=is_cut)
         model = self.before if is_base and self.before is not None else self.model
         aside = model.disable_adapter() if is_base and self.before is None else nullcontext()
-        given = torch.tensor([ids], device=self.device)
+        inputs = torch.tensor([ids], device=self.device)
         with torch.inference_mode(), aside:
             output = model.generate(
-                input_ids=given,
-                attention_mask=torch.ones_like(given),
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
                 max_new_tokens=limit,
                 pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                 eos_token_id=end_tokens(model, self.tokenizer) or None,
@@ -186,7 +186,7 @@ class Worker:
     def _said(self, messages: list[dict[str, str]]) -> str | list[dict[str, str]]:
         """A conversation; to a model that has no template for one, or was trained on texts, its texts."""
         if self.tokenizer.chat_template is None or not self.found.is_chat:
-            return "\n".join(one["content"] for one in messages)
+            return "\n".join(message["content"] for message in messages)
         return messages
 
     def _room(self, ids: list[int], asked: int) -> int:

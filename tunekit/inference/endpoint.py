@@ -90,8 +90,8 @@ def make_app(loaded: Loaded, name: str, ended: Event) -> FastAPI:
         generation_state=state,
     )
     app.add_exception_handler(HTTPException, _refused)
-    wanted = [path for path in ROUTES if path != "/v1/chat/completions" or talks(loaded)]
-    app.router.routes[:] = [route for route in app.router.routes if vars(route).get("path") in wanted]
+    paths = [path for path in ROUTES if path != "/v1/chat/completions" or talks(loaded)]
+    app.router.routes[:] = [route for route in app.router.routes if vars(route).get("path") in paths]
     return app
 
 
@@ -130,13 +130,13 @@ class _Manager(ModelManager):  # type: ignore[misc]
         for field in NUMBERS:
             if not isinstance(body.get(field), float | int | None):
                 raise HTTPException(400, f"{field}={body[field]!r} is no number")
-        asked = body.pop("max_completion_tokens", None) or body.get("max_tokens") or NUM_TOKENS
-        if not isinstance(asked, int) or asked < 1:
-            raise HTTPException(400, f"max_tokens={asked!r} is no number of tokens")
+        limit_asked = body.pop("max_completion_tokens", None) or body.get("max_tokens") or NUM_TOKENS
+        if not isinstance(limit_asked, int) or limit_asked < 1:
+            raise HTTPException(400, f"max_tokens={limit_asked!r} is no number of tokens")
         if self.longest is not None and num_tokens >= self.longest:
             takes = f"{self.force_model} takes {self.longest:,} with its answer"
             raise HTTPException(400, f"the prompt has {num_tokens:,} tokens, and {takes}")
-        body["max_tokens"] = asked if self.longest is None else min(asked, self.longest - num_tokens)
+        body["max_tokens"] = limit_asked if self.longest is None else min(limit_asked, self.longest - num_tokens)
 
 
 class _Chat(ChatCompletionHandler):  # type: ignore[misc]
@@ -146,10 +146,10 @@ class _Chat(ChatCompletionHandler):  # type: ignore[misc]
         """Answer one that the model can answer."""
         loaded = self.model_manager.loaded
         try:
-            said = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
-            if not said:
+            inputs = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+            if not inputs:
                 raise HTTPException(400, "messages is empty")
-            ids = prompt_ids(loaded.found, loaded.tokenizer, said, body.get("tools"))
+            ids = prompt_ids(loaded.found, loaded.tokenizer, inputs, body.get("tools"))
         except (DataError, RunError) as error:
             raise HTTPException(400, str(error)) from error
         except (KeyError, TypeError, ValueError, TemplateError) as error:
@@ -191,8 +191,12 @@ class Gate:
 
     def _refusal(self, headers: Headers) -> JSONResponse | None:
         if self._key is not None:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            return None if hmac.compare_digest(given.encode(), self._key.encode()) else _error(401, "no such API key")
+            credentials = headers.get("authorization", "").removeprefix("Bearer ")
+            return (
+                None
+                if hmac.compare_digest(credentials.encode(), self._key.encode())
+                else _error(401, "no such API key")
+            )
         host, origin = headers.get("host", ""), headers.get("origin")
         if urlsplit(f"//{host}").hostname not in LOOPBACK_NAMES:
             return _error(421, f"this server is not called {host!r}; ask http://127.0.0.1")

@@ -146,20 +146,20 @@ def _result(run: Run) -> Trained:
 
 def _checkpoint(run: Run, name: str) -> Trained:
     try:
-        found = named(run, name, weights_only=True)
+        checkpoint = named(run, name, weights_only=True)
     except RunError as error:
         raise RunError(error.problem.replace("--from", "checkpoint", 1), hint=error.hint) from error
     recipe = run.recipe
-    if (found.path / "recipe.yaml").is_file():
-        recipe = reload_recipe(found.path / "recipe.yaml")
-    text = run.path if not (found.path / "plan.yaml").is_file() else found.path
+    if (checkpoint.path / "recipe.yaml").is_file():
+        recipe = reload_recipe(checkpoint.path / "recipe.yaml")
+    text = run.path if not (checkpoint.path / "plan.yaml").is_file() else checkpoint.path
     plan = read_plan(text / "plan.yaml", recipe)
-    if not any(found.path.glob("*.safetensors")):
+    if not any(checkpoint.path.glob("*.safetensors")):
         raise RunError(
-            f"{found.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}",
+            f"{checkpoint.path.name} of {run.name} holds its weights in the parts of {plan.layout.name}",
             hint="resume the run to its end: its result is whole",
         )
-    return _of_run(run, found.path, plan, found.step)
+    return _of_run(run, checkpoint.path, plan, checkpoint.step)
 
 
 def _of_run(run: Run, folder: Path, plan: Plan, step: int | None) -> Trained:

@@ -124,30 +124,30 @@ def generate(
     sampling = Sampling(temperature, top_p, max_new_tokens, num_samples, seed)
     if batch_size < 1:
         raise RunError(f"there is no batch of {batch_size}", hint="give a --batch-size of at least 1")
-    found = find_trained(run, checkpoint)
-    refuse_judges(found)
+    trained = find_trained(run, checkpoint)
+    refuse_judges(trained)
     name = column or ("answer" if num_samples == 1 else "answers")
-    with_vllm = takes_vllm(backend, found, device)
-    given = read_prompts(prompts, system=system, taken=(name, *BESIDE))
+    with_vllm = takes_vllm(backend, trained, device)
+    prompt_rows = read_prompts(prompts, system=system, taken=(name, *BESIDE))
     send_nothing_at_all()
-    with _Answers(Path(out), name, given.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
-        ids = _encoded(found, given.prompts)
-        tell({"event": "generate", "phase": "loading", "name": found.name})
+    with _Answers(Path(out), name, prompt_rows.rows, several=num_samples > 1) as answers, library_words_to(StringIO()):
+        ids = _encoded(trained, prompt_rows.prompts)
+        tell({"event": "generate", "phase": "loading", "name": trained.name})
         where = device_for(device)
-        chosen = dtype_on(found, where) if dtype == "auto" else dtype
+        chosen = dtype_on(trained, where) if dtype == "auto" else dtype
         making: Callable[..., Iterator[tuple[int, tuple[Answer, ...]]]]
         if with_vllm:
-            making = VllmModel(found, chosen).answer
+            making = VllmModel(trained, chosen).answer
         else:
-            making = partial(answer, load(found, device=device, dtype=chosen), batch_size=batch_size)
-        tell({"event": "generate", "phase": "ready", "name": found.name, "device": where})
+            making = partial(answer, load(trained, device=device, dtype=chosen), batch_size=batch_size)
+        tell({"event": "generate", "phase": "ready", "name": trained.name, "device": where})
         began = time.perf_counter()
-        for index, said in making(ids, sampling):
-            answers.write(index, said)
+        for index, reply in making(ids, sampling):
+            answers.write(index, reply)
             tell({"event": "generate", "phase": "answers", "done": answers.num_prompts, "total": len(ids)})
         answers.order()
     return Generated(
-        name=found.name,
+        name=trained.name,
         out=str(out),
         num_prompts=len(ids),
         num_answers=answers.num_answers,
@@ -229,7 +229,7 @@ class _Answers(AbstractContextManager["_Answers"]):
         Raises:
             DiskError: There is no room for them.
         """
-        columns = [(one.text, one.num_tokens, one.reason) for one in answers]
+        columns = [(reply.text, reply.num_tokens, reply.reason) for reply in answers]
         values = tuple(map(list, zip(*columns, strict=True))) if self._several else columns[0]
         row = {**self._rows[index], **dict(zip((self._column, *BESIDE), values, strict=True))}
         line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
@@ -241,8 +241,8 @@ class _Answers(AbstractContextManager["_Answers"]):
         self._places[index] = (self._size, len(line))
         self._size += len(line)
         self.num_answers += len(answers)
-        self.num_tokens += sum(one.num_tokens for one in answers)
-        self.num_cut += sum(one.reason == "length" for one in answers)
+        self.num_tokens += sum(reply.num_tokens for reply in answers)
+        self.num_cut += sum(reply.reason == "length" for reply in answers)
 
     def order(self) -> None:
         """Write all of them in the order of the prompts, under the name that they are to have.

@@ -200,7 +200,7 @@ def answer(
     longest = longest_of(loaded.found)
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
     waiting = [index for index in order for _ in range(sampling.num_samples)]
-    given: dict[int, list[Answer]] = {}
+    results: dict[int, list[Answer]] = {}
     if sampling.seed is None:
         torch.seed()
     else:
@@ -208,19 +208,19 @@ def answer(
     start = 0
     while start < len(waiting):
         batch = _alike([prompts[index] for index in waiting[start : start + batch_size]], sampling, longest)
-        made = _answers(loaded, batch, sampling, longest)
-        if made is None and len(batch) == 1:
+        batch_answers = _answers(loaded, batch, sampling, longest)
+        if batch_answers is None and len(batch) == 1:
             raise MemoryShortError(
                 f"memory ran out in the answer to a prompt of {len(batch[0]):,} tokens",
                 hint="give fewer --max-new-tokens, leave long prompts out, or free some memory",
             )
-        if made is None:
+        if batch_answers is None:
             batch_size = len(batch) // 2
             continue
-        for index, one in zip(waiting[start:], made, strict=False):
-            given.setdefault(index, []).append(one)
-            if len(given[index]) == sampling.num_samples:
-                yield index, tuple(given.pop(index))
+        for index, reply in zip(waiting[start:], batch_answers, strict=False):
+            results.setdefault(index, []).append(reply)
+            if len(results[index]) == sampling.num_samples:
+                yield index, tuple(results.pop(index))
         start += len(batch)
 
 
@@ -244,8 +244,8 @@ def _answers(
     tokenizer, width = loaded.tokenizer, max(map(len, batch))
     ends = end_tokens(loaded.model, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
-    ids = torch.tensor([[padding] * (width - len(one)) + list(one) for one in batch], device=loaded.device)
-    mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in batch], device=loaded.device)
+    ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in batch], device=loaded.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=loaded.device)
     model: Any = loaded.model
     try:
         with torch.inference_mode():

@@ -72,7 +72,10 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
             )
     return DataPreview(
         key=source.key,
-        sources=tuple((one.key, shown(one.path)) for one in (*section.sources, *section.eval_sources)),
+        sources=tuple(
+            (source_section.key, shown(source_section.path))
+            for source_section in (*section.sources, *section.eval_sources)
+        ),
         method=recipe.method.type,
         max_length=section.max_length,
         format=look.format,
@@ -94,11 +97,11 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
 
 def _source(recipe: Recipe, key: str | None) -> CompleteSource:
     sources: Sequence[CompleteSource] = (*recipe.data.sources, *recipe.data.eval_sources)
-    found = next((source for source in sources if key in (None, source.key)), None)
-    if found is None:
+    matching = next((source for source in sources if key in (None, source.key)), None)
+    if matching is None:
         keys = ", ".join(source.key for source in sources)
         raise DataError(f"the recipe has no source {key}", hint=f"there are {keys}")
-    return found
+    return matching
 
 
 def _tokens(recipe: Recipe, rows: Rows) -> _Tokens:

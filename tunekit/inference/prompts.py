@@ -64,7 +64,7 @@ def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence
     files = find_files(DataSource(path=str(path)), key="prompts")
     if files is None:
         raise DataError(f"'{path}' is no file of prompts", hint="name a file, such as prompts.jsonl")
-    found, rows, faults = [], RowStore(), []
+    prompt_list, rows, faults = [], RowStore(), []
     for file in files.found:
         table = OPENERS[files.kind](file)
         for record in table.read(table.columns or ()):
@@ -73,38 +73,38 @@ def read_prompts(path: str | Path, *, system: str | None = None, taken: Sequence
                 if isinstance(record.value, Fault):
                     where += f":{record.value.column}" if record.value.column else ""
                     raise BadRow(record.value.what)
-                found.append(_prompt(record.value, where, system, taken))
+                prompt_list.append(_prompt(record.value, where, system, taken))
                 assert isinstance(record.value, dict)
                 rows.append(record.value)
             except (BadRow, RecursionError) as error:
                 faults.append(f"{where}: {error if isinstance(error, BadRow) else 'nested too deeply'}")
     if faults:
         raise DataError(told(faults, "bad row"))
-    if not found:
+    if not prompt_list:
         raise DataError(f"{path}: there are no rows in it")
-    return Prompts(tuple(found), rows)
+    return Prompts(tuple(prompt_list), rows)
 
 
 def told(faults: Sequence[str], noun: str) -> str:
     """The first of several faults, a line each, and how many there are."""
-    left = len(faults) - FAULTS_SHOWN
-    return "\n".join([*faults[:FAULTS_SHOWN], *([f"and {counted(left, f'more {noun}')}"] if left > 0 else [])])
+    num_more = len(faults) - FAULTS_SHOWN
+    return "\n".join([*faults[:FAULTS_SHOWN], *([f"and {counted(num_more, f'more {noun}')}"] if num_more > 0 else [])])
 
 
 def _prompt(value: object, where: str, system: str | None, taken: Sequence[str]) -> Prompt:
-    asked = asked_in(value)
+    question = asked_in(value)
     assert isinstance(value, dict)
-    for column, held in value.items():
-        plain(held, column)
+    for column, content in value.items():
+        plain(content, column)
         if column in taken:
             remedy = "--column names another one for the answers" if column == taken[0] else "rename it"
             raise BadRow(f"the column {column} is there already; {remedy}")
-    said = asked["prompt"]
-    if system is not None and isinstance(said, list) and said[0]["role"] != "system":
-        said = with_system(said, system)
-    elif system is not None and isinstance(said, str):
-        said = [{"role": "system", "content": system}, {"role": "user", "content": said}]
-    return Prompt(where, said, asked.get("tools"))
+    text = question["prompt"]
+    if system is not None and isinstance(text, list) and text[0]["role"] != "system":
+        text = with_system(text, system)
+    elif system is not None and isinstance(text, str):
+        text = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return Prompt(where, text, question.get("tools"))
 
 
 def prompt_ids(

@@ -167,15 +167,17 @@ class RewardTrial:
         return [f"{what}; raise method.max_completion_length, or add a stop text"]
 
     def _about_rewards(self) -> list[str]:
-        found = []
+        warnings = []
         for reward in self.rewards:
             if reward.mean is None:
-                found.append(f"{reward.name} has nothing to say of any answer")
+                warnings.append(f"{reward.name} has nothing to say of any answer")
             elif reward.spread == 0:
-                found.append(f"{reward.name} gives {reward.mean:g} to every answer")
+                warnings.append(f"{reward.name} gives {reward.mean:g} to every answer")
             if reward.seconds_per_step > max(1.0, self.generation_seconds_per_step):
-                found.append(f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step")
-        return found
+                warnings.append(
+                    f"{reward.name} takes longer than the answers: {reward.seconds_per_step:.1f} s for a step"
+                )
+        return warnings
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
@@ -248,7 +250,9 @@ def run_trial(
     return RewardTrial(
         groups=tuple(groups),
         rewards=tuple(rewards),
-        total=_summed_up("sum", 1.0, totals, sum(one.seconds_per_step for one in rewards), method.num_generations),
+        total=_summed_up(
+            "sum", 1.0, totals, sum(judged_reward.seconds_per_step for judged_reward in rewards), method.num_generations
+        ),
         max_completion_length=method.max_completion_length,
         generation_seconds_per_step=generation_seconds * per_step,
         masks_truncated=method.mask_truncated_completions,
@@ -259,20 +263,20 @@ def run_trial(
 def _prompts(
     sources: Sequence[Rows], tokenizer: "PreTrainedTokenizerBase", room: int, num_prompts: int
 ) -> list[_Prompt]:
-    found: list[_Prompt] = []
+    prompts: list[_Prompt] = []
     for rows in sources:
         for index, row in enumerate(rows.rows):
-            if len(found) == num_prompts:
-                return found
+            if len(prompts) == num_prompts:
+                return prompts
             ids = _ids(row, tokenizer)
             if len(ids) <= room:
-                found.append(_Prompt(rows.place(index), row, ids))
-    if not found:
+                prompts.append(_Prompt(rows.place(index), row, ids))
+    if not prompts:
         raise DataError(
             f"none of the prompts leaves room for an answer: they may have {room:,} tokens",
             hint="raise data.max_length",
         )
-    return found
+    return prompts
 
 
 def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -280,10 +284,10 @@ def _ids(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     if isinstance(row["prompt"], str):
         return list(tokenizer(row["prompt"])["input_ids"])
     with template_in_time("a prompt"):
-        made = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             row["prompt"], tools=row.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    return list(made["input_ids"])
+    return list(encoded["input_ids"])
 
 
 def _answer(
@@ -295,7 +299,7 @@ def _answer(
 
     sampling = method.generation
     end = tokenizer.eos_token_id
-    given = torch.tensor([ids], device=model.device)
+    inputs = torch.tensor([ids], device=model.device)
     config = GenerationConfig(
         max_new_tokens=method.max_completion_length,
         do_sample=True,
@@ -311,10 +315,10 @@ def _answer(
         use_cache=True,
     )
     with torch.no_grad():
-        made = model.generate(
-            input_ids=given, attention_mask=torch.ones_like(given), generation_config=config, tokenizer=tokenizer
+        output = model.generate(
+            input_ids=inputs, attention_mask=torch.ones_like(inputs), generation_config=config, tokenizer=tokenizer
         )
-    answers = [answer.tolist() for answer in made[:, len(ids) :]]
+    answers = [answer.tolist() for answer in output[:, len(ids) :]]
     answers = [answer[: answer.index(end) + 1] if end in answer else answer for answer in answers]
     return [_without_padding(answer, tokenizer) for answer in answers]
 
@@ -364,34 +368,34 @@ def _groups(
 ) -> list[Group]:
     weights = [reward.weight for reward in method.rewards]
     groups, first = [], 0
-    for prompt, given in zip(prompts, answered, strict=True):
+    for prompt, answers_of_prompt in zip(prompts, answered, strict=True):
         answers = []
-        for index, ids in enumerate(given, start=first):
-            values = tuple(one[index] for one in judged)
-            said = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        for index, ids in enumerate(answers_of_prompt, start=first):
+            values = tuple(judgement[index] for judgement in judged)
+            weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
             is_truncated = len(ids) == method.max_completion_length and ids[-1] != end
             answers.append(
-                Answer(text_of(batch["completions"][index]), len(ids), is_truncated, values, math.fsum(said))
+                Answer(text_of(batch["completions"][index]), len(ids), is_truncated, values, math.fsum(weighted))
             )
         groups.append(Group(prompt.place, text_of(prompt.row["prompt"]), tuple(answers)))
-        first += len(given)
+        first += len(answers_of_prompt)
     return groups
 
 
 def _summed_up(
     name: str, weight: float, values: list[float | None], seconds_per_step: float, num_generations: int
 ) -> Judged:
-    said = [value for value in values if value is not None]
+    known_values = [value for value in values if value is not None]
     groups = [values[start : start + num_generations] for start in range(0, len(values), num_generations)]
     spreads = [_spread([value for value in group if value is not None]) for group in groups]
-    known = [spread for spread in spreads if spread is not None]
+    known_spreads = [spread for spread in spreads if spread is not None]
     return Judged(
         name=name,
         weight=weight,
-        mean=statistics.fmean(said) if said else None,
-        spread=_spread(said),
-        group_spread=statistics.fmean(known) if known else None,
-        none_share=1 - len(said) / len(values),
+        mean=statistics.fmean(known_values) if known_values else None,
+        spread=_spread(known_values),
+        group_spread=statistics.fmean(known_spreads) if known_spreads else None,
+        none_share=1 - len(known_values) / len(values),
         seconds_per_step=seconds_per_step,
     )
 

@@ -68,13 +68,13 @@ def serve(
     """
     tell = on_event or (lambda event: None)
     check_address(host, api_key)
-    found = find_trained(run, checkpoint)
-    refuse_judges(found)
-    if takes_vllm(backend, found, device):
+    trained = find_trained(run, checkpoint)
+    refuse_judges(trained)
+    if takes_vllm(backend, trained, device):
         with listen(host, port) as listener:
             port = listener.getsockname()[1]
-        tell({"event": "serve", "phase": "loading", "name": found.name})
-        run_server(serve_command(found, served_name(found), host=host, port=port, dtype=dtype), api_key)
+        tell({"event": "serve", "phase": "loading", "name": trained.name})
+        run_server(serve_command(trained, served_name(trained), host=host, port=port, dtype=dtype), api_key)
         return
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -83,9 +83,9 @@ def serve(
         )
     send_nothing_at_all()
     with listen(host, port) as listener:
-        tell({"event": "serve", "phase": "loading", "name": found.name})
+        tell({"event": "serve", "phase": "loading", "name": trained.name})
         with library_words_to(StringIO()):
-            loaded = load(found, device=device, dtype=dtype)
+            loaded = load(trained, device=device, dtype=dtype)
         _answer(loaded, listener, host, api_key, tell)
 
 

@@ -106,15 +106,15 @@ class VllmModel:
         from vllm import TokensPrompt
 
         for start in range(0, len(prompts), AT_ONCE):
-            given = prompts[start : start + AT_ONCE]
+            batch = prompts[start : start + AT_ONCE]
             outputs = self._llm.generate(
-                [TokensPrompt(prompt_token_ids=list(ids)) for ids in given],
-                [self._params(sampling, room_of(len(ids), sampling, self._longest)) for ids in given],
+                [TokensPrompt(prompt_token_ids=list(ids)) for ids in batch],
+                [self._params(sampling, room_of(len(ids), sampling, self._longest)) for ids in batch],
                 lora_request=self._lora,
                 use_tqdm=False,
             )
             for index, output in enumerate(outputs, start=start):
-                yield index, tuple(self._answer(one) for one in output.outputs)
+                yield index, tuple(self._answer(completion) for completion in output.outputs)
 
     def stream(
         self, ids: Sequence[int], sampling: Sampling, *, base: bool, is_stopped: Callable[[], bool]
@@ -136,8 +136,8 @@ class VllmModel:
         engine.add_request("talk", TokensPrompt(prompt_token_ids=list(ids)), params, lora_request=lora)
         while engine.has_unfinished_requests():
             for output in engine.step():
-                one = output.outputs[0]
-                yield one.text, len(one.token_ids), one.finish_reason
+                completion = output.outputs[0]
+                yield completion.text, len(completion.token_ids), completion.finish_reason
             if is_stopped():
                 engine.abort_request(["talk"])
 

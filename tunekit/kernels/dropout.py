@@ -71,8 +71,8 @@ def dropout_factors(x: Tensor, seed: Tensor, place: int, probability: float) -> 
         ]
         key = [_word(key[0] + 0x9E3779B9), _word(key[1] + 0xBB67AE85)]
     words = torch.stack(counter, dim=-1).view(row.shape[0], -1)[:, :num_columns]
-    kept = (words >> 1) >= _threshold(probability)
-    return (kept.to(torch.promote_types(x.dtype, torch.float32)) * (1 / (1 - probability))).view(x.shape)
+    mask = (words >> 1) >= _threshold(probability)
+    return (mask.to(torch.promote_types(x.dtype, torch.float32)) * (1 / (1 - probability))).view(x.shape)
 
 
 def _word(number: Tensor) -> Tensor:
@@ -110,5 +110,5 @@ def _dropout_kernel(y, x, seed, place, threshold, factor, num_columns, BLOCK: tl
     column = start + tl.arange(0, BLOCK)
     position = row.to(tl.int64) * num_columns + column
     value = tl.load(x + position, mask=column < num_columns, other=0.0).to(tl.float32) * tl.cast(factor, tl.float32)
-    kept = (words >> 1).to(tl.int32) >= threshold
-    tl.store(y + position, tl.where(kept, value, 0.0).to(y.dtype.element_ty), mask=column < num_columns)
+    mask = (words >> 1).to(tl.int32) >= threshold
+    tl.store(y + position, tl.where(mask, value, 0.0).to(y.dtype.element_ty), mask=column < num_columns)

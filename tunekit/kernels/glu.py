@@ -169,12 +169,12 @@ class _GluLora(torch.autograd.Function):
         dgate, dup = _glu_backward(
             gradients[0], gate, up, gate_h, gate_b, up_h, up_b, ctx.gate_scale, ctx.up_scale, ctx.activation
         )
-        wanted = ctx.needs_input_grad
-        of_gate = _low_rank_gradients(dgate, gate_h, gate_b, ctx.gate_scale) if any(wanted[2:4]) else (None, None)
-        of_up = _low_rank_gradients(dup, up_h, up_b, ctx.up_scale) if any(wanted[4:6]) else (None, None)
+        needs_grad = ctx.needs_input_grad
+        of_gate = _low_rank_gradients(dgate, gate_h, gate_b, ctx.gate_scale) if any(needs_grad[2:4]) else (None, None)
+        of_up = _low_rank_gradients(dup, up_h, up_b, ctx.up_scale) if any(needs_grad[4:6]) else (None, None)
         of_factors = [
             gradient.to(factor.dtype).view(factor.shape) if needs and gradient is not None else None
-            for gradient, factor, needs in zip((*of_gate, *of_up), factors, wanted[2:6], strict=True)
+            for gradient, factor, needs in zip((*of_gate, *of_up), factors, needs_grad[2:6], strict=True)
         ]
         return dgate, dup, *of_factors, None, None, None
 

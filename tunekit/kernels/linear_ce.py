@@ -176,9 +176,9 @@ def reference_linear_ce(
 
 
 def _token_scores(loss: Tensor | None, columns: Sequence[Tensor | None], labels: Tensor) -> TokenScores:
-    log_probs, *others = columns
+    log_probs, *statistics = columns
     assert log_probs is not None
-    laid = (None if column is None else column.view(labels.shape) for column in others)
+    laid = (None if column is None else column.view(labels.shape) for column in statistics)
     return TokenScores(loss, log_probs.view(labels.shape), *laid)
 
 
@@ -229,7 +229,7 @@ def _linear_cross_entropy(
     of_hidden, of_weight, of_bias = _room(hidden, weight, num_rows, dtype, weight_gradient_dtype, gradients)
     per_chunk = chunk_rows(num_rows, num_columns, dtype.itemsize, budget_bytes)
     buffer = new_logits(per_chunk, num_columns, hidden, dtype)
-    weight, made = weight.to(dtype), _shape(shape)
+    weight, shape_args = weight.to(dtype), _shape(shape)
     for start in range(0, num_rows, per_chunk):
         end = min(start + per_chunk, num_rows)
         x = hidden.index_select(0, index[start:end]).to(dtype)
@@ -243,7 +243,7 @@ def _linear_cross_entropy(
             weights[start:end],
             None if entropy_weights is None else entropy_weights[start:end],
             rows.part(start, end),
-            made,
+            shape_args,
             gradient=any(gradients),
         )
         if gradients[0]:

@@ -269,10 +269,10 @@ def _like(x: Tensor, values: Tensor) -> Tensor:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotary_dim = cos.shape[-1]
-    pairs, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    pairs, tail = x[..., :rotary_dim], x[..., rotary_dim:]
     x1, x2 = pairs.chunk(2, dim=-1)
     turned = pairs * cos.unsqueeze(2) + torch.cat((-x2, x1), dim=-1) * sin.unsqueeze(2)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    return torch.cat((turned, tail), dim=-1) if tail.shape[-1] else turned
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float, llama: bool) -> tuple[Tensor, Tensor]:
@@ -323,9 +323,9 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, head_dim: int, rotary_dim: int) -> _Blocks:
-        half, rest = rotary_dim // 2, head_dim - rotary_dim
+        half, tail_dim = rotary_dim // 2, head_dim - rotary_dim
         half_block = triton.next_power_of_2(half)
-        rest_block = triton.next_power_of_2(rest) if rest else 0
+        rest_block = triton.next_power_of_2(tail_dim) if tail_dim else 0
         rows = max(NUM_WARPS * 32 * 8 // max(half_block, rest_block), 1)
         return cls(half, half_block, rest_block, rows)
 

@@ -84,8 +84,8 @@ def _forward_block(
     angles = _rows_of(block, seq, angle_batch, angle_token, 0, HEADS, ROWS)
     columns = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (rows < num_rows)[:, None] & (columns < HALF)
-    others = 2 * HALF + tl.arange(0, max(REST_BLOCK, 1))[None, :]
-    other_mask = (rows < num_rows)[:, None] & (others < HEAD_DIM)
+    tail_offsets = 2 * HALF + tl.arange(0, max(REST_BLOCK, 1))[None, :]
+    other_mask = (rows < num_rows)[:, None] & (tail_offsets < HEAD_DIM)
     x1 = tl.load(x_ptrs + columns, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptrs + HALF + columns, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + angles + columns, mask=mask, other=0.0).to(tl.float32)
@@ -93,22 +93,22 @@ def _forward_block(
     if INVERSE:
         sin = -sin
     if REST_BLOCK:
-        rest = tl.load(x_ptrs + others, mask=other_mask, other=0.0).to(tl.float32)
+        tail_values = tl.load(x_ptrs + tail_offsets, mask=other_mask, other=0.0).to(tl.float32)
     if NORMS:
         squares = tl.sum(x1 * x1 + x2 * x2, axis=1)
         if REST_BLOCK:
-            squares += tl.sum(rest * rest, axis=1)
+            squares += tl.sum(tail_values * tail_values, axis=1)
         rstd = tl.rsqrt(squares / HEAD_DIM + tl.cast(eps, tl.float32))
         tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
         x1 = _scaled(x1, rstd, weight_ptrs + columns, mask, offset, X, NORMED, LLAMA)
         x2 = _scaled(x2, rstd, weight_ptrs + HALF + columns, mask, offset, X, NORMED, LLAMA)
         if REST_BLOCK:
-            rest = _scaled(rest, rstd, weight_ptrs + others, other_mask, offset, X, NORMED, LLAMA)
+            tail_values = _scaled(tail_values, rstd, weight_ptrs + tail_offsets, other_mask, offset, X, NORMED, LLAMA)
     y1, y2 = _turn(x1, x2, cos, sin, PRODUCT)
     tl.store(y_ptrs + columns, y1.to(Y), mask=mask)
     tl.store(y_ptrs + HALF + columns, y2.to(Y), mask=mask)
     if REST_BLOCK:
-        tl.store(y_ptrs + others, rest.to(Y), mask=other_mask)
+        tl.store(y_ptrs + tail_offsets, tail_values.to(Y), mask=other_mask)
 
 
 @jit
@@ -229,7 +229,7 @@ def _backward_block(
 ):
     X: tl.constexpr = x_ptr.dtype.element_ty
     columns = tl.arange(0, HALF_BLOCK)[None, :]
-    others = 2 * HALF + tl.arange(0, max(REST_BLOCK, 1))[None, :]
+    tail_offsets = 2 * HALF + tl.arange(0, max(REST_BLOCK, 1))[None, :]
     weight_ptrs = weight_ptr + tl.zeros((ROWS, 1), tl.int32)
     share1 = tl.zeros((ROWS, HALF_BLOCK), tl.float32)
     share2 = tl.zeros((ROWS, HALF_BLOCK), tl.float32)
@@ -243,7 +243,7 @@ def _backward_block(
         angles = _rows_of(block, seq, angle_batch, angle_token, 0, HEADS, ROWS)
         there = (rows < num_rows)[:, None]
         mask = there & (columns < HALF)
-        other_mask = there & (others < HEAD_DIM)
+        other_mask = there & (tail_offsets < HEAD_DIM)
         dy1 = tl.load(dy_ptrs + columns, mask=mask, other=0.0).to(tl.float32)
         dy2 = tl.load(dy_ptrs + HALF + columns, mask=mask, other=0.0).to(tl.float32)
         x1 = tl.load(x_ptrs + columns, mask=mask, other=0.0).to(tl.float32)
@@ -257,15 +257,15 @@ def _backward_block(
         g2, own2 = _gradient(_rounded(dh2, NORMED), n2, weight_ptrs + HALF + columns, mask, offset, X, LLAMA)
         sums = tl.sum(g1 * n1 + g2 * n2, axis=1)
         if REST_BLOCK:
-            dy_rest = tl.load(dy_ptrs + others, mask=other_mask, other=0.0).to(tl.float32)
-            n_rest = tl.load(x_ptrs + others, mask=other_mask, other=0.0).to(tl.float32) * rstd
-            g_rest, own_rest = _gradient(dy_rest, n_rest, weight_ptrs + others, other_mask, offset, X, LLAMA)
+            dy_rest = tl.load(dy_ptrs + tail_offsets, mask=other_mask, other=0.0).to(tl.float32)
+            n_rest = tl.load(x_ptrs + tail_offsets, mask=other_mask, other=0.0).to(tl.float32) * rstd
+            g_rest, own_rest = _gradient(dy_rest, n_rest, weight_ptrs + tail_offsets, other_mask, offset, X, LLAMA)
             sums += tl.sum(g_rest * n_rest, axis=1)
         mean = (sums / HEAD_DIM)[:, None]
         tl.store(dx_ptrs + columns, (rstd * (g1 - n1 * mean)).to(X), mask=mask)
         tl.store(dx_ptrs + HALF + columns, (rstd * (g2 - n2 * mean)).to(X), mask=mask)
         if REST_BLOCK:
-            tl.store(dx_ptrs + others, (rstd * (g_rest - n_rest * mean)).to(X), mask=other_mask)
+            tl.store(dx_ptrs + tail_offsets, (rstd * (g_rest - n_rest * mean)).to(X), mask=other_mask)
         if LEARNS:
             share1 += own1
             share2 += own2

@@ -158,13 +158,13 @@ class _Watch:
         if not line.startswith('{"rank": '):
             self._words.append(f"{host.name}: {line}")
             return
-        said = json.loads(line)
-        rank, now = said["rank"], time.monotonic()
+        message = json.loads(line)
+        rank, now = message["rank"], time.monotonic()
         self._heard[rank] = now
-        if said["doing"] != self._doing[rank]:
-            self._doing[rank], self._since[rank] = said["doing"], now
-        if "measured" in said:
-            self._measured.append(Measured(**said["measured"]))
+        if message["doing"] != self._doing[rank]:
+            self._doing[rank], self._since[rank] = message["doing"], now
+        if "measured" in message:
+            self._measured.append(Measured(**message["measured"]))
 
     def _check(self) -> None:
         now = time.monotonic()

@@ -32,7 +32,7 @@ def delete_run(run: Run) -> None:
             model, or its folder is not a run's alone.
     """
     folder = run.path.absolute()
-    gone = folder.with_name(f"{GONE}{os.getpid()}-{folder.name}")
+    doomed = folder.with_name(f"{GONE}{os.getpid()}-{folder.name}")
     with claimed(run):
         _check_over(run)
         _check_alone(folder)
@@ -44,15 +44,15 @@ def delete_run(run: Run) -> None:
                 hint="delete what starts from it first",
             )
         try:
-            folder.rename(gone)
+            folder.rename(doomed)
         except OSError as error:
             raise RunError(
                 f"{run.path} cannot be deleted: {error.strerror}", hint="let its folder be written"
             ) from error
-    for left in folder.parent.glob(f"{GONE}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    if gone.exists():
-        raise RunError(f"{gone} cannot be deleted wholly", hint="delete what is left of it")
+    for leftover in folder.parent.glob(f"{GONE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if doomed.exists():
+        raise RunError(f"{doomed} cannot be deleted wholly", hint="delete what is left of it")
 
 
 def _check_over(run: Run) -> None:

@@ -79,12 +79,12 @@ def devices_of(plan: Plan) -> tuple[str, ...]:
 
 def when_served(hardware: Hardware) -> Hardware:
     """A machine as a run finds it that waits for its turn: what other runs hold is free again."""
-    held = {device for ticket in tickets() for device in ticket.devices}
+    busy = {device for ticket in tickets() for device in ticket.devices}
     return hardware.model_copy(
         update={
             "accelerators": tuple(
                 device.model_copy(update={"memory_free_bytes": int(FREE_SHARE * device.memory_total_bytes)})
-                if device.visible_as in held
+                if device.visible_as in busy
                 else device
                 for device in hardware.accelerators
             )
@@ -105,9 +105,9 @@ def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
         Stopped: It was asked to end while it waited.
     """
     devices = devices_of(run.plan)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if waits or devices != (PROCESSOR,):
-            ticket = held.enter_context(_ticket(run, devices, waits=waits))
+            ticket = stack.enter_context(_ticket(run, devices, waits=waits))
             if waits:
                 _wait(run, ticket, listener)
         if not waits and listener is not None:
@@ -118,25 +118,25 @@ def turn(run: Run, *, waits: bool, listener: Listener | None) -> Iterator[None]:
 def _wait(run: Run, ticket: Ticket, listener: Listener | None) -> None:
     """Wait until a ticket is served."""
     record = Record(run, Place(), listener)
-    told: list[Ticket] | None = None
+    reported: list[Ticket] | None = None
     with Wishes(run, run.recipe.parallel.grace_seconds, signs=True) as wishes:
         try:
             while ahead := _served_or_ahead(ticket):
-                if ahead != told:
+                if ahead != reported:
                     _tell(record, ticket, ahead)
-                if told is None and listener is not None:
+                if reported is None and listener is not None:
                     listener({"event": "begun", "run": run})
-                told = ahead
+                reported = ahead
                 wishes.check()
                 time.sleep(LOOK_SECONDS)
             wishes.check()
         except KeyboardInterrupt as error:
-            asked = wishes.known or Request(True, "SIGINT", None, 0.0)
+            request = wishes.known or Request(True, "SIGINT", None, 0.0)
             run.update_status(place_in_line=None)
-            record.end("interrupted", f"{words_of(run, asked)}: it waited for {', '.join(ticket.devices)}")
-            raise stopped(run, asked, str(run.status()["exit_reason"])) from error
+            record.end("interrupted", f"{words_of(run, request)}: it waited for {', '.join(ticket.devices)}")
+            raise stopped(run, request, str(run.status()["exit_reason"])) from error
     run.update_status(phase="starting", place_in_line=None)
-    if told is None and listener is not None:
+    if reported is None and listener is not None:
         listener({"event": "begun", "run": run})
 
 
@@ -161,15 +161,15 @@ def _ticket(run: Run, devices: tuple[str, ...], *, waits: bool) -> Iterator[Tick
     with _line(folder):
         number = max((int(file.stem) for file in folder.glob("*.json")), default=0) + 1
         ticket = Ticket(number, str(run.path.resolve()), devices, waits)
-        held = _lock(folder, number)
-        held.acquire()
+        lock = _lock(folder, number)
+        lock.acquire()
         _write(folder, ticket)
     try:
         yield ticket
     finally:
         with _line(folder):
             _remove(folder, number)
-            held.release()
+            lock.release()
 
 
 def _served_or_ahead(ticket: Ticket) -> list[Ticket]:
@@ -190,7 +190,7 @@ def _served_or_ahead(ticket: Ticket) -> list[Ticket]:
 
 def _tickets(folder: Path) -> list[Ticket]:
     """The tickets of processes that live, while nobody else looks; those of others are thrown away."""
-    found = []
+    tickets_found = []
     for file in sorted(folder.glob("*.json")):
         number = int(file.stem)
         try:
@@ -198,8 +198,8 @@ def _tickets(folder: Path) -> list[Ticket]:
                 _remove(folder, number)
         except Timeout:
             values = json.loads(file.read_text(encoding="utf-8"))
-            found.append(Ticket(**{**values, "devices": tuple(values["devices"])}))
-    return found
+            tickets_found.append(Ticket(**{**values, "devices": tuple(values["devices"])}))
+    return tickets_found
 
 
 def _folder() -> Path:

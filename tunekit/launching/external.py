@@ -72,8 +72,8 @@ def train_joined(place: Place, make: Callable[[], Run], listener: Listener | Non
         with told_if_gone(run):
             work(run, listener if place.is_main else None, place)
     except BaseException as error:
-        told = errors_of(run)
-        if told and told[0]["rank"] != place.rank:
+        errors = errors_of(run)
+        if errors and errors[0]["rank"] != place.rank:
             raise SystemExit(_code(error)) from None
         raise
     return run
@@ -111,8 +111,8 @@ def _first_node(place: Place, environment: Mapping[str, str]) -> str:
             hint="set MASTER_ADDR to its address: mpirun -x MASTER_ADDR=...",
         )
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    told = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    return told.stdout.split()[0]
+    listing = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    return listing.stdout.split()[0]
 
 
 def _store(place: Place) -> Any:
@@ -168,17 +168,17 @@ def _see_that_all_see(store: Any, place: Place, path: Path) -> None:
 
 def _learned(store: Any, place: Place) -> Run:
     """Wait for the first process to make the run."""
-    said = torchrun_restarts.hear(store, "run")
-    if "code" not in said:
+    message = torchrun_restarts.hear(store, "run")
+    if "code" not in message:
         if place.local_rank == 0:
-            _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(said["mark"])), "node": os.uname().nodename})
-        said |= torchrun_restarts.hear(store, "go")
-    if "code" in said:
+            _say(store, f"seen-{place.rank}", {"seen": _is_seen(Path(message["mark"])), "node": os.uname().nodename})
+        message |= torchrun_restarts.hear(store, "go")
+    if "code" in message:
         store.add("left", 1)
         # The first process says what is wrong, which a launcher would stop it from as soon as another has ended.
         time.sleep(LINGER_SECONDS)
-        raise SystemExit(said["code"])
-    return Run(said["path"])
+        raise SystemExit(message["code"])
+    return Run(message["path"])
 
 
 def _is_seen(mark: Path) -> bool:

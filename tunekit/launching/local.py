@@ -174,13 +174,13 @@ class _Supervisor:
 
     def _stopped(self) -> Stopped:
         """Return the error to raise once all processes are gone, after recording it if they have not."""
-        asked = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
+        request = self.wishes.known or requested(self.run) or Request(True, "SIGINT", None, 0.0)
         reason = self.run.status()["exit_reason"]
         if reason is None:
-            reason = words_of(self.run, asked, is_late=self.wishes.is_late)
-            self.record.end(phase_after(self.run, asked), reason)
+            reason = words_of(self.run, request, is_late=self.wishes.is_late)
+            self.record.end(phase_after(self.run, request), reason)
             self._hand_on()
-        return stopped(self.run, asked, reason)
+        return stopped(self.run, request, reason)
 
     def _mind_wishes(self) -> None:
         """Wait for the processes to end that are to, but not for what is no step and has nothing to save.
@@ -188,11 +188,11 @@ class _Supervisor:
         Raises:
             KeyboardInterrupt: All are to end at once.
         """
-        asked = self.wishes.known
-        if asked is not None and asked != self._told:
-            self._told = asked
-            self.record.write("stop", **told_of(self.run, asked))
-        if asked is not None and self.run.status()["phase"] in ("starting", "loading"):
+        request = self.wishes.known
+        if request is not None and request != self._told:
+            self._told = request
+            self.record.write("stop", **told_of(self.run, request))
+        if request is not None and self.run.status()["phase"] in ("starting", "loading"):
             raise KeyboardInterrupt
         self.wishes.check()
 
@@ -261,18 +261,18 @@ class _Supervisor:
         """
         log = self.run.path / LOG
         errors = errors_of(self.run)
-        told = next(iter(errors), None)
-        if told is not None and told["kind"] != ExchangeError.__name__:
-            return _Failure(raised(told), is_the_users=told["traceback"] is None and told["kind"] not in FAULTS)
+        error = next(iter(errors), None)
+        if error is not None and error["kind"] != ExchangeError.__name__:
+            return _Failure(raised(error), is_the_users=error["traceback"] is None and error["kind"] not in FAULTS)
         # A process that said why it ends may crash on its way out, with the exchange it waited for still open.
         have_told = {words["rank"] for words in errors}
         # One that was aborted often is one that saw another end.
         wordless = sorted((rank for rank in codes if rank not in have_told), key=lambda r: codes[r] == -signal.SIGABRT)
         for rank in wordless:
             return _Failure(_without_word(rank, codes[rank], f"see {log}"))
-        assert told is not None
+        assert error is not None
         not_heard = f"; no word from rank {', '.join(map(str, silent))}" if silent else ""
-        return _Failure(RunError(told["problem"] + not_heard, hint=told["hint"]))
+        return _Failure(RunError(error["problem"] + not_heard, hint=error["hint"]))
 
 
 def _without_word(rank: int, code: int, hint: str) -> RunError:

@@ -82,10 +82,10 @@ def train_on_ray(run: Run, address: str | None = None, listener: Listener | None
             with wishes, wishes.waiting():
                 _follow(run, pool.submit(trainer.fit), listener, wishes)
         except KeyboardInterrupt as error:
-            asked = wishes.known or Request(True, "SIGINT", None, 0.0)
-            reason = words_of(run, asked, is_late=wishes.is_late)
-            record.end(phase_after(run, asked), reason)
-            raise stopped(run, asked, reason) from error
+            request = wishes.known or Request(True, "SIGINT", None, 0.0)
+            reason = words_of(run, request, is_late=wishes.is_late)
+            record.end(phase_after(run, request), reason)
+            raise stopped(run, request, reason) from error
         except TrainingFailedError as error:
             last_line = str(error).strip().splitlines()[-1]
             failure = next(map(raised, errors_of(run)), RunError(f"Ray: {last_line}", hint="see `ray status`"))
@@ -135,11 +135,11 @@ def _follow(run: Run, training: "Future[Result]", listener: Listener | None, wis
     Raises:
         KeyboardInterrupt: They are to end at once, or before there is anything to save.
     """
-    offset, is_last, told = 0, False, None
+    offset, is_last, last_error = 0, False, None
     while not is_last:
-        if wishes.known not in (None, told):
-            told = wishes.known
-            Record(run, Place()).write("stop", **told_of(run, told))
+        if wishes.known not in (None, last_error):
+            last_error = wishes.known
+            Record(run, Place()).write("stop", **told_of(run, last_error))
         if wishes.asked is not None and run.status()["phase"] in ("starting", "loading"):
             raise KeyboardInterrupt
         wishes.check()

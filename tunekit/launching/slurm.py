@@ -86,10 +86,10 @@ def _one_line(option: str) -> str:
         raise RunError(f"sbatch: {option!r} would be more than one line of the job's script", hint="name it otherwise")
     if not option.startswith("-"):
         raise RunError(f"sbatch: {option!r} is no option", hint="write it as --NAME=VALUE")
-    held = secret_in(option)
-    if held is not None:
+    secret = secret_in(option)
+    if secret is not None:
         raise RunError(
-            f"sbatch: {redacted(name)} holds {held}", hint="a job finds what is exported where it is submitted"
+            f"sbatch: {redacted(name)} holds {secret}", hint="a job finds what is exported where it is submitted"
         )
     return option
 
@@ -164,10 +164,10 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in ("infinite", "unlimited"):
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
         raise RunError(f"--time {time}: is no time", hint="write it as 90 (minutes), 01:30:00 or 2-12 (days-hours)")
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     # With days it begins with hours; without, one number or two begin with minutes.
     units = [3600, 60, 1] if days is not None or len(numbers) == 3 else [60, 1]

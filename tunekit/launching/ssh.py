@@ -42,14 +42,14 @@ def for_hosts(recipe: Recipe, names: Sequence[str]) -> tuple[Recipe, Hardware]:
     with Hosts(names) as hosts:
         hosts.meet()
         hardware = hosts.hardware
-    asked, has = recipe.parallel.num_processes, hardware.num_accelerators
-    if asked is not None and (asked != has if has else asked % len(names)):
+    num_processes, has = recipe.parallel.num_processes, hardware.num_accelerators
+    if num_processes is not None and (num_processes != has if has else num_processes % len(names)):
         needed = str(has) if has else f"a multiple of {len(names)}"
         raise PlanError(
-            f"parallel.num_processes: {asked} processes cannot be spread evenly over {len(names)} hosts",
+            f"parallel.num_processes: {num_processes} processes cannot be spread evenly over {len(names)} hosts",
             hint=f"leave it out, or ask for {needed}",
         )
-    return load_recipe(recipe, [f"parallel.num_processes={asked or has or len(names)}"]), hardware
+    return load_recipe(recipe, [f"parallel.num_processes={num_processes or has or len(names)}"]), hardware
 
 
 def launch_on(run: Run, names: Sequence[str], listener: Listener | None = None) -> None:
@@ -145,14 +145,16 @@ def _check_folder(run: Run, hosts: Hosts) -> None:
     try:
         while True:
             answers = dict(zip(hosts.all, hosts.ask("read", file=str(proof)), strict=True))
-            if all(found["content"] == words for found in answers.values()) or time.monotonic() > until:
+            if all(answer["content"] == words for answer in answers.values()) or time.monotonic() > until:
                 break
             time.sleep(RETRY_SECONDS)
     finally:
         proof.unlink()
-    failures = {host: "it does not see" for host, found in answers.items() if found["content"] != words}
+    failures = {host: "it does not see" for host, answer in answers.items() if answer["content"] != words}
     failures |= {
-        host: "it cannot write to" for host, found in answers.items() if host not in failures and not found["writable"]
+        host: "it cannot write to"
+        for host, answer in answers.items()
+        if host not in failures and not answer["writable"]
     }
     if failures:
         folder = proof.parent

@@ -179,11 +179,11 @@ class Hosts:
     @property
     def hardware(self) -> Hardware:
         """Facts about each host, by the one with the least free memory."""
-        found = [Hardware.model_validate(host.facts["hardware"]) for host in self.all]
-        least = min(found, key=lambda hardware: hardware.device.memory_free_bytes)
-        cores = min((hardware.num_cores for hardware in found if hardware.num_cores), default=None)
+        machines = [Hardware.model_validate(host.facts["hardware"]) for host in self.all]
+        least = min(machines, key=lambda hardware: hardware.device.memory_free_bytes)
+        cores = min((hardware.num_cores for hardware in machines if hardware.num_cores), default=None)
         note = "; ".join(filter(None, (least.note, "on " + ", ".join(host.name for host in self.all))))
-        return least.model_copy(update={"num_nodes": len(found), "num_cores": cores, "note": note})
+        return least.model_copy(update={"num_nodes": len(machines), "num_cores": cores, "note": note})
 
     @property
     def silent(self) -> list[Host]:
@@ -207,19 +207,19 @@ class Hosts:
         Raises:
             RunError: One of them does not answer.
         """
-        asked = self.all if hosts is None else hosts
-        for host in asked:
+        targets = self.all if hosts is None else hosts
+        for host in targets:
             host.say(what, **fields)
         answers: dict[Host, Message] = {}
         until = time.monotonic() + ANSWER_SECONDS
-        while len(answers) < len(asked):
+        while len(answers) < len(targets):
             answers |= {host: message for host, message in self.poll() if message["said"] == "answer"}
             if self.silent:
                 raise lost_error(self.silent)
             if time.monotonic() > until:
-                missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in asked if host not in answers}
+                missing = {host: f"no answer for {ANSWER_SECONDS} s" for host in targets if host not in answers}
                 raise unusable(missing, "see what keeps it busy")
-        return [answers[host] for host in asked]
+        return [answers[host] for host in targets]
 
     def meet(self) -> tuple[str, int, list[str | None]]:
         """An address and a port of the first host that all others reach, and the interface of each on that way.
@@ -227,28 +227,30 @@ class Hosts:
         Raises:
             RunError: A host does not reach the first one. It is named.
         """
-        first, others = self.all[0], self.all[1:]
-        if not others:
+        first, rest_of_hosts = self.all[0], self.all[1:]
+        if not rest_of_hosts:
             return "127.0.0.1", self.ask("open", address="127.0.0.1")[0]["port"], [None]
         name = ssh_address(first.name)
-        ways = dict(zip(others, self.ask("way", others, towards=name), strict=True))
+        ways = dict(zip(rest_of_hosts, self.ask("way", rest_of_hosts, towards=name), strict=True))
         failures = {
             host: f"it finds no way to {name}: {way['problem']}" for host, way in ways.items() if way["problem"]
         }
         if failures:
             raise unusable(failures, f"all hosts must know {first.name} by that name")
         # By its own name a host often finds its loopback, so the first is asked for its way to another one.
-        (ways[first],) = self.ask("way", [first], towards=ways[others[0]]["address"])
+        (ways[first],) = self.ask("way", [first], towards=ways[rest_of_hosts[0]]["address"])
         address = ways[first]["address"]
-        same = {host: f"it is {first.name} by another name" for host in others if ways[host]["address"] == address}
+        same = {
+            host: f"it is {first.name} by another name" for host in rest_of_hosts if ways[host]["address"] == address
+        }
         if same:
             raise unusable(same, "name each host once, and the first as the others reach it")
         (door,) = self.ask("open", [first], address=address)
-        reached = zip(others, self.ask("reach", others, address=address, port=door["port"]), strict=True)
+        reached = zip(rest_of_hosts, self.ask("reach", rest_of_hosts, address=address, port=door["port"]), strict=True)
         failures = {
-            host: f"it does not reach {first.name} at {address}, port {door['port']}: {found['problem']}"
-            for host, found in reached
-            if found["problem"]
+            host: f"it does not reach {first.name} at {address}, port {door['port']}: {answer['problem']}"
+            for host, answer in reached
+            if answer["problem"]
         }
         if failures:
             raise unusable(failures, "let the hosts reach one another on all ports")
@@ -266,7 +268,7 @@ class Hosts:
             RunError: A host does not reach the first one. It is named.
         """
         address, port, interfaces = self.meet()
-        given = {
+        forwarded = {
             name: value
             for name, value in os.environ.items()
             if name.startswith(FORWARDED) and (name == HUB_TOKEN or not is_secret(name))
@@ -275,7 +277,7 @@ class Hosts:
         # NCCL takes InfiniBand where it finds some, and then expects it everywhere.
         mixed = {"NCCL_IB_DISABLE": "1"} if any(adapters) and not all(adapters) else {}
         for node, (host, interface) in enumerate(zip(self.all, interfaces, strict=True)):
-            host.environment = {**mixed, **given, **environment}
+            host.environment = {**mixed, **forwarded, **environment}
             if interface is not None:
                 name_interface(host.environment, interface)
             host.codes = [None] * num_local
@@ -333,10 +335,10 @@ class Hosts:
         first = self.all[0]
         for host in self.all:
             ours, theirs = first.facts["versions"], host.facts["versions"]
-            others = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
-            if others:
+            differing = [f"{name} {theirs[name]}" for name in ours if theirs[name] != ours[name]]
+            if differing:
                 there = ", ".join(f"{name} {ours[name]}" for name in ours if theirs[name] != ours[name])
-                failures[host] = f"it has {', '.join(others)}, but {first.name} has {there}"
+                failures[host] = f"it has {', '.join(differing)}, but {first.name} has {there}"
             elif _devices(host) != _devices(first):
                 failures[host] = f"it has {_devices(host)}, but {first.name} has {_devices(first)}"
         if failures:
@@ -352,14 +354,14 @@ def lost_error(lost: Sequence[Host]) -> HostLostError:
 def ssh_address(name: str) -> str:
     """The address or name that ssh connects to for a host, by its configuration."""
     command = ["ssh", "-G", *_destination(name)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return next(line.split()[1] for line in told.splitlines() if line.startswith("hostname "))
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next(line.split()[1] for line in output.splitlines() if line.startswith("hostname "))
 
 
 def _destination(name: str) -> list[str]:
-    found = NAME.fullmatch(name)
-    assert found is not None, name
-    return ["--", f"ssh://{name}" if found["port"] else name.strip("[]")]
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    return ["--", f"ssh://{name}" if match["port"] else name.strip("[]")]
 
 
 def _command(name: str | None) -> list[str]:

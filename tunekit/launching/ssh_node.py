@@ -81,13 +81,13 @@ class Node:
         if message is None:
             return False
         self._heard = time.monotonic()
-        asked = message.pop("ask")
-        if asked == "start":
+        question = message.pop("ask")
+        if question == "start":
             self._start(**message)
-        elif asked == "end":
+        elif question == "end":
             self._end()
-        elif asked in self._answers:
-            self._say("answer", **self._answers[asked](**message))
+        elif question in self._answers:
+            self._say("answer", **self._answers[question](**message))
         return True
 
     def _read(self, file: str) -> Message:
@@ -182,11 +182,11 @@ def what_is_here() -> Message:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
-    found: Message = {"versions": versions, "infiniband": infiniband()}
+    facts: Message = {"versions": versions, "infiniband": infiniband()}
     try:
-        return {**found, "hardware": probe_node().model_dump(mode="json"), "problem": None}
+        return {**facts, "hardware": probe_node().model_dump(mode="json"), "problem": None}
     except PlanError as error:
-        return {**found, "hardware": None, "problem": str(error)}
+        return {**facts, "hardware": None, "problem": str(error)}
 
 
 def main() -> None:

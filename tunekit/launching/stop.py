@@ -52,26 +52,26 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
         RunError: It does not end in time, or waits in a scheduler's queue.
     """
     state = run.state
-    left = _Left(run)
+    remaining = _Left(run)
     if state == "queued" and run.status().get("place_in_line") is None:
         job = read_job(run.path)
         hint = f"take it out of the queue: scancel {job}" if job is not None else None
         raise RunError(f"{run.name} waits to be started: nothing of it runs", hint=hint)
-    if (state in FINAL_PHASES or state == DIED) and not left.look():
+    if (state in FINAL_PHASES or state == DIED) and not remaining.look():
         reason = run.status()["exit_reason"]
         return f"{run.name} is not running: it {_past(state)}{f', {reason}' if reason else ''}"
     request(run, now=now)
     seconds = NOW_SECONDS if now else _patience_seconds(run)
     tell(f"{run.name} is asked to end {'at once' if now else f'after its step; it has {seconds:.0f} s'}")
-    if not _wait(left, seconds, tell):
+    if not _wait(remaining, seconds, tell):
         if not now:
             raise RunError(
-                f"{run.name} did not end in {seconds:.0f} s: {left.words()}",
+                f"{run.name} did not end in {seconds:.0f} s: {remaining.words()}",
                 hint=f"it will when it can; end it at once: tunekit stop {run.path} --now",
             )
-        left.kill()
-        if not _wait(left, NOW_SECONDS, tell):
-            raise RunError(f"{run.name} cannot be ended from here: {left.words()}", hint="end it on its host")
+        remaining.kill()
+        if not _wait(remaining, NOW_SECONDS, tell):
+            raise RunError(f"{run.name} cannot be ended from here: {remaining.words()}", hint="end it on its host")
     status = run.status()
     if status["phase"] not in FINAL_PHASES:
         # Its processes were killed before they could say so.
@@ -82,8 +82,8 @@ def stop_run(run: Run, *, now: bool, tell: Callable[[str], None]) -> str:
 
 def words_of_what_lives(run: Run) -> str | None:
     """Describe the living processes of a run; None where there are none."""
-    left = _Left(run)
-    return left.words() if left.look() else None
+    remaining = _Left(run)
+    return remaining.words() if remaining.look() else None
 
 
 def _past(state: str) -> str:
@@ -92,12 +92,12 @@ def _past(state: str) -> str:
 
 def _wait(left: "_Left", seconds: float, tell: Callable[[str], None]) -> bool:
     """Wait until nothing is left, at most so long; whether nothing is."""
-    until, told, words = time.monotonic() + seconds, time.monotonic(), ""
+    until, reported_at, words = time.monotonic() + seconds, time.monotonic(), ""
     while left.look():
         if time.monotonic() > until:
             return False
-        if time.monotonic() - told > TELL_SECONDS and left.words() != words:
-            told, words = time.monotonic(), left.words()
+        if time.monotonic() - reported_at > TELL_SECONDS and left.words() != words:
+            reported_at, words = time.monotonic(), left.words()
             tell(f"waiting for {words}")
         time.sleep(LOOK_SECONDS)
     return True
@@ -154,17 +154,19 @@ class _Left:
     def words(self) -> str:
         """Describe the remaining processes: what each one does, and since when."""
         status = self._run.status()
-        told = []
+        descriptions = []
         for beat in sorted(beats_in(self._run.path), key=lambda one: one["rank"]):
             where = f" on {beat['host']}" if beat in self._elsewhere else ""
             if where or beat["pid"] in self._seen:
                 seconds = max(0.0, beat["time"] - beat["since"])
-                told.append(f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']} for {seconds:.0f} s")
+                descriptions.append(
+                    f"rank {beat['rank']}{where} in {beat['at']} of step {beat['step']} for {seconds:.0f} s"
+                )
         ranks = {beat["pid"] for beat in beats_in(self._run.path)}
-        others = [str(pid) for pid in self._seen if pid not in ranks]
-        if others:
-            told.append(f"process{'es' * (len(others) > 1)} {', '.join(others)}")
-        return "; ".join(told) or f"a word from process {status['pid']} on {status['host']}"
+        unranked = [str(pid) for pid in self._seen if pid not in ranks]
+        if unranked:
+            descriptions.append(f"process{'es' * (len(unranked) > 1)} {', '.join(unranked)}")
+        return "; ".join(descriptions) or f"a word from process {status['pid']} on {status['host']}"
 
     def _see(self, pid: int, identity: str, others_of: Callable[[int], Iterator[psutil.Process]]) -> None:
         """Remember a process with those that it started for the run: they are nobody's when it is gone."""
@@ -172,9 +174,9 @@ class _Left:
             return
         self._seen[pid] = identity
         for other in others_of(pid):
-            found = identity_of(other.pid)
-            if found is not None:
-                self._seen.setdefault(other.pid, found)
+            child_identity = identity_of(other.pid)
+            if child_identity is not None:
+                self._seen.setdefault(other.pid, child_identity)
 
     def _gives_signs(self, beat: dict[str, Any]) -> bool:
         name = f"rank-{beat['rank']}.json"
@@ -191,7 +193,7 @@ class _Left:
 def _started_by(pid: int, since: float) -> Iterator[psutil.Process]:
     """All processes that one has started since then, and these have."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        yield from (one for one in psutil.Process(pid).children(recursive=True) if one.create_time() >= since - 1)
+        yield from (child for child in psutil.Process(pid).children(recursive=True) if child.create_time() >= since - 1)
 
 
 def _is_tunekit(pid: int) -> bool:

@@ -111,9 +111,9 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     Raises:
         TunekitError: What ended the attempt before is for the user to mend, so that this one would end in the same way.
     """
-    told, record = next(iter(errors_of(run)), None), Record(run, Place(), listener)
-    if told is not None and told["traceback"] is None and told["kind"] not in FAULTS:
-        error = raised(told)
+    reported_error, record = next(iter(errors_of(run)), None), Record(run, Place(), listener)
+    if reported_error is not None and reported_error["traceback"] is None and reported_error["kind"] not in FAULTS:
+        error = raised(reported_error)
         if not goes_back(run, record, error):
             raise error
         return run
@@ -121,6 +121,6 @@ def go_on_with(run: Run, listener: Listener | None) -> Run:
     step = newest_complete(run.path).step
     if listener is not None:
         listener({"event": "plan", "run": run, "plan": run.plan, "notes": ["the launcher has started it again"]})
-    reason = "a process was ended" if told is None else told["problem"]
+    reason = "a process was ended" if reported_error is None else reported_error["problem"]
     record.write("restart", attempt=attempt, step=step, reason=reason)
     return run

@@ -109,8 +109,8 @@ class Parts:
     def _balance(self) -> dict[str, float]:
         """The coefficient of the routers' loss by the plan, where a method of the recipe has not given it itself."""
         coefficient = self.plan.router_aux_loss_coef
-        given = "router_aux_loss_coef" in self.plan.recipe.method.trainer_args
-        return {} if given or coefficient is None else {"router_aux_loss_coef": coefficient}
+        is_set = "router_aux_loss_coef" in self.plan.recipe.method.trainer_args
+        return {} if is_set or coefficient is None else {"router_aux_loss_coef": coefficient}
 
 
 def even_size(micro_batch_size: int, num_rows: int, *, num_batches: int) -> int:

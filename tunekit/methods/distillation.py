@@ -28,10 +28,11 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         ModelError: Some are others.
     """
     own, its = tokenizer.get_vocab(), teacher.get_vocab()
-    others = sum(its.get(token) != number for token, number in own.items())
-    if others or len(own) != len(its):
+    num_differing = sum(its.get(token) != number for token, number in own.items())
+    if num_differing or len(own) != len(its):
         raise ModelError(
-            f"method.teacher: {path!r} has another tokenizer: {others:,} of {len(own):,} tokens have another number "
+            f"method.teacher: {path!r} has another tokenizer: {num_differing:,} of {len(own):,} tokens have "
+            "another number "
             f"or are not among its {len(its):,}",
             hint="take a larger model of the same family as the teacher: probabilities are compared token by token",
         )

@@ -30,7 +30,7 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
         plan: What generates.
     """
     generation, vllm = method.generation, plan.vllm
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "shuffle_dataset": data.shuffle,
         "max_completion_length": method.max_completion_length,
         "temperature": generation.temperature,
@@ -42,14 +42,14 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
     }
     if generation.stop:
         name = "stop_strings" if vllm is None else "stop"
-        given["generation_kwargs"] = {**(method.trainer_args.get("generation_kwargs") or {}), name: generation.stop}
+        arguments["generation_kwargs"] = {**(method.trainer_args.get("generation_kwargs") or {}), name: generation.stop}
     if vllm is None:
-        return given
-    given |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
+        return arguments
+    arguments |= {"vllm_mode": vllm.mode, "vllm_max_model_length": data.max_length}
     if vllm.mode == "server":
-        return {**given, "vllm_server_base_url": generation.vllm_server_base_url}
+        return {**arguments, "vllm_server_base_url": generation.vllm_server_base_url}
     return {
-        **given,
+        **arguments,
         "vllm_gpu_memory_utilization": vllm.gpu_memory_utilization,
         "trust_remote_code": plan.base.trust_remote_code,
     }
@@ -96,16 +96,18 @@ def end_at_stop_texts(trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", 
     def generate_to_the_stop(prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         generated = generate(prompts, *args, **kwargs)
         # GRPO's answers come with the log-probabilities that vLLM drew them with.
-        answers, *others = generated if isinstance(generated, tuple) else (generated,)
+        answers, *extra = generated if isinstance(generated, tuple) else (generated,)
         ends = [_end(tokenizer, prompt, answer, stop) for prompt, answer in zip(prompts, answers, strict=True)]
         cut = [
             answer if end is None else Stopped(answer[:end], end_token)
             for answer, end in zip(answers, ends, strict=True)
         ]
-        if not others:
+        if not extra:
             return cut
-        (given,) = others
-        return cut, None if given is None else [one[: len(answer)] for one, answer in zip(given, cut, strict=True)]
+        (log_probs,) = extra
+        return cut, None if log_probs is None else [
+            values[: len(answer)] for values, answer in zip(log_probs, cut, strict=True)
+        ]
 
     trainer._generate_single_turn = generate_to_the_stop
 
@@ -118,11 +120,11 @@ def _end(
     A text may begin in the prompt, as transformers sees it.
     """
     before = list(prompt[-max(len(text.encode()) for text in stop) :])
-    asked = tokenizer.decode(before, clean_up_tokenization_spaces=False)
+    tail_text = tokenizer.decode(before, clean_up_tokenization_spaces=False)
 
     def is_complete(num_tokens: int) -> bool:
         text = tokenizer.decode([*before, *answer[:num_tokens]], clean_up_tokenization_spaces=False)
-        return any(text.find(one, max(0, len(asked) - len(one) + 1)) >= 0 for one in stop)
+        return any(text.find(token, max(0, len(tail_text) - len(token) + 1)) >= 0 for token in stop)
 
     if not is_complete(len(answer)):
         return None

@@ -199,22 +199,22 @@ def _forward_with(head: Head) -> Any:
         scored_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        given = {name: value for name, value in given.items() if value is not None}
+        loss_args = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        loss_args = {name: value for name, value in loss_args.items() if value is not None}
         if not fused_lm_head or head.scorer == "trl":
-            return head.trl(*args, **({"fused_lm_head": True} if fused_lm_head else {}), **given, **kwargs)
+            return head.trl(*args, **({"fused_lm_head": True} if fused_lm_head else {}), **loss_args, **kwargs)
         kwargs["use_cache"] = False
         if vars(head.bound["text_config"]).get("output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
         is_shifted = shift_labels is not None
-        wanted = next_labels(cast("Tensor", labels)) if shift_labels is None else shift_labels
+        targets = next_labels(cast("Tensor", labels)) if shift_labels is None else shift_labels
         score = _score_by_model if head.scorer == "model" else _score_by_weight
-        scores, aux_loss = score(head, self, wanted, scored_positions, args, kwargs)
-        wanted = wanted.to(scores.log_probs.device)
-        mask = wanted != IGNORED
+        scores, aux_loss = score(head, self, targets, scored_positions, args, kwargs)
+        targets = targets.to(scores.log_probs.device)
+        mask = targets != IGNORED
         num_items = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
         summed = -scores.log_probs.sum() if scores.loss is None else scores.loss
-        loss = nll = summed / num_items.to(wanted.device).clamp(min=1)
+        loss = nll = summed / num_items.to(targets.device).clamp(min=1)
         if aux_loss is not None:
             loss = nll + vars(head.bound["text_config"]).get("router_aux_loss_coef", 0.0) * aux_loss
         end = None if is_shifted else -1

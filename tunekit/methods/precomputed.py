@@ -63,10 +63,10 @@ def remembered(
         return compute()
     is_main, rows = trainer.accelerator.is_main_process, len(dataset)
     key = cache.key_of("log-probabilities", _made_of(trainer, dataset)) if is_main else ""
-    told = [_kept(key, rows) if is_main else None]
-    broadcast_object_list(told, from_process=0)
-    if told[0] is not None:
-        return concatenate_datasets([dataset, Dataset.from_dict(told[0])], axis=1)
+    cached = [_kept(key, rows) if is_main else None]
+    broadcast_object_list(cached, from_process=0)
+    if cached[0] is not None:
+        return concatenate_datasets([dataset, Dataset.from_dict(cached[0])], axis=1)
     # A data loader draws a number where it begins: what training draws must not depend on what was remembered.
     with torch.random.fork_rng(devices=[]):
         computed = compute()
@@ -100,7 +100,7 @@ def _made_of(trainer: DPOTrainer | KTOTrainer, dataset: Dataset) -> dict[str, An
         "weights": trainer._precompute_model_hash,
         "config": config,
         "attention": model.config._attn_implementation,
-        "adapters": {name: [vars(one)[field] for field in settings] for name, one in adapters.items()},
+        "adapters": {name: [vars(adapter)[field] for field in settings] for name, adapter in adapters.items()},
         "rows": _digest(dataset),
         "asked": {
             name: str(vars(trainer.args).get(name))

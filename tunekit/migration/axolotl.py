@@ -45,9 +45,17 @@ def prepare(draft: Draft) -> None:
     _adapter(draft)
     method = draft.values.get("method.type", "sft")
     for target, key in (("data.train", "datasets"), ("data.eval", "test_datasets")):
-        given = draft.get(key) or (draft.get("pretraining_dataset") if key == "datasets" else None) or []
-        given = [{"path": given}] if isinstance(given, str) else given if isinstance(given, list) else [given]
-        sources = [rows.source(one, method) for one in given if isinstance(one, dict) and one.get("path")]
+        datasets = draft.get(key) or (draft.get("pretraining_dataset") if key == "datasets" else None) or []
+        datasets = (
+            [{"path": datasets}]
+            if isinstance(datasets, str)
+            else datasets
+            if isinstance(datasets, list)
+            else [datasets]
+        )
+        sources = [
+            rows.source(dataset, method) for dataset in datasets if isinstance(dataset, dict) and dataset.get("path")
+        ]
         hf.put_sources(draft, target, sources, key)
 
 
@@ -102,24 +110,24 @@ def _suspect_packing(draft: Draft) -> None:
 
 
 def _method(draft: Draft) -> None:
-    asked = draft.get("rl")
+    name = draft.get("rl")
     if draft.get("reward_model") is True:
         draft.put("method.type", "reward", "reward_model")
-    elif asked and asked not in _METHODS:
-        raise no_method(draft, "rl", str(asked))
-    elif asked:
-        draft.put("method.type", _METHODS[asked], "rl")
-        if asked == "simpo":
+    elif name and name not in _METHODS:
+        raise no_method(draft, "rl", str(name))
+    elif name:
+        draft.put("method.type", _METHODS[name], "rl")
+        if name == "simpo":
             draft.put("method.loss_type", "simpo", "rl")
-        if asked == "ipo":
+        if name == "ipo":
             draft.put("method.loss_type", "ipo", "rl")
 
 
 def _adapter(draft: Draft) -> None:
-    asked = draft.get("adapter")
-    if asked in ("lora", "qlora"):
+    name = draft.get("adapter")
+    if name in ("lora", "qlora"):
         draft.put(
-            "adapter.type", "qlora" if asked == "qlora" or draft.get("load_in_4bit") is True else "lora", "adapter"
+            "adapter.type", "qlora" if name == "qlora" or draft.get("load_in_4bit") is True else "lora", "adapter"
         )
     else:
         draft.put("adapter.type", "full")

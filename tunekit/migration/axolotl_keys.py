@@ -169,10 +169,10 @@ def _special(draft: Draft, entry: Entry) -> Fate:
 
 
 def _plugins(draft: Draft, entry: Entry) -> Fate:
-    known = ("liger", "cut_cross_entropy", "kernels")
-    others = [name for name in names(entry.value) if not any(word in name.lower() for word in known)]
-    if others:
-        raise UnfitError(f"not there: {', '.join(name.rpartition('.')[2] for name in others)}")
+    supported = ("liger", "cut_cross_entropy", "kernels")
+    unsupported = [name for name in names(entry.value) if not any(word in name.lower() for word in supported)]
+    if unsupported:
+        raise UnfitError(f"not there: {', '.join(name.rpartition('.')[2] for name in unsupported)}")
     return Fate("decided", hf.KERNELS)
 
 

@@ -53,12 +53,12 @@ def source(given: dict[str, Any], method: str) -> dict[str, Any]:
         path = file
     elif isinstance(file, str) and Path(path).is_dir():
         path = f"{path}/{file}"
-    made = hf.source(path, name=given.get("name"), split=given.get("split"), revision=given.get("revision"))
-    if made.get("split") == "train":
-        del made["split"]
+    source_draft = hf.source(path, name=given.get("name"), split=given.get("split"), revision=given.get("revision"))
+    if source_draft.get("split") == "train":
+        del source_draft["split"]
     kind = given.get("type")
     format_, columns = _format(kind, given, method) if isinstance(kind, str) else _of_mapping(kind)
-    return made | {name: value for name, value in (("format", format_), ("columns", columns)) if value}
+    return source_draft | {name: value for name, value in (("format", format_), ("columns", columns)) if value}
 
 
 def _format(kind: str, given: dict[str, Any], method: str) -> tuple[str | None, dict[str, str]]:
@@ -135,9 +135,9 @@ def _type(draft: Draft, entry: Entry) -> Fate:
             )
         where = entry.key.rpartition(".")[0]
         index = int(where.rpartition("[")[2].rstrip("]")) if where.endswith("]") else 0
-        given = draft.get(where.partition("[")[0])
-        one = given[index] if isinstance(given, list) else given
-        format_, columns = _format(kind, one if isinstance(one, dict) else {}, method)
+        value = draft.get(where.partition("[")[0])
+        dataset = value[index] if isinstance(value, list) else value
+        format_, columns = _format(kind, dataset if isinstance(dataset, dict) else {}, method)
         words = f"data.format: {format_}" + (f", data.columns: {columns}" if columns else "")
         return Fate("different", f"{words}; {_ALPACA}") if format_ == "alpaca" else Fate("carried", words)
     if first in _WRAPPED:
@@ -177,13 +177,13 @@ def _type_field(draft: Draft, entry: Entry) -> Fate:
 
 
 def _field(draft: Draft, entry: Entry) -> Fate:
-    known = {"text", "messages", "conversations", "chosen", "rejected", "role", "content", "from", "value"}
-    if entry.value in known:
+    defaults = {"text", "messages", "conversations", "chosen", "rejected", "role", "content", "from", "value"}
+    if entry.value in defaults:
         return Fate("carried", "data.format, by the columns of a chat")
     columns = draft.values.get("data.columns", {})
     sources = draft.values.get("data.train")
     every = (
-        [columns, *(one.get("columns", {}) for one in sources if isinstance(one, dict))]
+        [columns, *(source_values.get("columns", {}) for source_values in sources if isinstance(source_values, dict))]
         if isinstance(sources, list)
         else [columns]
     )
@@ -209,8 +209,12 @@ def _end_tokens(draft: Draft, entry: Entry) -> Fate:
 
 def are_texts(draft: Draft) -> bool:
     """Return whether all rows are plain texts, of which the longer ones continue in the next sequence."""
-    given = draft.values.get("data.train")
-    formats = [one.get("format") if isinstance(one, dict) else None for one in given] if isinstance(given, list) else []
+    sources = draft.values.get("data.train")
+    formats = (
+        [source_values.get("format") if isinstance(source_values, dict) else None for source_values in sources]
+        if isinstance(sources, list)
+        else []
+    )
     return all(format == "text" for format in formats or [draft.values.get("data.format")])
 
 
@@ -230,7 +234,7 @@ def _split(draft: Draft, entry: Entry) -> Fate:
 
 def rules(prefix: str) -> dict[str, Rule]:
     """Rules of a list of sources."""
-    made: dict[str, Rule] = {
+    handlers: dict[str, Rule] = {
         "path": _path,
         "name": to_source("name"),
         "split": _split,
@@ -283,7 +287,7 @@ def rules(prefix: str) -> dict[str, Rule]:
             "field_system field_instruction field_input field_output format",
         ),
     }
-    return {f"{prefix}.{name}": rule for name, rule in made.items()}
+    return {f"{prefix}.{name}": rule for name, rule in handlers.items()}
 
 
 def to_source(name: str) -> Rule:
@@ -330,8 +334,8 @@ def template(draft: Draft, entry: Entry) -> Fate:
 
 def jinja(draft: Draft, entry: Entry) -> Fate:
     """A template: a file, or its text."""
-    given = text(entry.value)
-    if "{" in given or "\n" in given:
+    template = text(entry.value)
+    if "{" in template or "\n" in template:
         raise UnfitError("write the template to a file and name it in model.chat_template")
-    draft.put("model.chat_template", given, entry.key)
-    return carried("model.chat_template", given)
+    draft.put("model.chat_template", template, entry.key)
+    return carried("model.chat_template", template)

@@ -47,7 +47,9 @@ class Draft:
 
     def line_of(self, key: str) -> int:
         """Return the line of a key in the original; 0 where it is absent."""
-        return next((one.line for one in self.original.entries if one.key == key or one.key.startswith(f"{key}.")), 0)
+        return next(
+            (entry.line for entry in self.original.entries if entry.key == key or entry.key.startswith(f"{key}.")), 0
+        )
 
     def put(self, target: str, value: Any, *keys: str) -> None:
         """Let the recipe say something, because keys of the original do."""
@@ -90,11 +92,11 @@ def apply(draft: Draft, rules: Rules, more: Iterable[str] = ()) -> None:
         rules: Those of the tool.
         more: Keys of the tool that have no rule, for what may have been meant by an unknown one.
     """
-    known = [*rules, *more]
+    rule_names = [*rules, *more]
     for entry in draft.original.entries:
         rule = rule_of(rules, entry.pattern)
         if rule is None:
-            draft.fates[entry.key] = _unknown(draft, entry, known)
+            draft.fates[entry.key] = _unknown(draft, entry, rule_names)
         elif entry.value is None or entry.value in ("", [], {}):
             draft.fates[entry.key] = Fate("silent", "has no value")
         else:
@@ -115,8 +117,8 @@ def rule_of(rules: Rules, pattern: str) -> Rule | None:
 
 def _unknown(draft: Draft, entry: Entry, known: Iterable[str]) -> Fate:
     likely = near(entry.pattern, known, cutoff=0.75)
-    meant = f"; did you mean '{likely}'?" if likely else ""
-    return Fate("unsupported", f"unknown: not a key of {draft.tool}{meant}")
+    suggestion = f"; did you mean '{likely}'?" if likely else ""
+    return Fate("unsupported", f"unknown: not a key of {draft.tool}{suggestion}")
 
 
 # Rules
@@ -273,10 +275,10 @@ def whole(value: Any) -> int:
     Raises:
         UnfitError: It is none.
     """
-    found = number(value)
-    if found != int(found):
+    parsed = number(value)
+    if parsed != int(parsed):
         raise UnfitError(f"must be a whole number, got {show(value)}")
-    return int(found)
+    return int(parsed)
 
 
 def text(value: Any) -> str:
@@ -292,5 +294,5 @@ def text(value: Any) -> str:
 
 def names(value: Any) -> list[str]:
     """A list of names, also written as one text with commas."""
-    given = value if isinstance(value, list) else str(value).split(",")
-    return [text(one).strip() for one in given]
+    items = value if isinstance(value, list) else str(value).split(",")
+    return [text(item).strip() for item in items]

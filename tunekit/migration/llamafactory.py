@@ -127,35 +127,39 @@ def finish(draft: Draft) -> None:
 
 
 def _has_alpaca(draft: Draft) -> bool:
-    given = draft.values.get("data.train")
-    formats = [one.get("format") if isinstance(one, dict) else None for one in given] if isinstance(given, list) else []
+    sources = draft.values.get("data.train")
+    formats = (
+        [source_values.get("format") if isinstance(source_values, dict) else None for source_values in sources]
+        if isinstance(sources, list)
+        else []
+    )
     return "alpaca" in (*formats, draft.values.get("data.format"))
 
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
     """The data sets that a key names, as sources of rows."""
-    given = draft.get(key)
-    if given is None:
+    value = draft.get(key)
+    if value is None:
         return
     folder = text(draft.get("dataset_dir", "data"))
     info = _dataset_info(draft, folder)
     weights = draft.get("interleave_probs")
-    shares = [number(one) for one in names(weights)] if weights is not None else []
-    chosen = names(given)
+    shares = [number(weight) for weight in names(weights)] if weights is not None else []
+    chosen = names(value)
     interleaves = (
         str(draft.get("mix_strategy", "concat")).startswith("interleave") and len(chosen) > 1 and key == "dataset"
     )
     for place, name in enumerate(chosen):
-        said = info.get(name)
-        if not isinstance(said, dict):
+        dataset = info.get(name)
+        if not isinstance(dataset, dict):
             what = f"dataset {name} stands in no dataset_info.json that is at hand: data names {folder}/{name}.json"
             draft.suspect(key, f"{what}; look whether it is that")
-            made = hf.source(f"{folder}/{name}.json")
+            source_values = hf.source(f"{folder}/{name}.json")
         else:
-            made = _source(draft, said, folder)
+            source_values = _source(draft, dataset, folder)
         if interleaves:
-            made["weight"] = shares[place] if place < len(shares) else 1
-        yield made
+            source_values["weight"] = shares[place] if place < len(shares) else 1
+        yield source_values
     if interleaves and draft.get("mix_strategy") == "interleave_over":
         draft.put("data.stopping_strategy", "all_exhausted", "mix_strategy")
 
@@ -195,8 +199,8 @@ def _shape(said: dict[str, Any], method: str, stage: Any) -> tuple[str | None, d
     is_chat = said.get("formatting", "alpaca") == "sharegpt"
     columns: dict[str, Any]
     if said.get("ranking") or method in ("dpo", "orpo", "cpo", "reward"):
-        asked = theirs.get("messages", "conversations") if is_chat else theirs.get("prompt", "instruction")
-        columns = {"conversations" if is_chat else "prompt": asked}
+        messages_key = theirs.get("messages", "conversations") if is_chat else theirs.get("prompt", "instruction")
+        columns = {"conversations" if is_chat else "prompt": messages_key}
         columns |= {name: theirs.get(name, name) for name in ("chosen", "rejected")}
         return "preference", _differing(columns)
     if method == "kto" and not is_chat:
@@ -265,9 +269,9 @@ def _dataset(draft: Draft, entry: Entry) -> Fate:
 
 
 def _max_samples(draft: Draft, entry: Entry) -> Fate:
-    given = draft.values.get("data.train")
-    sources = given if isinstance(given, list) else [given]
-    if all(isinstance(one, dict) and "[:" in str(one.get("split")) for one in sources):
+    existing_sources = draft.values.get("data.train")
+    sources = existing_sources if isinstance(existing_sources, list) else [existing_sources]
+    if all(isinstance(source_values, dict) and "[:" in str(source_values.get("split")) for source_values in sources):
         return Fate("carried", f"split: train[:{entry.value}]")
     return Fate("unsupported", "all rows of a file are taken; a hub data set takes split: train[:1000]")
 
@@ -298,8 +302,8 @@ def _packing(draft: Draft, entry: Entry) -> Fate:
 
 
 def _targets(draft: Draft, entry: Entry) -> Fate:
-    given = names(entry.value)
-    value: Any = "all-linear" if given == ["all"] else given
+    modules = names(entry.value)
+    value: Any = "all-linear" if modules == ["all"] else modules
     draft.put("adapter.target_modules", value, entry.key)
     return carried("adapter.target_modules", value)
 

@@ -114,7 +114,7 @@ def _recognised(original: Original) -> str:
     names = set(original.values)
     marks = {name: len(module.MARKS & names) for name, module in _MODULES.items()}
     most = max(marks.values())
-    best = [name for name, found in marks.items() if found == most]
+    best = [name for name, count in marks.items() if count == most]
     if most < 2:
         what = f"{original.path}: is a configuration of no known tool: it has {', '.join(list(original.values)[:5])}"
         raise RecipeError(what, hint=f"--from says whose it is: {', '.join(TOOLS)}")
@@ -131,7 +131,7 @@ def _settle(draft: Draft) -> None:
     method = draft.values.get("method.type", "sft")
     if method in WITHOUT_DROPOUT and draft.values.get("adapter.dropout"):
         del draft.values["adapter.dropout"]
-        draft.assumed = [one for one in draft.assumed if one.key != "adapter.dropout"]
+        draft.assumed = [assumption for assumption in draft.assumed if assumption.key != "adapter.dropout"]
         for key in draft.origins.pop("adapter.dropout", []):
             draft.fates[key] = Fate("decided", f"TRL switches dropout off with {method}, there as here")
     rate = default_learning_rate(method, draft.values.get("adapter.type", "lora"))
@@ -195,8 +195,12 @@ def _take_out(draft: Draft, fault: Fault) -> None:
         draft.comments.pop(target, None)
         keys = draft.origins.pop(target, [])
         for key in keys:
-            for told in [one for one in draft.fates if one == key or one.startswith((f"{key}.", f"{key}["))]:
-                draft.fates[told] = Fate("unsupported", f"{target} {fault.message}")
+            for fate_key in [
+                recorded_key
+                for recorded_key in draft.fates
+                if recorded_key == key or recorded_key.startswith((f"{key}.", f"{key}["))
+            ]:
+                draft.fates[fate_key] = Fate("unsupported", f"{target} {fault.message}")
         if not keys:
             draft.suspicious.append(_lost(target, value, fault))
 
@@ -207,14 +211,14 @@ def _lost(target: str, value: Any, fault: Fault) -> Suspicion:
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
     """Dotted keys as nested sections."""
-    made: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for target, value in values.items():
-        at = made
+        at = tree
         *above, name = target.split(".")
         for part in above:
             at = at.setdefault(part, {})
         at[name] = value
-    return made
+    return tree
 
 
 def _text(draft: Draft, recipe: Recipe) -> str:

@@ -83,20 +83,20 @@ def read_original(path: str | Path, words: tuple[str, ...] = ()) -> Original:
     Raises:
         RecipeError: It cannot be read, or is no configuration.
     """
-    shown, text = str(path), _text(Path(path))
+    label, text = str(path), _text(Path(path))
     if Path(path).suffix == ".py":
-        raise RecipeError(f"{shown}: is a Python program, not a configuration", hint=_HINT)
+        raise RecipeError(f"{label}: is a Python program, not a configuration", hint=_HINT)
     command = _find_command(text) if _is_script(Path(path), text) else None
     if command is None and Path(path).suffix in (".sh", ".bash"):
         raise RecipeError(
-            f"{shown}: no command of a known tool is in it", hint="it calls `swift sft`, `trl sft` or alike"
+            f"{label}: no command of a known tool is in it", hint="it calls `swift sft`, `trl sft` or alike"
         )
-    original = _of_values(shown, text) if command is None else _of_command(shown, text, *command)
-    added = _arguments(list(words), [0] * len(words), shown)
+    original = _of_values(label, text) if command is None else _of_command(label, text, *command)
+    added = _arguments(list(words), [0] * len(words), label)
     if added:
-        known = {entry.key for entry in added}
-        kept = [entry for entry in original.entries if entry.key not in known]
-        original.entries = (*kept, *added)
+        present = {entry.key for entry in added}
+        remaining = [entry for entry in original.entries if entry.key not in present]
+        original.entries = (*remaining, *added)
         original.values |= {entry.key: entry.value for entry in added}
     return original
 
@@ -181,14 +181,14 @@ def _find_command(text: str) -> tuple[str, str, int, str, Mapping[str, str]] | N
         if line.lstrip().startswith("#") and joined.endswith("\n"):
             joined += "\n"
             continue
-        found = _COMMANDS.search(joined)
-        before = joined[: found.start()] if found else joined
+        match = _COMMANDS.search(joined)
+        before = joined[: match.start()] if match else joined
         for name, value in _ASSIGNMENT.findall(before):
             variables[name] = _filled(value.strip("\"'"), variables)
-        if found is not None:
-            tool, task = next((found[i], found[i + 1]) for i in (1, 3, 5) if found[i])
-            line_of_command = start + joined[: found.end()].count("\n")
-            return _TOOLS[tool], task, line_of_command, joined[found.end() :], variables
+        if match is not None:
+            tool, task = next((match[i], match[i + 1]) for i in (1, 3, 5) if match[i])
+            line_of_command = start + joined[: match.end()].count("\n")
+            return _TOOLS[tool], task, line_of_command, joined[match.end() :], variables
         joined = ""
     return None
 
@@ -200,14 +200,16 @@ def _of_command(
     lines: list[int] = []
     for offset, part in enumerate(arguments.split("\n")):
         try:
-            found = shlex.split(_filled(part, variables))
+            command_words = shlex.split(_filled(part, variables))
         except ValueError as error:
             raise RecipeError(
                 f"{shown}:{line + offset}: {str(error).lower()}", hint="close the quote on its line"
             ) from None
-        found = found[: next((place for place, word in enumerate(found) if word.startswith("#")), None)]
-        words += found
-        lines += [line + offset] * len(found)
+        command_words = command_words[
+            : next((place for place, word in enumerate(command_words) if word.startswith("#")), None)
+        ]
+        words += command_words
+        lines += [line + offset] * len(command_words)
     end = next(
         (place for place, word in enumerate(words) if word in ("|", "||", "&", "&&", ";", ">", ">>", "2>&1")), None
     )
@@ -231,18 +233,18 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 def _arguments(words: list[str], lines: list[int], shown: str) -> tuple[Entry, ...]:
     """Parse `--key value`, `--key=value` and `--flag` words; several values make a list."""
-    found: dict[str, tuple[list[str], int]] = {}
+    options: dict[str, tuple[list[str], int]] = {}
     key = None
     for word, line in zip(words, lines, strict=True):
         if word.startswith("--") and len(word) > 2:
             key, _, value = word[2:].partition("=")
             key = key.replace("-", "_")
-            found[key] = ([value] if value else [], line)
+            options[key] = ([value] if value else [], line)
         elif key is None:
             raise RecipeError(f"{shown}:{line}: '{word}' belongs to no --key", hint="write --key value")
         else:
-            found[key][0].append(word)
-    return tuple(Entry(name, _value(given), line) for name, (given, line) in found.items())
+            options[key][0].append(word)
+    return tuple(Entry(name, _value(values), line) for name, (values, line) in options.items())
 
 
 def _value(given: list[str]) -> Any:

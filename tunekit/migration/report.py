@@ -94,6 +94,6 @@ class Migration:
             "recipe": self.text,
             "keys": [vars(line) for line in self.lines],
             "unsaid": [vars(line) for line in self.unsaid],
-            "assumed": [one._asdict() for one in self.assumed],
-            "suspicious": [one._asdict() for one in self.suspicious],
+            "assumed": [assumption._asdict() for assumption in self.assumed],
+            "suspicious": [assumption._asdict() for assumption in self.suspicious],
         }

@@ -28,23 +28,23 @@ def rewards(weights_key: str) -> Rule:
     """
 
     def rule(draft: Draft, entry: Entry) -> Fate:
-        given = names(entry.value)
+        reward_names = names(entry.value)
         weights = draft.get(weights_key) or []
         weights = weights if isinstance(weights, list) else [weights]
-        made, lost = [], []
-        for place, name in enumerate(given):
+        converted, lost = [], []
+        for place, name in enumerate(reward_names):
             reward = _reward(name)
             if reward is None:
                 lost.append(name)
                 continue
             weight = number(weights[place]) if place < len(weights) else 1
-            made.append({**reward, **({"weight": weight} if weight != 1 else {})})
-        if made:
-            draft.put("method.rewards", made, entry.key)
+            converted.append({**reward, **({"weight": weight} if weight != 1 else {})})
+        if converted:
+            draft.put("method.rewards", converted, entry.key)
         if lost:
             hint = "write it as module:function of a file in the working directory"
             raise UnfitError(f"no such reward here: {', '.join(lost)}; {hint}, or `tunekit explain method.rewards`")
-        return Fate("carried", f"method.rewards: {to_inline_yaml(made)}")
+        return Fate("carried", f"method.rewards: {to_inline_yaml(converted)}")
 
     return rule
 

@@ -85,24 +85,24 @@ def _tuner(draft: Draft) -> Any:
 
 def _sources(draft: Draft, key: str) -> Iterator[dict[str, Any]]:
     """The data sets: `path`, `hub-name:subset`, each with `#rows` where not all are taken."""
-    given = draft.get(key)
-    if given is None:
+    value = draft.get(key)
+    if value is None:
         return
     shares = draft.get("interleave_prob")
     shares = shares if isinstance(shares, list) else []
-    for place, word in enumerate(given if isinstance(given, list) else [given]):
+    for place, word in enumerate(value if isinstance(value, list) else [value]):
         path, _, rows = text(word).partition("#")
         if _is_file(path):
-            made = hf.source(path)
+            source_values = hf.source(path)
         else:
             path = path.removeprefix("hf::").removeprefix("ms::").removeprefix("HF::").removeprefix("MS::")
             name, _, subset = path.partition(":")
-            made = hf.source(name, name=subset or None, split=f"train[:{rows}]" if rows.isdigit() else None)
+            source_values = hf.source(name, name=subset or None, split=f"train[:{rows}]" if rows.isdigit() else None)
         if draft.original.task == "pt":
-            made["loss_on"] = "all"
+            source_values["loss_on"] = "all"
         if place < len(shares):
-            made["weight"] = number(shares[place])
-        yield made
+            source_values["weight"] = number(shares[place])
+        yield source_values
 
 
 def _is_file(path: str) -> bool:
@@ -171,8 +171,8 @@ def _bits(draft: Draft, entry: Entry) -> Fate:
 
 def _dataset(draft: Draft, entry: Entry) -> Fate:
     target = "data.train" if entry.key == "dataset" else "data.eval"
-    given = entry.value if isinstance(entry.value, list) else [entry.value]
-    cut = [str(one) for one in given if "#" in str(one) and _is_file(str(one).partition("#")[0])]
+    datasets = entry.value if isinstance(entry.value, list) else [entry.value]
+    cut = [str(dataset) for dataset in datasets if "#" in str(dataset) and _is_file(str(dataset).partition("#")[0])]
     if cut:
         raise UnfitError(f"{target} has them, but all rows: {', '.join(cut)} takes some of a file")
     return carried(target, draft.values.get(target))
@@ -202,8 +202,8 @@ def _packing(draft: Draft, entry: Entry) -> Fate:
 
 
 def _modules(draft: Draft, entry: Entry) -> Fate:
-    given = names(entry.value)
-    value: Any = "all-linear" if given in (["all-linear"], ["ALL"]) else given
+    modules = names(entry.value)
+    value: Any = "all-linear" if modules in (["all-linear"], ["ALL"]) else modules
     draft.put("adapter.target_modules", value, entry.key)
     return carried("adapter.target_modules", value)
 

@@ -162,12 +162,24 @@ def prepare(draft: Draft) -> None:
                 draft.put("method.loss_type", losses[component], "loss._component_")
     _model(draft)
     for target, key in (("data.train", "dataset"), ("data.eval", "dataset_val")):
-        given = draft.get(key)
-        given = given if isinstance(given, list) else [given] if isinstance(given, dict) else []
-        made = [one for one in (_source(draft, item) for item in given) if one is not None]
+        dataset_values = draft.get(key)
+        dataset_values = (
+            dataset_values
+            if isinstance(dataset_values, list)
+            else [dataset_values]
+            if isinstance(dataset_values, dict)
+            else []
+        )
+        sources = [
+            source_values
+            for source_values in (_source(draft, item) for item in dataset_values)
+            if source_values is not None
+        ]
         if target == "data.eval":
-            made = [{name: value for name, value in one.items() if name != "loss_on"} for one in made]
-        hf.put_sources(draft, target, made, key)
+            sources = [
+                {name: value for name, value in source_values.items() if name != "loss_on"} for source_values in sources
+            ]
+        hf.put_sources(draft, target, sources, key)
 
 
 def _resolved(draft: Draft, entry: Entry) -> Entry:
@@ -212,33 +224,39 @@ def _is_of_images(builder: str) -> bool:
 
 def _source(draft: Draft, given: dict[str, Any]) -> dict[str, Any] | None:
     """A data set as a source of rows; None where its builder is not known."""
-    known = _KNOWN_ROWS.get(_last(given.get("_component_")))
-    if known is None:
+    defaults = _KNOWN_ROWS.get(_last(given.get("_component_")))
+    if defaults is None:
         return None
-    made = {name: value for name, value in known.items() if value is not None}
+    source_values = {name: value for name, value in defaults.items() if value is not None}
     if isinstance(given.get("source"), str):
         files = given.get("data_files")
         file = files if isinstance(files, str) else files[0] if isinstance(files, list) and files else None
-        made["path"] = file if given["source"] in ("json", "csv", "text", "parquet") and file else given["source"]
-    if given.get("split") not in (None, "train") and not _is_file(made.get("path")):
-        made["split"] = given["split"]
+        source_values["path"] = (
+            file if given["source"] in ("json", "csv", "text", "parquet") and file else given["source"]
+        )
+    if given.get("split") not in (None, "train") and not _is_file(source_values.get("path")):
+        source_values["split"] = given["split"]
     if given.get("name") or given.get("subset"):
-        made["name"] = given.get("name") or given.get("subset")
+        source_values["name"] = given.get("name") or given.get("subset")
     if given.get("train_on_input") is not None:
-        made.pop("loss_on", None)
+        source_values.pop("loss_on", None)
         if given["train_on_input"] is True:
-            made["loss_on"] = "all"
+            source_values["loss_on"] = "all"
     if isinstance(given.get("column_map"), dict):
-        made["columns"] = _columns(given["column_map"], made.get("columns", {}))
+        source_values["columns"] = _columns(given["column_map"], source_values.get("columns", {}))
     style = given.get("conversation_style")
     if _last(given.get("_component_")) == "chat_dataset":
         kind, column = ("sharegpt", "conversations") if style == "sharegpt" else ("messages", "messages")
-        made["format"] = kind
+        source_values["format"] = kind
         named = given.get("conversation_column", column)
-        made["columns"] = {} if named == column else {column: named}
-    if given.get("column") and made.get("format") == "text":
-        made["columns"] = {"text": given["column"]} if given["column"] != "text" else {}
-    return {name: value for name, value in made.items() if value not in ({}, None)} if "path" in made else None
+        source_values["columns"] = {} if named == column else {column: named}
+    if given.get("column") and source_values.get("format") == "text":
+        source_values["columns"] = {"text": given["column"]} if given["column"] != "text" else {}
+    return (
+        {name: value for name, value in source_values.items() if value not in ({}, None)}
+        if "path" in source_values
+        else None
+    )
 
 
 def _is_file(path: Any) -> bool:
@@ -248,8 +266,8 @@ def _is_file(path: Any) -> bool:
 def _columns(given: dict[str, Any], known: dict[str, str]) -> dict[str, str]:
     """A column map of torchtune's in our names."""
     ours = {"input": "prompt", "output": "completion", "prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
-    made = dict(known) | {ours[name]: str(theirs) for name, theirs in given.items() if name in ours}
-    return {name: theirs for name, theirs in made.items() if name != theirs}
+    columns = dict(known) | {ours[name]: str(theirs) for name, theirs in given.items() if name in ours}
+    return {name: theirs for name, theirs in columns.items() if name != theirs}
 
 
 def finish(draft: Draft) -> None:
@@ -318,9 +336,9 @@ def _targets(draft: Draft) -> Any:
         return "all-linear"
     is_phi = "phi" in str(draft.get("model._component_"))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if is_phi else {}
-    found = [fused.get(name, "o_proj" if name == "output_proj" else name) for name in chosen]
-    found += (["gate_up_proj", "down_proj"] if is_phi else ["gate_proj", "up_proj", "down_proj"]) if mlp else []
-    return list(dict.fromkeys(found + (["lm_head"] if head else [])))
+    modules = [fused.get(name, "o_proj" if name == "output_proj" else name) for name in chosen]
+    modules += (["gate_up_proj", "down_proj"] if is_phi else ["gate_proj", "up_proj", "down_proj"]) if mlp else []
+    return list(dict.fromkeys(modules + (["lm_head"] if head else [])))
 
 
 def _dataset(draft: Draft, entry: Entry) -> Fate:
@@ -356,11 +374,11 @@ def _packed(draft: Draft, entry: Entry) -> Fate:
 
 
 def _optimizer(draft: Draft, entry: Entry) -> Fate:
-    found = _OPTIMIZERS.get(str(entry.value))
-    if found is None:
+    optimizer = _OPTIMIZERS.get(str(entry.value))
+    if optimizer is None:
         raise UnfitError(f"{entry.value}: train.optim names those that are there")
-    draft.put("train.optim", found[0], entry.key)
-    return carried("train.optim", found[0])
+    draft.put("train.optim", optimizer[0], entry.key)
+    return carried("train.optim", optimizer[0])
 
 
 def _betas(draft: Draft, entry: Entry) -> Fate:
@@ -442,7 +460,7 @@ _LORA: dict[str, Rule] = {
 
 
 def _rows(prefix: str) -> dict[str, Rule]:
-    made: dict[str, Rule] = {
+    handlers: dict[str, Rule] = {
         "_component_": _dataset,
         **each(
             _of_rows, "source data_files split column column_map conversation_column conversation_style name subset"
@@ -461,7 +479,7 @@ def _rows(prefix: str) -> dict[str, Rule]:
         ),
         "column_map": refused("only columns of text are mapped"),
     }
-    return {f"{prefix}.{name}": rule for name, rule in made.items()}
+    return {f"{prefix}.{name}": rule for name, rule in handlers.items()}
 
 
 _RULES: Rules = {

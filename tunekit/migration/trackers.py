@@ -16,8 +16,8 @@ NAME = "a run is called the same in every tracker: output.name"
 
 def report_to(draft: Draft, entry: Entry) -> Fate:
     """The trackers, of which those that tunekit does not know are named."""
-    given = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
-    names = [str(one).strip().lower() for one in given if not is_off(one) and str(one).strip() != "[]"]
+    values = entry.value if isinstance(entry.value, list) else str(entry.value).split(",")
+    names = [str(value).strip().lower() for value in values if not is_off(value) and str(value).strip() != "[]"]
     if not names:
         return Fate("silent", "is off")
     if "all" in names:
@@ -25,9 +25,9 @@ def report_to(draft: Draft, entry: Entry) -> Fate:
     for name in KNOWN:
         if name in names:
             _add(draft, name, entry.key)
-    others = [name for name in names if name not in KNOWN]
-    if others:
-        return Fate("unsupported", f"{', '.join(others)}: {NO_TRACKER}")
+    unsupported = [name for name in names if name not in KNOWN]
+    if unsupported:
+        return Fate("unsupported", f"{', '.join(unsupported)}: {NO_TRACKER}")
     return carried("output.report_to", draft.values["output.report_to"])
 
 
@@ -63,6 +63,6 @@ def variable(name: str, implies: Tracker | None = None) -> Rule:
 
 def _add(draft: Draft, tracker: Tracker, key: str) -> None:
     before = draft.values.get("output.report_to", [])
-    known = [before] if isinstance(before, str) else before
-    found = [*known, *([] if tracker in known else [tracker])]
-    draft.put("output.report_to", found[0] if len(found) == 1 else found, key)
+    trackers = [before] if isinstance(before, str) else before
+    all_trackers = [*trackers, *([] if tracker in trackers else [tracker])]
+    draft.put("output.report_to", all_trackers[0] if len(all_trackers) == 1 else all_trackers, key)

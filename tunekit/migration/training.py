@@ -149,16 +149,16 @@ def max_steps(draft: Draft, entry: Entry) -> Fate:
 
 def epochs(draft: Draft, entry: Entry) -> Fate:
     """Epochs, unless steps are given."""
-    given = number(entry.value)
+    num_epochs = number(entry.value)
     if _steps(draft) > 0:
         return Fate("silent", "max_steps goes before it")
-    draft.put("train.num_epochs", given, entry.key)
-    return carried("train.num_epochs", given)
+    draft.put("train.num_epochs", num_epochs, entry.key)
+    return carried("train.num_epochs", num_epochs)
 
 
 def _steps(draft: Draft) -> float:
-    given = draft.get("max_steps", 0)
-    return given if isinstance(given, int | float) else 0
+    max_steps = draft.get("max_steps", 0)
+    return max_steps if isinstance(max_steps, int | float) else 0
 
 
 def some_steps(target: str, why: str) -> Rule:
@@ -171,9 +171,9 @@ def some_steps(target: str, why: str) -> Rule:
         if steps <= 0:
             return Fate("silent", "is off")
         strategy = "save_strategy" if target == "train.save_steps" else "eval_strategy"
-        asked = draft.get(strategy, draft.get("evaluation_strategy") if strategy == "eval_strategy" else None)
-        if asked is not None and str(asked) not in ("steps", "best"):
-            return Fate("silent", f"{strategy} {asked} goes before it")
+        value = draft.get(strategy, draft.get("evaluation_strategy") if strategy == "eval_strategy" else None)
+        if value is not None and str(value) not in ("steps", "best"):
+            return Fate("silent", f"{strategy} {value} goes before it")
         draft.put(target, whole(steps), entry.key)
         return carried(target, whole(steps))
 
@@ -484,9 +484,9 @@ def put_sources(draft: Draft, target: str, sources: list[dict[str, Any]], *keys:
     if not sources:
         return
     if len(sources) > 1 or target != "data.train":
-        for one in sources:
-            if set(one) == {"path"} and len(sources) == 1:
-                draft.put(target, one["path"], *keys)
+        for source_values in sources:
+            if set(source_values) == {"path"} and len(sources) == 1:
+                draft.put(target, source_values["path"], *keys)
                 return
         draft.put(target, sources if len(sources) > 1 else sources[0], *keys)
         return

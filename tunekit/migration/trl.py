@@ -93,9 +93,9 @@ def _method(draft: Draft) -> str:
         return task
     if task is not None:
         raise no_method(draft, task, task)
-    given = set(draft.original.values)
+    keys = set(draft.original.values)
     for method, telling in _TELLING.items():
-        if given & set(telling):
+        if keys & set(telling):
             return method
     draft.suspect("", "the file does not say which command it is for: taken for `trl sft`; `-- trl dpo` says another")
     return "sft"
@@ -108,22 +108,28 @@ def _sources(draft: Draft) -> None:
         field = draft.get("dataset_text_field", "text")
         columns = {"text": field} if field != "text" and draft.values["method.type"] == "sft" else None
         config = draft.get("dataset_config")
-        made = hf.source(text(name), name=config, split=None if train == "train" else train, columns=columns)
+        source_values = hf.source(text(name), name=config, split=None if train == "train" else train, columns=columns)
         hf.put_sources(
-            draft, "data.train", [made], "dataset_name", "dataset_config", "dataset_train_split", "dataset_text_field"
+            draft,
+            "data.train",
+            [source_values],
+            "dataset_name",
+            "dataset_config",
+            "dataset_train_split",
+            "dataset_text_field",
         )
         strategy = draft.get("eval_strategy", "no")
         if test is not None and not is_off(strategy):
             hf.put_sources(draft, "data.eval", [hf.source(text(name), name=config, split=test)], "dataset_test_split")
         return
-    given = draft.get("datasets")
+    mixture = draft.get("datasets")
     made_of = []
-    for one in given if isinstance(given, list) else []:
-        if isinstance(one, dict) and one.get("path"):
-            split = one.get("split")
-            file = one.get("data_files")
-            path = file if one["path"] in ("json", "csv", "parquet") and isinstance(file, str) else one["path"]
-            made_of.append(hf.source(text(path), name=one.get("name"), split=None if split == "train" else split))
+    for entry in mixture if isinstance(mixture, list) else []:
+        if isinstance(entry, dict) and entry.get("path"):
+            split = entry.get("split")
+            file = entry.get("data_files")
+            path = file if entry["path"] in ("json", "csv", "parquet") and isinstance(file, str) else entry["path"]
+            made_of.append(hf.source(text(path), name=entry.get("name"), split=None if split == "train" else split))
     hf.put_sources(draft, "data.train", made_of, "datasets")
 
 
@@ -196,8 +202,8 @@ def _peft(draft: Draft, entry: Entry) -> Fate:
 
 
 def _modules(draft: Draft, entry: Entry) -> Fate:
-    given = names(entry.value)
-    value: Any = "all-linear" if given in (["all-linear"], ["all"]) else given
+    modules = names(entry.value)
+    value: Any = "all-linear" if modules in (["all-linear"], ["all"]) else modules
     draft.put("adapter.target_modules", value, entry.key)
     return carried("adapter.target_modules", value)
 

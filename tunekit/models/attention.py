@@ -146,13 +146,13 @@ def packed_attention(
         ValueError: The layer asks for what this is not.
     """
     unknown = {"softcap": softcap, "sinks": s_aux, "position bias": position_bias}
-    asked = [name for name, given in unknown.items() if given is not None]
+    unsupported = [name for name, argument_value in unknown.items() if argument_value is not None]
     if dropout and attention_mask is None:
-        asked.append("dropout")
+        unsupported.append("dropout")
     if not (module.is_causal if is_causal is None else is_causal):
-        asked.append("sight of what follows")
-    if asked:
-        raise ValueError(f"{VARLEN} has no {' and no '.join(asked)}, which {type(module).__name__} asks for")
+        unsupported.append("sight of what follows")
+    if unsupported:
+        raise ValueError(f"{VARLEN} has no {' and no '.join(unsupported)}, which {type(module).__name__} asks for")
     if attention_mask is not None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -214,11 +214,11 @@ def _varlen(
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
     # The kernels count the tokens to the left without the token itself; -1 stands for all.
-    left = -1 if window is None else window - 1
+    window_left = -1 if window is None else window - 1
     # Before torch 2.12 fewer heads of keys and values are taken without a word.
     grouped: dict[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
     out = varlen_attn(
-        q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=(left, 0), **grouped
+        q, k, v, cu_seq_lens, cu_seq_lens, max_length, max_length, scale=scale, window_size=(window_left, 0), **grouped
     )
     assert isinstance(out, torch.Tensor), "it has more to give only when it is asked to"
     return out[..., :width]
@@ -271,7 +271,7 @@ def _seen(
     for first in range(0, length, step):
         last, since = min(first + step, length), max(0, first - window + 1)
         queries, keys = torch.arange(first, last)[:, None], torch.arange(since, last)
-        seen = (keys <= queries) & (keys > queries - window)
-        given = q[:, :, first:last], k[:, :, since:last], v[:, :, since:last]
-        parts.append(F.scaled_dot_product_attention(*given, attn_mask=seen, scale=scale).transpose(1, 2))
+        visible = (keys <= queries) & (keys > queries - window)
+        tensors = q[:, :, first:last], k[:, :, since:last], v[:, :, since:last]
+        parts.append(F.scaled_dot_product_attention(*tensors, attn_mask=visible, scale=scale).transpose(1, 2))
     return parts

@@ -264,15 +264,15 @@ class ModelFacts(Facts):
     def shapes(self) -> Shapes:
         """Number of tensors of each shape, by their location in the model."""
         layers: dict[str, Counter[tuple[int, ...]]] = {}
-        rest: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
+        counters: dict[str, Counter[tuple[int, ...]]] = {"embedding": Counter(), "head": Counter(), "others": Counter()}
         for name, shape in self.tensors.items():
             layer = _LAYER.match(name)
             if layer is not None:
                 layers.setdefault(layer[0], Counter())[shape] += 1
             else:
-                rest["head" if is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
+                counters["head" if is_head(name) else "embedding" if _is_vocabulary(name) else "others"][shape] += 1
         alike = Counter(frozenset(layer.items()) for layer in layers.values())
-        return Shapes(layers=tuple((Counter(dict(kind)), times) for kind, times in alike.items()), **rest)
+        return Shapes(layers=tuple((Counter(dict(kind)), times) for kind, times in alike.items()), **counters)
 
     @property
     def num_active_params(self) -> int:
@@ -332,9 +332,9 @@ class ModelFacts(Facts):
         By the name of the linear layer that reads them.
         """
         return {
-            found[1] + "_b_proj": shape[0]
+            match[1] + "_b_proj": shape[0]
             for name, shape in self.tensors.items()
-            if (found := _LATENT_NORM.search(name)) is not None
+            if (match := _LATENT_NORM.search(name)) is not None
         }
 
     @cached_property
@@ -408,16 +408,16 @@ class ModelFacts(Facts):
 
     def adapted(self, target_modules: str | list[str]) -> Linears:
         """The same, with their counts."""
-        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
-        if asked not in self._adapted:
-            self._adapted[asked] = Linears(self._matched(target_modules))
-        return self._adapted[asked]
+        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if key not in self._adapted:
+            self._adapted[key] = Linears(self._matched(target_modules))
+        return self._adapted[key]
 
     def adapter_shapes(self, target_modules: str | list[str]) -> Counter[tuple[int, int, int]]:
         """Count the adapters by outputs and inputs of their layer, and by the multiple of the rank."""
-        asked = target_modules if isinstance(target_modules, str) else tuple(target_modules)
-        if asked not in self._adapted_shapes:
-            self._adapted_shapes[asked] = Counter(
+        key = target_modules if isinstance(target_modules, str) else tuple(target_modules)
+        if key not in self._adapted_shapes:
+            self._adapted_shapes[key] = Counter(
                 shape
                 for name, (outputs, inputs) in self.adapter_linears(target_modules).items()
                 for shape in (
@@ -426,7 +426,7 @@ class ModelFacts(Facts):
                     else [(outputs, inputs, 1)]
                 )
             )
-        return self._adapted_shapes[asked]
+        return self._adapted_shapes[key]
 
     @cached_property
     def _adapted(self) -> dict[str | tuple[str, ...], Linears]:

@@ -89,9 +89,9 @@ def contradictions(origin: Origin, adapter: FullAdapter | LoraAdapter) -> Iterat
         return
     for field in MATRICES:
         if field in adapter.model_fields_set:
-            asked, has = dict(adapter)[field], dict(origin.adapter)[field]
-            if _set_of(asked) != _set_of(has):
-                yield Contradiction(field, asked, has)
+            requested, has = dict(adapter)[field], dict(origin.adapter)[field]
+            if _set_of(requested) != _set_of(has):
+                yield Contradiction(field, requested, has)
 
 
 def _set_of(value: Any) -> Any:
@@ -110,8 +110,8 @@ def taken_over(origin: Origin, adapter: FullAdapter | LoraAdapter, *, is_type_as
     if origin.adapter is None or not isinstance(adapter, LoraAdapter):
         return adapter
     kind = type(adapter) if is_type_asked else type(origin.adapter)
-    given = {name: value for name, value in adapter if name in adapter.model_fields_set}
-    fields = {name: value for name, value in {**dict(origin.adapter), **given}.items() if name in kind.model_fields}
+    explicit = {name: value for name, value in adapter if name in adapter.model_fields_set}
+    fields = {name: value for name, value in {**dict(origin.adapter), **explicit}.items() if name in kind.model_fields}
     return kind.model_validate({**fields, "type": kind.model_fields["type"].default})
 
 

@@ -163,8 +163,8 @@ def passes_of(
         case RewardMethod():
             return Passes("reward", sequences_per_row=2, head="score")
         case GRPOMethod() | RLOOMethod() | DistillationMethod():
-            found = _on_policy(method, data, global_batch_size, full=full, by_vllm=by_vllm)
-            return replace(found, teacher=teacher)
+            passes = _on_policy(method, data, global_batch_size, full=full, by_vllm=by_vllm)
+            return replace(passes, teacher=teacher)
         case SFTMethod():
             return SFT
 
@@ -348,20 +348,20 @@ def method_needs(
         scored = int(passes.max_scored_share * num_tokens)
         yield from teacher_needs(passes.teacher, dtype, layout, layers, head, num_tokens, scored, needs)
     if passes.refers_in_micro_batch:
-        held = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
+        reference_need = reference_pass(model, adapter, passes, dtype, layout, head, num_tokens)
         yield (
             "reference",
             replace(
-                held,
+                reference_need,
                 gradients=needs["forward"].gradients,
-                activations=layers.kept + layers.shared + head.kept + held.activations,
-                gathered=needs["forward"].gathered + held.gathered,
+                activations=layers.kept + layers.shared + head.kept + reference_need.activations,
+                gathered=needs["forward"].gathered + reference_need.gathered,
             ),
         )
     if passes.generation is not None and not passes.generation.by_vllm:
-        held = _generation(model, adapter, passes.generation, dtype, layout)
+        reference_need = _generation(model, adapter, passes.generation, dtype, layout)
         # Gradients are gone after the optimizer's step; the buckets of DDP are not.
-        yield "generation", replace(held, gathered=needs["optimizer"].gathered + held.gathered)
+        yield "generation", replace(reference_need, gathered=needs["optimizer"].gathered + reference_need.gathered)
 
 
 def reference_pass(

@@ -204,10 +204,10 @@ class Plan(Facts):
         if not isinstance(values, dict):
             raise ValueError("a plan is a mapping")
         plan = cls.model_validate({**values, "recipe": recipe})
-        others = sorted(set(plan.environment) - VARIABLES)
-        if others:
+        extra = sorted(set(plan.environment) - VARIABLES)
+        if extra:
             raise PlanError(
-                f"the plan sets the environment variable {others[0]}, which no plan of tunekit does",
+                f"the plan sets the environment variable {extra[0]}, which no plan of tunekit does",
                 hint="it was changed by hand: export the variable instead",
             )
         return plan
@@ -297,7 +297,7 @@ class Plan(Facts):
         rows = [(reason.topic, reason.choice, reason.why) for reason in (*self.decisions, *self.given)]
         lines += ["", *_aligned(rows)]
         if self.rejected:
-            lines += ["", "ruled out:", *_aligned([(one.layout.name, one.why) for one in self.rejected])]
+            lines += ["", "ruled out:", *_aligned([(rejected.layout.name, rejected.why) for rejected in self.rejected])]
         if self.change_first:
             lines += ["", f"if memory runs out: {self.change_first}"]
         return "\n".join(lines)

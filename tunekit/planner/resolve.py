@@ -94,11 +94,11 @@ def resolve(
     check_float8(recipe, hardware, model, dtype)
     setting = setting_of(recipe, hardware, model, records, teacher=teacher)
     setting, chosen, why_generated = _with_generation(setting, _choose(setting))
-    found, layout = chosen.fit, chosen.fit.layout
+    fitting, layout = chosen.fit, chosen.fit.layout
     kernels, why_kernels = choose_kernels(recipe, hardware, layout)
     compiled, why_compiled = choose_compile(recipe, hardware, kernels, layout)
-    check_retry(recipe, found.micro_batch_size)
-    padding = padding_of(recipe.data, model, setting.attention_in(layout), found.micro_batch_size, setting.passes)
+    check_retry(recipe, fitting.micro_batch_size)
+    padding = padding_of(recipe.data, model, setting.attention_in(layout), fitting.micro_batch_size, setting.passes)
     if of_rows(attention.choice, lie_apart=padding.is_free) != attention.choice:
         attention = dense_reason()
     schedule = schedule_of(recipe, data)
@@ -110,8 +110,8 @@ def resolve(
         dtype=dtype,
         mask_length=padding.mask_length,
         padding_free=padding.is_free,
-        micro_batch_size=found.micro_batch_size,
-        gradient_checkpointing=found.gradient_checkpointing,
+        micro_batch_size=fitting.micro_batch_size,
+        gradient_checkpointing=fitting.gradient_checkpointing,
         layout=layout,
         num_nodes=chosen.candidate.num_nodes,
         num_cores=hardware.num_cores,
@@ -126,7 +126,7 @@ def resolve(
     environment = environment_of(hardware, layout, chosen.candidate.num_nodes, recipe.method)
     num_trained = num_trainable_params(model, recipe.adapter)
     wait_bytes, forced_timeout = longest_wait_bytes(model, num_trained), recipe.parallel.timeout_seconds
-    num_answers = found.micro_batch_size * found.gradient_accumulation_steps
+    num_answers = fitting.micro_batch_size * fitting.gradient_accumulation_steps
     patience = patience_of(wait_bytes, data.num_train + (data.num_eval or 0), recipe.method, num_answers)
     return Plan(
         recipe=recipe,
@@ -144,9 +144,9 @@ def resolve(
         fp8=recipe.train.fp8,
         ddp_find_unused_parameters=layout.strategy == "ddp" and model.num_vision_params > 0,
         padding_free=padding.is_free,
-        gradient_checkpointing=found.gradient_checkpointing,
-        micro_batch_size=found.micro_batch_size,
-        gradient_accumulation_steps=found.gradient_accumulation_steps,
+        gradient_checkpointing=fitting.gradient_checkpointing,
+        micro_batch_size=fitting.micro_batch_size,
+        gradient_accumulation_steps=fitting.gradient_accumulation_steps,
         environment=environment,
         timeout_seconds=forced_timeout or timeout_of(wait_bytes),
         patience_seconds=max(patience, forced_timeout or 0),
@@ -161,7 +161,7 @@ def resolve(
         data=data,
         schedule=schedule,
         saving=saving,
-        memory=found.memory,
+        memory=fitting.memory,
         unchecked=why_unchecked(model, recipe.data.max_length),
         memory_limit_bytes=setting.limit_bytes(chosen.candidate.devices_per_node),
         speed=speed,
@@ -181,15 +181,15 @@ def resolve(
                 model,
                 setting.passes_in(layout),
                 dtype,
-                _tokens_of_micro_batch(setting, found),
+                _tokens_of_micro_batch(setting, fitting),
                 why_trl_head(kernels, layout),
             ),
             *method_reasons(recipe, model.origin),
-            *reference_reasons(recipe, model.origin, found.memory.parts.get("reference", 0)),
+            *reference_reasons(recipe, model.origin, fitting.memory.parts.get("reference", 0)),
             *generation_reasons(recipe, setting.vllm(layout), why_generated, speed),
             *router_reasons(recipe, model),
             adapter_reason(recipe, model),
-            *found.reasons(),
+            *fitting.reasons(),
             padding.reason(),
             workers_reason(recipe, speed),
             optimizer_reason(recipe),
@@ -204,7 +204,7 @@ def resolve(
             *_beyond_reasons(setting, chosen.candidate, speed),
         ),
         rejected=chosen.rejected,
-        change_first=_change_first(setting, chosen.candidate.num_nodes, found),
+        change_first=_change_first(setting, chosen.candidate.num_nodes, fitting),
     )
 
 
@@ -307,18 +307,18 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     why = refused[0] if refused is not None else why_not_in(recipe, chosen.fit.layout)
     if why is None:
         other = replace(setting, by_vllm=True)
-        found = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
-        if found is not None:
-            return other, replace(chosen, fit=found), "it is installed, and fits beside the model"
+        fitting = fit(other, chosen.fit.layout, chosen.candidate.num_nodes)
+        if fitting is not None:
+            return other, replace(chosen, fit=fitting), "it is installed, and fits beside the model"
         why = "vLLM would not fit beside the model"
     return setting, chosen, why
 
 
 def _without_offload(setting: Setting) -> Iterator[str]:
     """The adapter with which all would stay on the devices, if one does."""
-    asked = setting.recipe.adapter
-    others = [LoraAdapter(), QloraAdapter()] if isinstance(asked, FullAdapter) else [QloraAdapter()]
-    for adapter in others if not isinstance(asked, QloraAdapter) else []:
+    chosen_adapter = setting.recipe.adapter
+    alternatives = [LoraAdapter(), QloraAdapter()] if isinstance(chosen_adapter, FullAdapter) else [QloraAdapter()]
+    for adapter in alternatives if not isinstance(chosen_adapter, QloraAdapter) else []:
         other = replace(setting, recipe=setting.recipe.model_copy(update={"adapter": adapter}))
         on_devices = (layout for layout, _ in _that_fit(other) if not layout.offloads)
         if next(on_devices, None) is not None:
@@ -369,9 +369,9 @@ def _choose(setting: Setting) -> _Chosen:
             refusals.append(refused)
             rejected.append(Rejected(layout=layout, why=refused.why))
             continue
-        found = fit(setting, layout, candidate.num_nodes)
-        if found is not None:
-            return _Chosen(candidate, found, tuple(rejected))
+        fitting = fit(setting, layout, candidate.num_nodes)
+        if fitting is not None:
+            return _Chosen(candidate, fitting, tuple(rejected))
         needed = least(setting, layout, candidate.num_nodes)
         per_node = candidate.devices_per_node
         why = setting.why_not(needed, per_node)
@@ -383,7 +383,9 @@ def _choose(setting: Setting) -> _Chosen:
     smallest, per_node = nearest
     limit = setting.limit_bytes(per_node)
     over = smallest.total_bytes - limit
-    tried = "" if len(rejected) == 1 else "".join(f"\n  {one.layout.name}: {one.why}" for one in rejected)
+    tried = (
+        "" if len(rejected) == 1 else "".join(f"\n  {rejection.layout.name}: {rejection.why}" for rejection in rejected)
+    )
     much = f" ({gib(over)} too much)" if over > 0 else f", and {setting.why_not(smallest, per_node)}"
     smaller = what_would_fit(setting)
     raise PlanError(
@@ -419,10 +421,10 @@ def _nothing_possible(setting: Setting, rejected: list[Rejected], refusals: list
     """Return the error for a recipe without any layout left to try."""
     if rejected:
         return PlanError(f"{rejected[0].layout.name}: {rejected[0].why}", hint=refusals[0].hint)
-    given = setting.recipe.parallel.model_dump(exclude_defaults=True)
-    asked = ", ".join(f"parallel.{name}={value}" for name, value in given.items())
+    settings = setting.recipe.parallel.model_dump(exclude_defaults=True)
+    settings_text = ", ".join(f"parallel.{name}={value}" for name, value in settings.items())
     return PlanError(
-        f"{asked}: there is no such layout for {_machine(setting)} and a batch of "
+        f"{settings_text}: there is no such layout for {_machine(setting)} and a batch of "
         f"{setting.recipe.train.global_batch_size}",
         hint="leave some of it to the plan" + _multiple_of(setting),
     )

@@ -139,7 +139,7 @@ def read_values(words: Sequence[str]) -> dict[str, list[Any]]:
     Raises:
         RecipeError: A word is no such list.
     """
-    found: dict[str, list[Any]] = {}
+    values_by_key: dict[str, list[Any]] = {}
     for word in words:
         key, equals, written = word.partition("=")
         try:
@@ -148,8 +148,8 @@ def read_values(words: Sequence[str]) -> dict[str, list[Any]]:
             values, problems = None, []
         if not equals or not isinstance(values, list) or not values or problems:
             raise RecipeError(f"--sweep {word}: cannot be read", hint="write key=value,value such as adapter.rank=8,16")
-        found.setdefault(key.strip(), []).extend(values)
-    return found
+        values_by_key.setdefault(key.strip(), []).extend(values)
+    return values_by_key
 
 
 def combinations(
@@ -221,9 +221,9 @@ def largest_batch(
         num_rows: Rows that there are; a larger batch means nothing.
     """
     plan = plan_of(recipe)
-    held = _held(recipe, plan)
+    plan_state = _held(recipe, plan)
     if isinstance(plan, Plan):
-        held = _parallel(held, strategy=plan.layout.strategy)
+        plan_state = _parallel(plan_state, strategy=plan.layout.strategy)
 
     def changes(size: int) -> dict[str, Any]:
         return {"train.micro_batch_size": size, "train.global_batch_size": size * num_devices}
@@ -236,7 +236,7 @@ def largest_batch(
     train = recipe.train
     own = {"train.micro_batch_size": train.micro_batch_size, "train.global_batch_size": train.global_batch_size}
     yield Variant(machine, own, plan, "as it is")
-    yield from _largest(held, plan_of_batch, machine, range(1, num_rows // num_devices + 2), changes)
+    yield from _largest(plan_state, plan_of_batch, machine, range(1, num_rows // num_devices + 2), changes)
 
 
 def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: Sequence[str]) -> Iterator[Variant]:
@@ -248,7 +248,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
         machine: Its name.
         names: The models, the largest first. What stands before the slash is the maker.
     """
-    held = _held(recipe)
+    plan_state = _held(recipe)
     too_large: Variant | None = None
     makers: set[str] = set()
     for name in names:
@@ -256,7 +256,7 @@ def largest_models(recipe: Recipe, plan_of: PlanOf, machine: str | None, names: 
         if maker in makers:
             continue
         model = recipe.model.model_copy(update={"path": name, "revision": None})
-        planned = plan_of(held.model_copy(update={"model": model}))
+        planned = plan_of(plan_state.model_copy(update={"model": model}))
         if isinstance(planned, PlanError):
             too_large = Variant(machine, {"model.path": name}, planned, NEXT) if not makers else too_large
             continue

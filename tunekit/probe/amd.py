@@ -35,24 +35,24 @@ def amd_devices(environment: Mapping[str, str], root: Path) -> tuple[Found, ...]
     """
     nodes = _gpu_nodes(root / "sys/class/kfd/kfd/topology/nodes")
     uuids = [f"GPU-{_properties(node)['unique_id']:016x}" for node in nodes]
-    left = visible_devices(environment.get("ROCR_VISIBLE_DEVICES"), uuids)
+    visible = visible_devices(environment.get("ROCR_VISIBLE_DEVICES"), uuids)
     setting = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
-    chosen = visible_devices(setting, [uuids[index] for index in left])
-    by_node = {int(nodes[left[index]].name): str(index) for index in chosen}
-    return tuple(_found(nodes[left[index]], root, by_node) for index in chosen)
+    chosen = visible_devices(setting, [uuids[index] for index in visible])
+    by_node = {int(nodes[visible[index]].name): str(index) for index in chosen}
+    return tuple(_found(nodes[visible[index]], root, by_node) for index in chosen)
 
 
 def _gpu_nodes(nodes: Path) -> list[Path]:
     """Folders of the GPUs that this process may use. In a container those of the others cannot be read."""
-    found = []
+    gpu_nodes = []
     for node in sorted(nodes.glob("[0-9]*"), key=lambda node: int(node.name)):
         try:
             properties = _properties(node)
         except OSError:
             continue
         if properties.get("gfx_target_version"):
-            found.append(node)
-    return found
+            gpu_nodes.append(node)
+    return gpu_nodes
 
 
 def _found(node: Path, root: Path, by_node: Mapping[int, str]) -> Found:
@@ -84,9 +84,9 @@ def _found(node: Path, root: Path, by_node: Mapping[int, str]) -> Found:
 
 def _name(properties: Mapping[str, int], card: Path) -> str:
     """Its name on the market where the catalogue has it: the board's own is another (MI350 OAM for an MI350X)."""
-    known = reported_as(f"{properties['vendor_id']:04x}:{properties['device_id']:04x}")
-    if known is not None:
-        return known.reported[0]
+    figures = reported_as(f"{properties['vendor_id']:04x}:{properties['device_id']:04x}")
+    if figures is not None:
+        return figures.reported[0]
     return _text(card / "product_name") or f"AMD {_gfx(properties['gfx_target_version'])}"
 
 

@@ -57,7 +57,7 @@ def refuse_others_code(folder: Path, path: str) -> None:
 
 def _check_classes(classes: Any, path: str) -> None:
     named = classes.values() if isinstance(classes, dict) else [classes]
-    for name in (one for item in named for one in (item if isinstance(item, list) else [item])):
+    for name in (class_name for item in named for class_name in (item if isinstance(item, list) else [item])):
         if isinstance(name, str) and "--" in name:
             raise ModelError(
                 f"model.path: {path!r} runs code of another repository, {name.partition('--')[0]}, at no commit",
@@ -71,8 +71,8 @@ def check_code(section: ModelSection, known: dict[str, str]) -> None:
     Raises:
         ModelError: A file is another, is gone, or is new. It is named.
     """
-    found = code_of(section)
-    changed = sorted(name for name in {*known, *found} if known.get(name) != found.get(name))
+    code = code_of(section)
+    changed = sorted(name for name in {*known, *code} if known.get(name) != code.get(name))
     if changed:
         raise ModelError(
             f"{Path(section.path) / changed[0]}: the code that comes with the model changed since the run was made",

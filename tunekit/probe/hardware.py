@@ -45,18 +45,18 @@ def probe_node() -> Hardware:
     """
     build = torch_build()
     cpu = host_cpu()
-    found: tuple[Found, ...] = ()
+    devices: tuple[Found, ...] = ()
     notes = []
     if build.cuda is not None:
         # Loading NVML takes a fifth of the time of a command that looks at no machine.
         from tunekit.probe.nvidia import nvidia_devices
 
-        found = nvidia_devices(os.environ)
+        devices = nvidia_devices(os.environ)
     elif build.hip is not None:
-        found = amd_devices(os.environ, ROOT)
-        notes += [NOTES["rocm"]] if found else []
-    used, others = split_by_kind(found)
-    unused = tuple(one.device for one in others)
+        devices = amd_devices(os.environ, ROOT)
+        notes += [NOTES["rocm"]] if devices else []
+    used, unused_devices = split_by_kind(devices)
+    unused = tuple(unused_device.device for unused_device in unused_devices)
     if unused:
         names = ", ".join(dict.fromkeys(device.name for device in unused))
         notes.append(f"a run computes on equal accelerators, so {names} {'is' if len(unused) == 1 else 'are'} left out")
@@ -65,7 +65,7 @@ def probe_node() -> Hardware:
         notes.append(f"the {unused[0].name} is not used: tunekit does not train on MPS, and computes on the CPU")
     return Hardware(
         cpu=cpu,
-        accelerators=tuple(one.device for one in used),
+        accelerators=tuple(unused_device.device for unused_device in used),
         unused=unused,
         num_cores=num_cores(),
         flash_attn=_is_installed("flash-attn"),
@@ -122,5 +122,5 @@ def _is_installed(name: str) -> bool:
 
 def torch_build() -> TorchBuild:
     """Return torch's build from the one small file that names it; torch itself is not imported."""
-    known = runpy.run_path(str(distribution("torch").locate_file(Path("torch", "version.py"))))
-    return TorchBuild(cuda=known["cuda"], hip=known["hip"])
+    variables = runpy.run_path(str(distribution("torch").locate_file(Path("torch", "version.py"))))
+    return TorchBuild(cuda=variables["cuda"], hip=variables["hip"])

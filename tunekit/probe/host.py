@@ -107,7 +107,7 @@ def cgroup_limits(root: Path) -> Limits:
 def _with_parents(mount: Path, group: str) -> Iterator[Path]:
     """Folders of a group and of those above it. In a container the group's own is often what is mounted."""
     folder = mount / group.lstrip("/")
-    yield from (one for one in (folder, *folder.parents) if one.is_relative_to(mount) and one.is_dir())
+    yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(mount) and parent.is_dir())
 
 
 def _version_2(folder: Path) -> Limits:

@@ -104,22 +104,22 @@ def chat_template_of(model: ModelSection) -> Template | None:
         return None
     config = json.loads(file.read_text(encoding="utf-8"))
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
-    known = {name: token for name, token in tokens.items() if token is not None}
+    special_tokens = {name: token for name, token in tokens.items() if token is not None}
     if model.chat_template is not None:
-        given = Path(model.chat_template)
-        return Template(given.read_text(encoding="utf-8"), known) if given.is_file() else None
+        path = Path(model.chat_template)
+        return Template(path.read_text(encoding="utf-8"), special_tokens) if path.is_file() else None
     if (folder / "chat_template.jinja").is_file():
-        return Template((folder / "chat_template.jinja").read_text(encoding="utf-8"), known)
+        return Template((folder / "chat_template.jinja").read_text(encoding="utf-8"), special_tokens)
     stored = config.get("chat_template")
     if stored is None and not _has_chat_template(folder) and not (folder / "additional_chat_templates").is_dir():
-        return Template(None, known)
-    return Template(stored, known) if isinstance(stored, str) else None
+        return Template(None, special_tokens)
+    return Template(stored, special_tokens) if isinstance(stored, str) else None
 
 
 def _token(value: Any) -> str | None:
     """A special token as a tokenizer_config.json has it: its text, or a section with it."""
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else None
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
 
 
 def _probe(model: ModelSection) -> ModelFacts:
@@ -131,10 +131,10 @@ def _probe(model: ModelSection) -> ModelFacts:
     if model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or (os.sep != "/" and os.sep in model.path):
         raise ModelError(f"model.path: no folder {model.path!r}", hint=_near(folder))
     cached = _cached(model)
-    found = cached or _fetch_headers(model)
+    headers = cached or _fetch_headers(model)
     if model.trust_remote_code:
-        refuse_others_code(found, model.path)
-    return _read_folder(found, model.path, stored=None if cached else _hub_tensors(model))
+        refuse_others_code(headers, model.path)
+    return _read_folder(headers, model.path, stored=None if cached else _hub_tensors(model))
 
 
 def sketch_model(model: ModelSection) -> ModelFacts:
@@ -165,8 +165,8 @@ def sketch_model(model: ModelSection) -> ModelFacts:
 
 def known_model(name: str) -> ModelFacts:
     """Facts of a well-known model from tunekit's own table."""
-    known = known_models()[name]
-    facts = _from_config(known.config, name, known.has_chat_template)
+    entry = known_models()[name]
+    facts = _from_config(entry.config, name, entry.has_chat_template)
     return facts.model_copy(update={"known_from": "table"})
 
 
@@ -322,9 +322,9 @@ def _check_causal(config: Mapping[str, Any], path: str) -> None:
     architectures = config.get("architectures") or []
     is_causal = any("CausalLM" in name or "LMHead" in name for name in architectures)
     if not is_causal and (config.get("model_type") not in WITH_VISION or not architectures):
-        found = ", ".join(architectures) or "none"
+        names = ", ".join(architectures) or "none"
         raise ModelError(
-            f"model.path: {path!r} is not a causal language model (architectures: {found})",
+            f"model.path: {path!r} is not a causal language model (architectures: {names})",
             hint="use a model with an ...ForCausalLM architecture",
         )
 
@@ -333,8 +333,8 @@ def _facts(
     config: Mapping[str, Any], path: str, tensors: dict[str, tuple[tuple[int, ...], str]], has_chat_template: bool
 ) -> ModelFacts:
     types = [dtype for _, dtype in tensors.values()]
-    known = is_known(config)
-    text = text_config(complete(config) if known else config)
+    is_supported = is_known(config)
+    text = text_config(complete(config) if is_supported else config)
     hidden, heads = (
         _number(text, path, "hidden_size", "n_embd", "d_model"),
         _number(text, path, "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
@@ -350,11 +350,11 @@ def _facts(
         tensors=fused_experts(shapes) if num_experts else shapes,
         dtype=Counter(types).most_common(1)[0][0],
         hidden_size=hidden,
-        intermediate_size=mlp_width_of(text) if known else _mlp_width(text, hidden),
+        intermediate_size=mlp_width_of(text) if is_supported else _mlp_width(text, hidden),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=head_dim_of(text) if known else text.get("head_dim") or hidden // heads,
+        head_dim=head_dim_of(text) if is_supported else text.get("head_dim") or hidden // heads,
         vocab_size=_number(text, path, "vocab_size"),
         max_position_embeddings=text.get("max_position_embeddings") or text.get("n_positions"),
         sliding_window=sliding_window_of(text),

@@ -81,13 +81,13 @@ def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
     launch = read_launch(environment)
     if launch is None or launch.num_processes is None:
         return recipe
-    asked, num = recipe.parallel, launch.num_processes
-    if asked.num_processes not in (None, num):
+    requested, num = recipe.parallel, launch.num_processes
+    if requested.num_processes not in (None, num):
         raise PlanError(
-            f"parallel.num_processes: {asked.num_processes} contradicts {launch.launcher}, which started {num}",
+            f"parallel.num_processes: {requested.num_processes} contradicts {launch.launcher}, which started {num}",
             hint="leave it out, or start as many",
         )
-    if asked.max_restarts:
+    if requested.max_restarts:
         raise PlanError(
             f"parallel.max_restarts: these are the processes of {launch.launcher}, which alone can start them again",
             hint="leave it out, or run `tunekit train` without a launcher; `tunekit resume` goes on with a run",
@@ -96,7 +96,7 @@ def with_started(recipe: Recipe, environment: Mapping[str, str]) -> Recipe:
     for name, (values, what, hint) in ACCELERATE.items():
         if environment.get(name, "").lower() in values:
             raise PlanError(f"accelerate launch was asked for {what}, which the plan decides ({name})", hint=hint)
-    return recipe.model_copy(update={"parallel": asked.model_copy(update={"num_processes": num})})
+    return recipe.model_copy(update={"parallel": requested.model_copy(update={"num_processes": num})})
 
 
 def check_may_go_back(recipe: Recipe, launcher: str) -> None:
@@ -118,25 +118,26 @@ def check_may_go_back(recipe: Recipe, launcher: str) -> None:
 
 def _share(launch: Launch, num_visible: int) -> tuple[int, str | None]:
     """Return how many of a node's accelerators the launcher leaves to a run, and a note on it."""
-    given = launch.num_local
-    if given is None or given == num_visible:
+    num_local = launch.num_local
+    if num_local is None or num_local == num_visible:
         return num_visible, None
     if launch.starts_processes:
         if num_visible == 0:
             return 0, None
-        if given > num_visible:
+        if num_local > num_visible:
             raise PlanError(
-                f"{launch.launcher} runs {given} processes on this node, but this process sees {_devices(num_visible)}",
+                f"{launch.launcher} runs {num_local} processes on this node, but this process sees "
+                f"{_devices(num_visible)}",
                 hint="start as many processes as there are accelerators, or see CUDA_VISIBLE_DEVICES"
                 + "; give every task all accelerators of its node: --gpus-per-node" * (launch.launcher == "srun"),
             )
-        return given, f"{launch.launcher} runs {given} processes on this node of {num_visible} accelerators"
-    if given < num_visible:
+        return num_local, f"{launch.launcher} runs {num_local} processes on this node of {num_visible} accelerators"
+    if num_local < num_visible:
         raise PlanError(
-            f"{launch.launcher} gave {_devices(given)} on this node, but this process sees {_devices(num_visible)}",
+            f"{launch.launcher} gave {_devices(num_local)} on this node, but this process sees {_devices(num_visible)}",
             hint="hide those of others: set CUDA_VISIBLE_DEVICES to the ones that were given",
         )
-    return num_visible, f"{launch.launcher} gave {_devices(given)} on this node, of which {num_visible} can be used"
+    return num_visible, f"{launch.launcher} gave {_devices(num_local)} on this node, of which {num_visible} can be used"
 
 
 def _elsewhere(launch: Launch, num_visible: int) -> str:
@@ -217,12 +218,12 @@ def _slurm(environment: Mapping[str, str]) -> Launch | None:
     nodes = _count(environment, "SLURM_JOB_NUM_NODES") or _count(environment, "SLURM_NNODES")
     if nodes is None:
         return None
-    given = _count(environment, "SLURM_GPUS_ON_NODE")
-    if given is None:
+    num_gpus = _count(environment, "SLURM_GPUS_ON_NODE")
+    if num_gpus is None:
         # As it was asked for: `8`, or with the kind, `h100:8`.
-        asked = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-        given = int(asked) if asked.isdigit() else None
-    return Launch("Slurm", nodes, given, is_elsewhere="SLURMD_NODENAME" not in environment)
+        per_node = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+        num_gpus = int(per_node) if per_node.isdigit() else None
+    return Launch("Slurm", nodes, num_gpus, is_elsewhere="SLURMD_NODENAME" not in environment)
 
 
 def _skypilot(environment: Mapping[str, str]) -> Launch | None:

@@ -61,8 +61,8 @@ def _visible(environment: Mapping[str, str]) -> tuple[Found, ...]:
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     if setting is not None and setting.strip().startswith("MIG-"):
         named = [(part, gpu) for gpu, own in zip(gpus, parts, strict=True) for part in own or ()]
-        left = visible_devices(setting, [_uuid(part) for part, _ in named])
-        return tuple(_part(*named[index]) for index in left[:1])
+        visible = visible_devices(setting, [_uuid(part) for part, _ in named])
+        return tuple(_part(*named[index]) for index in visible[:1])
     chosen = visible_devices(setting, [_uuid(gpu) for gpu in gpus])
     for index in chosen:
         if own := parts[index]:
@@ -156,8 +156,8 @@ def _nvlinks(gpu: Any) -> tuple[int, float | None]:
     if not active:
         return 0, None
     (speed,) = pynvml.nvmlDeviceGetFieldValues(gpu, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
-    told = speed.nvmlReturn == pynvml.NVML_SUCCESS and speed.value.uiVal
-    return active, speed.value.uiVal * 1e6 if told else None
+    bandwidth = speed.nvmlReturn == pynvml.NVML_SUCCESS and speed.value.uiVal
+    return active, speed.value.uiVal * 1e6 if bandwidth else None
 
 
 def _has_nvlink(gpu: Any, other: Any) -> bool:

@@ -89,8 +89,8 @@ def _of_run(folder: Path, path: str) -> Origin:
 
 def _origin_in(plan: Path) -> Origin | None:
     """Return the origin of a run, from its plan."""
-    found = yaml.safe_load(plan.read_text(encoding="utf-8")).get("origin")
-    return None if found is None else Origin.model_validate(found)
+    origin = yaml.safe_load(plan.read_text(encoding="utf-8")).get("origin")
+    return None if origin is None else Origin.model_validate(origin)
 
 
 def _of_adapter(folder: Path, section: ModelSection) -> Origin:
@@ -101,10 +101,10 @@ def _of_adapter(folder: Path, section: ModelSection) -> Origin:
             f"model.path: {section.path!r} has a broken {ADAPTER_CONFIG}: {error}", hint="save it again"
         ) from error
     _check_weights(folder, section.path)
-    others = [name for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, None)]
+    unsupported = [name for name, plain in PLAIN.items() if config.get(name, plain) not in (plain, None)]
     targets = config.get("target_modules")
-    if others or not targets or (isinstance(targets, str) and targets != "all-linear"):
-        what = f"{others[0]}: {config[others[0]]}" if others else f"target_modules: {targets}"
+    if unsupported or not targets or (isinstance(targets, str) and targets != "all-linear"):
+        what = f"{unsupported[0]}: {config[unsupported[0]]}" if unsupported else f"target_modules: {targets}"
         raise ModelError(
             f"model.path: {section.path!r} is an adapter with {what}, which no recipe can describe",
             hint="merge it into its base model first",

@@ -19,15 +19,15 @@ def visible_devices(setting: str | None, uuids: Sequence[str]) -> list[int]:
     if setting is None:
         return list(range(len(uuids)))
     by_uuid = setting.startswith(("GPU-", "MIG-"))
-    found: list[int] = []
+    devices: list[int] = []
     for entry in setting.split(","):
         position = _with_uuid(entry, uuids) if by_uuid else _with_index(entry.strip(), len(uuids))
         if position is None:
             break
-        if position in found:
+        if position in devices:
             return []
-        found.append(position)
-    return found
+        devices.append(position)
+    return devices
 
 
 def _with_index(entry: str, num: int) -> int | None:

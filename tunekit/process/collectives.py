@@ -31,9 +31,9 @@ def same_everywhere(value: T, place: Place) -> T:
         return value
     import torch
 
-    said = [value]
-    torch.distributed.broadcast_object_list(said, src=0, device=torch.device("cpu"))
-    return said[0]
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
 
 
 def data_worker_problem(error: BaseException, place: Place) -> str | None:
@@ -43,11 +43,11 @@ def data_worker_problem(error: BaseException, place: Place) -> str | None:
         error: What was raised.
         place: Which process it made them for.
     """
-    found = DATA_WORKER.search(str(error))
-    if found is None:
+    match = DATA_WORKER.search(str(error))
+    if match is None:
         return None
     # Where torch sees it twice, the first time it saw more.
-    cause = DATA_WORKER.search(str(error.__cause__)) or found
+    cause = DATA_WORKER.search(str(error.__cause__)) or match
     end = f"was ended by a signal ({cause['sign']})" if cause["sign"] else "ended by itself"
     return f"process {cause['pids'].strip()}, which makes micro-batches for rank {place.rank}, {end}"
 
@@ -58,9 +58,9 @@ def any_of(flags: Sequence[bool], place: Place) -> list[bool]:
         return list(flags)
     import torch
 
-    told = torch.tensor(flags, dtype=torch.uint8)
-    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
-    return [bool(one) for one in told]
+    votes = torch.tensor(flags, dtype=torch.uint8)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]
 
 
 def of_all(value: T, place: Place) -> list[T]:
@@ -69,9 +69,9 @@ def of_all(value: T, place: Place) -> list[T]:
         return [value]
     import torch
 
-    said: list[T | None] = [None] * place.num_processes
-    torch.distributed.all_gather_object(said, value)
-    return cast(list[T], said)
+    values: list[T | None] = [None] * place.num_processes
+    torch.distributed.all_gather_object(values, value)
+    return cast(list[T], values)
 
 
 def exchange_problem(error: RuntimeError, place: Place) -> str | None:
@@ -83,12 +83,12 @@ def exchange_problem(error: RuntimeError, place: Place) -> str | None:
     """
     import torch
 
-    told = str(error)
-    if not isinstance(error, torch.distributed.DistError) and not FROM_GLOO.search(told):
+    message = str(error)
+    if not isinstance(error, torch.distributed.DistError) and not FROM_GLOO.search(message):
         return None
     # Without the file of the library, and its advice.
-    words = re.sub(r"^\[.*?\] ", "", told.partition("\n")[0]).partition(". This is typically")[0]
-    if "timed out" in told.lower() or "timeout" in told.lower():
+    words = re.sub(r"^\[.*?\] ", "", message.partition("\n")[0]).partition(". This is typically")[0]
+    if "timed out" in message.lower() or "timeout" in message.lower():
         return f"rank {place.rank} waited for the other processes in {_function(error)} until its time was up ({words})"
     return f"rank {place.rank} lost contact with another process in {_function(error)} ({words})"
 

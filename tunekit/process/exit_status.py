@@ -45,8 +45,8 @@ class Ending:
 
     def is_due_to_a_wish(self, error: BaseException) -> bool:
         """Return whether an error follows from a stop request: some processes end before others, who then see that."""
-        asked = self.wishes.asked is not None
-        return isinstance(error, KeyboardInterrupt) or (asked and isinstance(error, ExchangeError))
+        was_requested = self.wishes.asked is not None
+        return isinstance(error, KeyboardInterrupt) or (was_requested and isinstance(error, ExchangeError))
 
     def stopped(self, *, at_a_boundary: bool) -> Stopped:
         """Record the stop and return the error to raise once the work is over.
@@ -54,16 +54,16 @@ class Ending:
         Args:
             at_a_boundary: Whether all processes ended together, as they were asked to.
         """
-        asked = self.wishes.known or Request(True, "SIGINT", None, 0.0)
-        told = errors_of(self._run)
-        if told and not at_a_boundary:
+        request = self.wishes.known or Request(True, "SIGINT", None, 0.0)
+        errors = errors_of(self._run)
+        if errors and not at_a_boundary:
             # A launcher ends the others with the same signals where one of them has failed.
-            phase, reason = "failed", f"rank {told[0]['rank']}: {told[0]['problem']}"
+            phase, reason = "failed", f"rank {errors[0]['rank']}: {errors[0]['problem']}"
         else:
-            phase, reason = phase_after(self._run, asked), words_of(self._run, asked, is_late=self.wishes.is_late)
+            phase, reason = phase_after(self._run, request), words_of(self._run, request, is_late=self.wishes.is_late)
         if at_a_boundary or not self._supervised:
             self._record.end(phase, reason)
-        return stopped(self._run, asked, reason)
+        return stopped(self._run, request, reason)
 
     def _tell(self, wish: Request) -> None:
         if self._is_joined and errors_of(self._run):
@@ -74,10 +74,10 @@ class Ending:
         """End this process, which does not end by itself: it waits for others, or is not in Python."""
         if self._record.place.is_main:
             # Whoever listens may be what it stands in.
-            asked = self.wishes.known
-            assert asked is not None
+            request = self.wishes.known
+            assert request is not None
             Record(self._run, Place()).end(
-                phase_after(self._run, asked), words_of(self._run, asked, is_late=self.wishes.is_late)
+                phase_after(self._run, request), words_of(self._run, request, is_late=self.wishes.is_late)
             )
         os._exit(0 if self.wishes.known is None else self.wishes.known.exit_code)
 

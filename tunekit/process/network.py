@@ -50,7 +50,7 @@ def way_to(host: str) -> Way:
         probe.connect(target)
         address: str = probe.getsockname()[0]
     for interface, addresses in psutil.net_if_addrs().items():
-        if any(found.address.partition("%")[0] == address for found in addresses):
+        if any(candidate.address.partition("%")[0] == address for candidate in addresses):
             return Way(address, interface)
     if ipaddress.ip_address(address).is_loopback:
         # All of 127.0.0.0/8 is the loopback's, of which it lists one address.

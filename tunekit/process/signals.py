@@ -217,7 +217,7 @@ class Wishes:
             select.select([self._pipe[0]], [], [], LISTEN_SECONDS)
             self._drain()
             self._give_sign()
-            known = self.known
+            known_request = self.known
             heard = requested(self._run)
             if heard is not None and heard != self._earlier:
                 self._take(heard)
@@ -233,7 +233,7 @@ class Wishes:
                 self._tell(wish)
             if self._ended.is_set():
                 break
-            if wish != known:
+            if wish != known_request:
                 self._rouse()
             if time.monotonic() - self._since_now > STUCK_SECONDS and self._give_up is not None:
                 self._give_up()

@@ -108,11 +108,11 @@ class Sight:
             words = f"; rank {mine.rank} waited for it {seconds:.0f} s, {where(mine)}"
             return StandstillError("; ".join(map(no_sign_of, silent)) + words, hint=hint)
         there = {mine.rank, *(other.rank for other in self.others)}
-        gone = [rank for rank in range(self.num_processes) if rank not in there]
+        missing = [rank for rank in range(self.num_processes) if rank not in there]
         behind = [other for other in self.others if other.position < mine.position]
         waited = f"rank {mine.rank} waited {seconds:.0f} s, {where(mine)},"
-        if gone:
-            return ExchangeError(f"{waited} for {_ranks(gone)}, which had ended", hint=hint)
+        if missing:
+            return ExchangeError(f"{waited} for {_ranks(missing)}, which had ended", hint=hint)
         if behind:
             slowest = min(behind, key=lambda other: other.position)
             return ExchangeError(f"{waited} for rank {slowest.rank}, which stood {where(slowest)}", hint=hint)
@@ -128,12 +128,12 @@ def no_sign_of(beat: Beat) -> str:
 
 def gone_words(run: Run) -> str:
     """Describe the processes of this host that died without an error, for the message of one that lost them."""
-    gone = [
+    missing = [
         f"; rank {beat.rank} (process {beat.pid} on {beat.host}) is gone, last heard of {where(beat)}"
         for beat in beats_of(run)
         if beat.host == os.uname().nodename and not is_alive(beat.pid, beat.identity)
     ]
-    return "".join(gone)
+    return "".join(missing)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -183,17 +183,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         heart, plan = self._heart, self._plan
-        last, stood, looked = heart.now(), 0.0, time.monotonic()
+        last, still_seconds, looked_at = heart.now(), 0.0, time.monotonic()
         tick = min(BEAT_SECONDS, plan.timeout_seconds / 10)
         while not self._ended.wait(tick):
-            now, before, looked = heart.now(), looked, time.monotonic()
+            now, before, looked_at = heart.now(), looked_at, time.monotonic()
             # While this whole process was stopped, as by Ctrl-Z, nobody could have moved.
-            stood += min(looked - before, 2 * tick)
+            still_seconds += min(looked_at - before, 2 * tick)
             if now.has_moved_since(last):
-                last, stood = now, 0.0
-            elif stood > limit_of(plan, now):
-                self._on_standstill(now, stood)
-                stood, looked = 0.0, time.monotonic()
+                last, still_seconds = now, 0.0
+            elif still_seconds > limit_of(plan, now):
+                self._on_standstill(now, still_seconds)
+                still_seconds, looked_at = 0.0, time.monotonic()
 
     def _on_standstill(self, stood_at: Beat, seconds: float) -> None:
         """End this process, unless it waits for one that moves or moves itself after all."""
@@ -227,13 +227,13 @@ class Watchdog:
         # A file system of a network shows late what another host writes.
         self._ended.wait(SEEN_SECONDS if elsewhere else LOOK_SECONDS)
         later_signs, after = last_signs(run), {beat.rank: beat for beat in beats_of(run)}
-        others = [beat for rank, beat in after.items() if rank != mine.rank and rank < place.num_processes]
+        peers = [beat for rank, beat in after.items() if rank != mine.rank and rank < place.num_processes]
         return Sight(
             mine,
             waits=is_waiting(self._heart.thread),
-            others=others,
-            silent=[beat.rank for beat in others if later_signs.get(beat.rank) == signs.get(beat.rank)],
-            moving=[beat.rank for beat in others if beat.rank in before and beat.has_moved_since(before[beat.rank])],
+            others=peers,
+            silent=[beat.rank for beat in peers if later_signs.get(beat.rank) == signs.get(beat.rank)],
+            moving=[beat.rank for beat in peers if beat.rank in before and beat.has_moved_since(before[beat.rank])],
             num_processes=place.num_processes,
         )
 

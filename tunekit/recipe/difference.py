@@ -15,15 +15,15 @@ def recipe_diff(*recipes: Recipe) -> dict[str, tuple[str | None, ...]]:
     """
     flat = [_flat(recipe.model_dump(mode="json")) for recipe in recipes]
     keys = dict.fromkeys(key for fields in flat for key in fields)
-    told = {key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in keys}
-    return {key: values for key, values in told.items() if len(set(values)) > 1}
+    differing = {key: tuple(to_inline_yaml(fields[key]) if key in fields else None for fields in flat) for key in keys}
+    return {key: values for key, values in differing.items() if len(set(values)) > 1}
 
 
 def _flat(fields: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{above}{name}.")
+            flat |= _flat(value, f"{above}{name}.")
         else:
-            found[f"{above}{name}"] = value
-    return found
+            flat[f"{above}{name}"] = value
+    return flat

@@ -174,19 +174,19 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
         return _TAKES_EFFECT
     if name == "train.learning_rate" and edit.now in (None, edit.before):
         return _TAKES_EFFECT
-    found = ruling_of(edit.key)
-    assert found is not None, f"{name}: nobody has said what becomes of an edit"
-    return found
+    effect = ruling_of(edit.key)
+    assert effect is not None, f"{name}: nobody has said what becomes of an edit"
+    return effect
 
 
 def edits(before: Recipe, now: Recipe) -> list[Edit]:
     """The fields in which a recipe differs from what it was."""
-    found = list(_edits(before, now))
+    all_edits = list(_edits(before, now))
     default = default_learning_rate(before.method.type, before.adapter.type)
     # To leave it out is to ask for the default.
     return [
         edit
-        for edit in found
+        for edit in all_edits
         if edit.name != "train.learning_rate" or (edit.before or default) != (edit.now or default)
     ]
 
@@ -212,5 +212,5 @@ def _shown(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value

@@ -112,9 +112,11 @@ def recipe_entries(values: Mapping[str, Any]) -> list[Entry]:
     Args:
         values: A recipe's values, right or wrong, with or without shorthand; {} for the defaults.
     """
-    found = list(_below((), Recipe, spell_out(dict(values))))
-    method = next(str(one.default if one.value is UNSET else one.value) for one in found if one.key == "method.type")
-    return [one for one in found if one.value is not UNSET or has_choice(_names(one.key), method)]
+    entries = list(_below((), Recipe, spell_out(dict(values))))
+    method = next(
+        str(entry.default if entry.value is UNSET else entry.value) for entry in entries if entry.key == "method.type"
+    )
+    return [entry for entry in entries if entry.value is not UNSET or has_choice(_names(entry.key), method)]
 
 
 def _names(key: str) -> tuple[str, ...]:
@@ -124,10 +126,10 @@ def _names(key: str) -> tuple[str, ...]:
 
 def _below(key: Key, section: type[Section], values: Any) -> Iterator[Entry]:
     """The entries of the fields that a section has."""
-    given = values if isinstance(values, dict) else {}
+    mapping = values if isinstance(values, dict) else {}
     for name, field in section.model_fields.items():
         if name != TAG or tag_of(section) is None:
-            yield from _of_field((*key, name), Holder(section, field), given.get(name, UNSET))
+            yield from _of_field((*key, name), Holder(section, field), mapping.get(name, UNSET))
 
 
 def _of_field(key: Key, holder: Holder, value: Any) -> Iterator[Entry]:
@@ -156,19 +158,19 @@ def _one(key: Key, variants: list[type[Section]], value: Any, field: FieldInfo |
         yield from _below(key, variants[0], value)
         return
     default = type(field.default) if field is not None and isinstance(field.default, Section) else None
-    given = value.get(TAG, UNSET) if isinstance(value, dict) else UNSET if value is UNSET else value
+    tag = value.get(TAG, UNSET) if isinstance(value, dict) else UNSET if value is UNSET else value
     holders = [Holder(section, section.model_fields[TAG]) for section in variants]
     yield replace(
-        _plain((*key, TAG), holders, given),
+        _plain((*key, TAG), holders, tag),
         is_tag=True,
         default=None if default is None else tag_of(default),
         is_required=default is None,
         choices=tuple(str(tag_of(section)) for section in variants),
         description=" ".join(
-            f"{tag_of(one.section)}: {' '.join((one.field.description or '').split())}" for one in holders
+            f"{tag_of(holder.section)}: {' '.join((holder.field.description or '').split())}" for holder in holders
         ),
     )
-    chosen = variant(variants, {TAG: given}) if given is not UNSET else default
+    chosen = variant(variants, {TAG: tag}) if tag is not UNSET else default
     if chosen is not None:
         yield from _below(key, chosen, value)
 
@@ -185,7 +187,9 @@ def _plain(key: Key, holders: list[Holder], value: Any) -> Entry:
     elif lists:
         kind = "list"
         (item,) = get_args(lists[0])
-        words += tuple(str(word) for one in members(item) if get_origin(one) is Literal for word in get_args(one))
+        words += tuple(
+            str(word) for member in members(item) if get_origin(member) is Literal for word in get_args(member)
+        )
         return replace(_entry(key, holders[0], kind, value), choices=words, item_kind=_kind_of(item))
     elif words:
         kind = "choice"
@@ -219,10 +223,10 @@ def _entry(key: Key, holder: Holder, kind: Kind, value: Any) -> Entry:
         default=None if field.is_required() or isinstance(field.default, Section) else field.default,
         is_required=field.is_required(),
         is_tag=False,
-        above=_number(next((one.gt for one in bounds if isinstance(one, Gt)), None)),
-        at_least=_number(next((one.ge for one in bounds if isinstance(one, Ge)), None)),
-        below=_number(next((one.lt for one in bounds if isinstance(one, Lt)), None)),
-        at_most=_number(next((one.le for one in bounds if isinstance(one, Le)), None)),
+        above=_number(next((bound.gt for bound in bounds if isinstance(bound, Gt)), None)),
+        at_least=_number(next((bound.ge for bound in bounds if isinstance(bound, Ge)), None)),
+        below=_number(next((bound.lt for bound in bounds if isinstance(bound, Lt)), None)),
+        at_most=_number(next((bound.le for bound in bounds if isinstance(bound, Le)), None)),
         num_items=None,
         value=value,
     )

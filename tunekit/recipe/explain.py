@@ -52,10 +52,10 @@ def explain(key: str | None) -> str:
         return "\n\n".join([*entries, *_in_list(parts, path)])
     if parts[:-1] == ("method", "trainer_args"):
         return _trainer_arg(parts[-1])
-    found = dotted(parts[: len(path)])
+    name = dotted(parts[: len(path)])
     below = [section for holder in path[-1] for section in holder.sections] if path else [Recipe]
     if not below:
-        raise RecipeError(f"{key}: {found} is a plain value", hint=f"`tunekit explain {found}` documents it")
+        raise RecipeError(f"{key}: {name} is a plain value", hint=f"`tunekit explain {name}` documents it")
     what, hint = unknown_key(parts[: len(path) + 1], list(dict.fromkeys(below)))
     raise RecipeError(f"{dotted(parts[: len(path) + 1])}: {what}", hint=hint)
 
@@ -66,15 +66,17 @@ def _entries(key: tuple[str, ...], holders: list[Holder]) -> Iterator[str]:
     below = sections_of(field)
     lines = [_header(key, holders)]
     if key[-1] == TAG and len(holders) > 1:
-        lines += [line for one in holders for line in _paragraph(f"{tag_of(one.section)}: {one.field.description}")]
+        lines += [
+            line for holder in holders for line in _paragraph(f"{tag_of(holder.section)}: {holder.field.description}")
+        ]
     else:
         lines += _paragraph(field.description or "")
     if expands_env(field):
         lines += _paragraph("`${NAME}` stands for an environment variable, a leading `~` for the home folder.")
     for short in _words(below):
         long = ", ".join(f"{name}: {value}" for name, value in (from_word(below, short) or {}).items())
-        left, right = ("", "") if takes_one(field) else ("[", "]")
-        line = f"`{key[-1]}: {left}{short}{right}` is short for `{key[-1]}: {left}{{{long}}}{right}`."
+        opening, right = ("", "") if takes_one(field) else ("[", "]")
+        line = f"`{key[-1]}: {opening}{short}{right}` is short for `{key[-1]}: {opening}{{{long}}}{right}`."
         if takes_one(field) and takes_list(field):
             line = f"{line.removesuffix('.')}, also in a list: `{key[-1]}: [{short}, {short}]`."
         lines += _paragraph(line)
@@ -133,7 +135,11 @@ def _header(key: tuple[str, ...], holders: list[Holder]) -> str:
     field = holders[0].field
     below = sections_of(field)
     sections = [("a section", takes_one(field)), ("a list of sections", takes_list(field))]
-    parts = [any_of([words for words, taken in sections if taken]) if below else takes_words(holders)]
+    parts = [
+        any_of([words for words, variants_of_section in sections if variants_of_section])
+        if below
+        else takes_words(holders)
+    ]
     if field.is_required():
         parts.append("required")
     elif key[-1] == TAG:

@@ -120,14 +120,14 @@ def holders_along(key: tuple[Any, ...], values: Any = None) -> list[list[Holder]
             values = values.get(part) if isinstance(values, dict) else None
         if isinstance(part, int):
             is_item = path and takes_list(path[-1][0].field) and not isinstance(key[depth - 1], int)
-            found = path[-1] if is_item else []
+            holders = path[-1] if is_item else []
         else:
             with_it = [section for section in sections if part in section.model_fields]
-            found = [Holder(section, section.model_fields[part]) for section in with_it]
-        if not found:
+            holders = [Holder(section, section.model_fields[part]) for section in with_it]
+        if not holders:
             break
-        path.append(found)
-        sections = list(dict.fromkeys(below for holder in found for below in holder.sections))
+        path.append(holders)
+        sections = list(dict.fromkeys(below for holder in holders for below in holder.sections))
     return path
 
 

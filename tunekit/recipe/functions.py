@@ -37,11 +37,11 @@ def find_function(path: str) -> Callable[..., Any]:
     """
     name, _, attribute = path.partition(":")
     module = _import(name)
-    held = vars(module)
-    if attribute not in held:
-        known = [other for other, value in held.items() if callable(value) and not other.startswith("__")]
-        raise RecipeError(f"the module '{name}' has no function '{attribute}'", hint=_meant(attribute, known))
-    function = held[attribute]
+    namespace = vars(module)
+    if attribute not in namespace:
+        candidates = [other for other, value in namespace.items() if callable(value) and not other.startswith("__")]
+        raise RecipeError(f"the module '{name}' has no function '{attribute}'", hint=_meant(attribute, candidates))
+    function = namespace[attribute]
     if not callable(function):
         raise RecipeError(f"'{path}' is no function, but a value of type {type(function).__name__}")
     return function  # type: ignore[no-any-return]  # callable, as just seen
@@ -54,7 +54,7 @@ def _check_own(name: str) -> None:
         RecipeError: It is Python's, or of an installed package.
     """
     top = name.partition(".")[0]
-    if top == "__main__" or top in (one.strip() for one in os.environ.get(TRUSTED, "").split(",")):
+    if top == "__main__" or top in (module_name.strip() for module_name in os.environ.get(TRUSTED, "").split(",")):
         return
     try:
         spec = importlib.util.find_spec(top)
@@ -82,8 +82,8 @@ def _import(name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise RecipeError(f"importing '{name}' fails: {error}", hint="install what it needs") from error
-            known = _modules_beside(error.name)
-            raise RecipeError(f"there is no module '{error.name}'", hint=_meant(error.name, known)) from error
+            candidates = _modules_beside(error.name)
+            raise RecipeError(f"there is no module '{error.name}'", hint=_meant(error.name, candidates)) from error
         except SyntaxError as error:
             place = f"{error.filename}:{error.lineno}"
             raise RecipeError(f"importing '{name}' fails: {place}: {error.msg}") from error

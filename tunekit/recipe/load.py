@@ -188,7 +188,10 @@ def _check(
     reported = {bad.key for bad in problems if bad.key}
     problems += [bad for bad in invalid if not any(bad.key[: len(key)] == key for key in reported)]
     if not problems and recipe is not None and conflicts_of is not None:
-        problems = [Problem(draft.places.of_key(one.key), one.what, one.key, one.hint) for one in conflicts_of(recipe)]
+        problems = [
+            Problem(draft.places.of_key(conflict.key), conflict.what, conflict.key, conflict.hint)
+            for conflict in conflicts_of(recipe)
+        ]
     return _Checked(None if recipe is None else _named(recipe, draft.name), problems, laid.notes)
 
 
@@ -273,14 +276,14 @@ def _draft(text: str, start: Place, name: str | None) -> _Draft:
 
 def _find(source: str | Path) -> Path:
     """The file that is meant: an existing one, or else a shipped recipe of this name."""
-    path, shown = Path(source), str(source)
-    if "\n" in shown or "\0" in shown or not shown:
-        raise RecipeError(f"{shown!r} is not a path or a name", hint="write YAML text to a file, or pass a mapping")
+    path, label = Path(source), str(source)
+    if "\n" in label or "\0" in label or not label:
+        raise RecipeError(f"{label!r} is not a path or a name", hint="write YAML text to a file, or pass a mapping")
     try:
         path.stat()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise RecipeError(f"{shown[:40]}...: {error.strerror}", hint="name a recipe file") from None
+            raise RecipeError(f"{label[:40]}...: {error.strerror}", hint="name a recipe file") from None
     if path.exists() and not path.is_dir():
         return path
     if isinstance(source, str) and source in [recipe.name for recipe in list_recipes()]:
@@ -288,8 +291,8 @@ def _find(source: str | Path) -> Path:
     if path.is_dir():
         inside = sorted(child for child in path.iterdir() if child.suffix in _SUFFIXES)
         hint = f"name a file in it, such as {inside[0]}" if inside else "name a recipe file"
-        raise RecipeError(f"{shown}: is a folder, not a recipe", hint=hint)
-    raise RecipeError(f"{shown}: {_not_found(path)}", hint=_nearby(path))
+        raise RecipeError(f"{label}: is a folder, not a recipe", hint=hint)
+    raise RecipeError(f"{label}: {_not_found(path)}", hint=_nearby(path))
 
 
 def _not_found(path: Path) -> str:
@@ -350,34 +353,34 @@ def _validate(values: dict[str, Any], places: Places) -> tuple[Recipe | None, li
 
 def _missing_functions(values: dict[str, Any], places: Places) -> list[Problem]:
     """The user's own functions that cannot be found."""
-    found = []
+    missing = []
     for key, value in (*_formats(_mapping(values.get("data"))), *_rewards(_mapping(values.get("method")), places)):
         if isinstance(value, str) and re.fullmatch(FUNCTION_PATTERN, value) is not None:
             try:
                 find_function(value)
             except RecipeError as error:
-                found.append(Problem(places.of_value(key), error.problem, key, error.hint))
-    return found
+                missing.append(Problem(places.of_value(key), error.problem, key, error.hint))
+    return missing
 
 
 def _formats(data: dict[str, Any]) -> Iterator[tuple[Key, Any]]:
     """Yield the formats that a data section sets: for all of its sources, and for one of them."""
     yield ("data", "format"), data.get("format")
     for name in ("train", "eval"):
-        given = data.get(name)
-        if isinstance(given, list):
+        value = data.get(name)
+        if isinstance(value, list):
             yield from (
                 (("data", name, position, "format"), _mapping(source).get("format"))
-                for position, source in enumerate(given)
+                for position, source in enumerate(value)
             )
         else:
-            yield ("data", name, "format"), _mapping(given).get("format")
+            yield ("data", name, "format"), _mapping(value).get("format")
 
 
 def _rewards(method: dict[str, Any], places: Places) -> Iterator[tuple[Key, Any]]:
     """Yield the functions that a method names as rewards: at their path, or as a whole where that stands alone."""
-    given = method.get("rewards")
-    for position, value in enumerate(given if isinstance(given, list) else []):
+    rewards = method.get("rewards")
+    for position, value in enumerate(rewards if isinstance(rewards, list) else []):
         if _mapping(value).get(TAG) == "function":
             key: Key = ("method", "rewards", position)
             yield (*key, "path") if (*key, "path") in places.values else key, value.get("path")

@@ -67,26 +67,26 @@ def _conflicts_of_teacher(teacher: ModelSection) -> Iterator[Conflict]:
 
 def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
     """Yield vLLM settings that belong to another mode, and arguments that set the same twice."""
-    asked, section = method.generation, ("method", "generation")
-    colocated: dict[str, object] = {"vllm_gpu_memory_utilization": asked.vllm_gpu_memory_utilization}
-    of_server: dict[str, object] = {"vllm_server_base_url": asked.vllm_server_base_url}
+    generation, section = method.generation, ("method", "generation")
+    colocated: dict[str, object] = {"vllm_gpu_memory_utilization": generation.vllm_gpu_memory_utilization}
+    of_server: dict[str, object] = {"vllm_server_base_url": generation.vllm_server_base_url}
     unread, why = (
-        (of_server, "vllm_mode colocate") if asked.vllm_mode == "colocate" else (colocated, "vllm_mode server")
+        (of_server, "vllm_mode colocate") if generation.vllm_mode == "colocate" else (colocated, "vllm_mode server")
     )
-    if asked.use_vllm is False:
+    if generation.use_vllm is False:
         unread, why = {**colocated, **of_server}, "use_vllm false"
     for name, value in unread.items():
         if value is not None:
             yield Conflict((*section, name), f"means nothing with {why}", "leave one of them out")
-    if asked.vllm_mode == "server":
-        if asked.use_vllm is not True:
+    if generation.vllm_mode == "server":
+        if generation.use_vllm is not True:
             what = "means nothing without use_vllm: true: a server is not looked for"
             yield Conflict((*section, "vllm_mode"), what, "set method.generation.use_vllm=true")
-        elif asked.vllm_server_base_url is None:
+        elif generation.vllm_server_base_url is None:
             what = "is missing, and vllm_mode is server"
             yield Conflict((*section, "vllm_server_base_url"), what, "name its address, such as http://host:8000")
-    given = method.trainer_args.get("generation_kwargs")
-    for name in given if isinstance(given, dict) else {}:
+    kwargs = method.trainer_args.get("generation_kwargs")
+    for name in kwargs if isinstance(kwargs, dict) else {}:
         owner = _OWNERS.get(name)
         if owner is not None:
             key = ("method", "trainer_args", "generation_kwargs")
@@ -127,19 +127,19 @@ def _conflicts_of_loss(method: GRPOMethod) -> Iterator[Conflict]:
 
 def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterator[Conflict]:
     """Arguments that TRL refuses once the model is there, or in the first step."""
-    given = method.trainer_args
+    arguments = method.trainer_args
 
     def conflict(name: str, what: str, hint: str) -> Conflict:
         return Conflict(("method", "trainer_args", name), what, hint)
 
-    if given.get("sync_ref_model") and not method.beta:
+    if arguments.get("sync_ref_model") and not method.beta:
         yield conflict("sync_ref_model", "means nothing with method.beta 0: there is no reference", "leave it out")
-    elif given.get("sync_ref_model") and not full:
+    elif arguments.get("sync_ref_model") and not full:
         what = "cannot be true with an adapter: the reference is the model without it, which stays"
         yield conflict("sync_ref_model", what, "leave it out")
-    num_eval = given.get("num_generations_eval")
+    num_eval = arguments.get("num_generations_eval")
     if isinstance(num_eval, int) and num_eval < 1:
         yield conflict("num_generations_eval", f"must be 1 at least, got {num_eval}", "leave it out")
-    how = given.get("multi_objective_aggregation", AGGREGATIONS[0])
+    how = arguments.get("multi_objective_aggregation", AGGREGATIONS[0])
     if isinstance(how, str) and how not in AGGREGATIONS:
         yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "leave it out")

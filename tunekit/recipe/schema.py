@@ -337,8 +337,8 @@ def _conflicts_of_rows(method: Method, data: DataSection) -> Iterator[Conflict]:
     if data.padding_free is True:
         yield Conflict(("data", "padding_free"), f"cannot be true {with_it}: TRL pads its batches", "leave it out")
     sources = [*_each("train", data.train), *(_each("eval", data.eval) if data.eval is not None else ())]
-    asked = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
-    for key, loss_on in asked:
+    settings = [(("loss_on",), data.loss_on), *(((*key, "loss_on"), source.loss_on) for key, source in sources)]
+    for key, loss_on in settings:
         if loss_on not in (None, "assistant"):
             what = f"cannot be {loss_on} {with_it}, which learns from whole answers and from nothing else"
             yield Conflict(("data", *key), what, "leave it out")

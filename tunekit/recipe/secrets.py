@@ -43,9 +43,9 @@ def _below(value: Any, key: Key, places: Places) -> Iterator[Problem]:
         for position, item in enumerate(value):
             yield from _below(item, (*key, position), places)
     elif isinstance(value, str) and value:
-        held = secret_in(value)
-        if held is None and _NAME.search(str(key[-1])) and "trainer_args" in key:
-            held = "a secret by its name"
-        if held is not None:
-            hint = _IN_URL if "URL" in held else _LOG_IN
-            yield Problem(places.of_value(key), f"holds {held}, which no recipe may", key, hint)
+        secret = secret_in(value)
+        if secret is None and _NAME.search(str(key[-1])) and "trainer_args" in key:
+            secret = "a secret by its name"
+        if secret is not None:
+            hint = _IN_URL if "URL" in secret else _LOG_IN
+            yield Problem(places.of_value(key), f"holds {secret}, which no recipe may", key, hint)

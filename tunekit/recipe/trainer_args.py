@@ -229,16 +229,16 @@ def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str
         DependencyError: TRL is not installed, or not laid out as expected.
     """
     config = CONFIGS[method][2]
-    known = config_fields(method)
+    fields = config_fields(method)
     faults: list[tuple[str, str, str | None, bool]] = []
     for name, value in args.items():
         hint = owner_hint(method, name)
         if hint is not None:
             faults.append((name, "tunekit sets this itself", hint, False))
-        elif name not in known:
+        elif name not in fields:
             faults.append((name, f"{config} has no such field", _meant(method, name), False))
         else:
-            fault = _value_fault(known[name], value)
+            fault = _value_fault(fields[name], value)
             if fault is not None:
                 faults.append((name, *fault, True))
     return faults
@@ -250,7 +250,7 @@ def _meant(method: str, name: str) -> str:
     key = owner_hint(method, likely) if likely is not None else None
     if key is not None and key.startswith("use "):
         return key
-    free = [known for known in config_fields(method) if owner_hint(method, known) is None]
+    free = [field_name for field_name in config_fields(method) if owner_hint(method, field_name) is None]
     likely = near(name, free, cutoff=0.7)
     return f"did you mean '{likely}'?" if likely else f"see the documentation of TRL's {CONFIGS[method][2]}"
 
@@ -344,9 +344,9 @@ def _builtin_types(annotation: ast.expr) -> frozenset[str] | None:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             types = _builtin_types(inner)
             return None if types is None else types | {"None"}
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            one, other = _builtin_types(left), _builtin_types(right)
-            return None if one is None or other is None else one | other
+        case ast.BinOp(left=first, op=ast.BitOr(), right=right):
+            first_types, other = _builtin_types(first), _builtin_types(right)
+            return None if first_types is None or other is None else first_types | other
     return None
 
 

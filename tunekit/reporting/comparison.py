@@ -152,8 +152,8 @@ class Comparison:
             "recipe": {key: list(values) for key, values in self.recipe.items()},
             "surroundings": {key: list(values) for key, values in self.surroundings.items()},
             "figures": [
-                {"name": one.key, "words": one.what, "values": list(one.values), "best": sorted(one.best)}
-                for one in self.figures
+                {"name": figure.key, "words": figure.what, "values": list(figure.values), "best": sorted(figure.best)}
+                for figure in self.figures
             ],
             "notes": list(self.notes),
         }
@@ -169,8 +169,8 @@ def compare(runs: Sequence[Run | str | Path]) -> Comparison:
         TunekitError: There are too few or too many, one is named twice, or the folder of one is damaged.
     """
     if not 2 <= len(runs) <= MAX_RUNS:
-        one = f"{len(runs)} run{'s' * (len(runs) != 1)}"
-        raise TunekitError(f"{one} cannot be compared", hint=f"name 2 to {MAX_RUNS}: `tunekit runs` lists them")
+        count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+        raise TunekitError(f"{count} cannot be compared", hint=f"name 2 to {MAX_RUNS}: `tunekit runs` lists them")
     stories = tuple(story_of(run) for run in runs)
     places = [story.run.path.resolve() for story in stories]
     twice = next((place for place in places if places.count(place) > 1), None)
@@ -220,11 +220,11 @@ class _Page:
 
 def _recipes(stories: Sequence[Story]) -> dict[str, tuple[str | None, ...]]:
     """In what the recipes differ; of a field that some of them do not have, only what is not its default."""
-    asked = {key for story in stories for key in _keys(asked_for(story.recipe))}
+    keys = {key for story in stories for key in _keys(asked_for(story.recipe))}
     return {
         key: values
         for key, values in recipe_diff(*(story.recipe for story in stories)).items()
-        if key not in ("output.dir", "output.name") and (None not in values or key in asked)
+        if key not in ("output.dir", "output.name") and (None not in values or key in keys)
     }
 
 
@@ -263,11 +263,11 @@ def _figures(pages: Sequence[_Page]) -> Iterator[Figure]:
             key, split = (f"eval_{name}", "eval") if held_out else (name, "train")
             words = f"{measure.label(name)}{', held out' if held_out else ''}"
             ranked = why_not[split] is None and _same_rewards(pages, name)
-            found = _figures_of(key, words, measure.digits, pages, ranked=ranked)
+            figures = _figures_of(key, words, measure.digits, pages, ranked=ranked)
             if name in learned:
-                yield from found
+                yield from figures
                 continue
-            first = next(found)
+            first = next(figures)
             if sum(value is not None for value in first.values) > 1:
                 yield first
     yield from _evaluated(pages)
@@ -290,8 +290,8 @@ def _figures_of(key: str, words: str, digits: str, pages: Sequence[_Page], *, ra
     choose = min if better == "less" else max
     tops = [choose(points, key=lambda point: point.value) if points else None for points in map(_of(key), pages)]
     values = tuple(None if top is None else top.value for top in tops)
-    said = tuple(NONE if top is None else f"{number(top.value, digits)} at step {top.step:,}" for top in tops)
-    yield Figure(f"{words}, best", f"best_{key}", values, said, _best(values, way))
+    texts = tuple(NONE if top is None else f"{number(top.value, digits)} at step {top.step:,}" for top in tops)
+    yield Figure(f"{words}, best", f"best_{key}", values, texts, _best(values, way))
 
 
 def _of(key: str) -> Callable[[_Page], list[Point]]:
@@ -320,12 +320,12 @@ def _best(values: Sequence[float | None], better: Literal["more", "less"] | None
 
 def _evaluated(pages: Sequence[_Page]) -> Iterator[Figure]:
     """Yield the results of `tunekit eval`, by rows or task and metric."""
-    found = [
+    newest = [
         {(score.of, score.name): score for _, score in newest_scores(evaluations_of(page.story.run), None)}
         for page in pages
     ]
-    for key in dict.fromkeys(key for scores in found for key in scores):
-        scores = [one.get(key) for one in found]
+    for key in dict.fromkeys(key for scores in newest for key in scores):
+        scores = [page_scores.get(key) for page_scores in newest]
         first = next(score for score in scores if score is not None)
         values = tuple(None if score is None else score.after.value for score in scores)
         words = tuple(NONE if score is None else score.after.words(score.digits) for score in scores)
@@ -389,17 +389,17 @@ def _same_rewards(pages: Sequence[_Page], name: str) -> bool:
     """Return whether a metric of rewards is of the same rewards in all runs."""
     methods = [page.story.recipe.method for page in pages]
     rewards = [method.rewards for method in methods if isinstance(method, RewardedMethod)]
-    return not name.startswith("reward") or all(one == rewards[0] for one in rewards)
+    return not name.startswith("reward") or all(reward == rewards[0] for reward in rewards)
 
 
 def _overlays(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[Overlay]:
     """Curves that at least two runs have."""
     learned = dict.fromkeys(judged_by(sorted(page.reader.series)) for page in pages)
-    wanted = []
+    drawn = []
     for name in (*learned, *(() if "loss" in learned else ("loss",))):
         words = "loss" if name == "loss" else words_of(name)
-        wanted += [(name, f"Training {words}"), (f"eval_{name}", f"Evaluation {words}")]
-    for key, title in (*wanted, *SPEEDS):
+        drawn += [(name, f"Training {words}"), (f"eval_{name}", f"Evaluation {words}")]
+    for key, title in (*drawn, *SPEEDS):
         lines = tuple(
             Line(name, [(float(point.step), point.value) for point in page.points(key)], dots=key.startswith("eval_"))
             for name, page in zip(names, pages, strict=True)
@@ -410,9 +410,11 @@ def _overlays(pages: Sequence[_Page], names: Sequence[str]) -> Iterator[Overlay]
 
 def _answers(pages: Sequence[_Page]) -> dict[str, tuple[str | None, ...]]:
     """Answers after training to the prompts that at least two runs were asked."""
-    found = [{prompt: told.get("after") for prompt, told in page.reader.answers.items()} for page in pages]
-    prompts = dict.fromkeys(prompt for one in found for prompt in one)
-    rows = {prompt: tuple(one.get(prompt) for one in found) for prompt in prompts}
+    answers = [
+        {prompt: answer_texts.get("after") for prompt, answer_texts in page.reader.answers.items()} for page in pages
+    ]
+    prompts = dict.fromkeys(prompt for page_answers in answers for prompt in page_answers)
+    rows = {prompt: tuple(page_answers.get(prompt) for page_answers in answers) for prompt in prompts}
     return {prompt: row for prompt, row in rows.items() if sum(answer is not None for answer in row) > 1}
 
 

@@ -77,29 +77,29 @@ def diagnose_run(run: Run) -> Diagnosis | None:
     state, status = run.state, run.status()
     if state not in ("failed", DIED, STUCK):
         return None
-    told = next(iter(errors_of(run)), None)
-    log = _tail(_log_of(run, None if told is None else told["rank"]))
-    if told is None:
+    error = next(iter(errors_of(run)), None)
+    log = _tail(_log_of(run, None if error is None else error["rank"]))
+    if error is None:
         cause, what = _without_word(run, state, status)
         return Diagnosis(cause, what, None, None, (), _can_go_on(run, ()), None, log)
-    changes, cause = tuple(told.get("changes", ())), _cause_of(told["kind"])
+    changes, cause = tuple(error.get("changes", ())), _cause_of(error["kind"])
     return Diagnosis(
         cause=cause,
-        what=told["problem"] if told["traceback"] is None else f"{told['kind']}: {told['problem']}",
-        hint=told["hint"],
-        rank=told["rank"],
+        what=error["problem"] if error["traceback"] is None else f"{error['kind']}: {error['problem']}",
+        hint=error["hint"],
+        rank=error["rank"],
         changes=changes,
         can_go_on=(bool(changes) or cause not in REPEATED) and _can_go_on(run, changes),
-        trace=told["traceback"] or _stacks_of(run),
+        trace=error["traceback"] or _stacks_of(run),
         log=log,
     )
 
 
 def _cause_of(kind: str) -> Cause:
-    found = kind_named(kind)
-    if found is None:
+    error_class = kind_named(kind)
+    if error_class is None:
         return "package" if kind in (ModuleNotFoundError.__name__, ImportError.__name__) else "defect"
-    return next((cause for error, cause in CAUSES if issubclass(found, error)), "other")
+    return next((cause for error, cause in CAUSES if issubclass(error_class, error)), "other")
 
 
 def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, str]:
@@ -113,7 +113,7 @@ def _without_word(run: Run, state: str, status: dict[str, Any]) -> tuple[Cause, 
             "memory ran out, or the machine went down"
         )
     reason = str(status["exit_reason"])
-    is_killed = any(f"was ended by {one.name}" in reason for one in signal.Signals)
+    is_killed = any(f"was ended by {candidate.name}" in reason for candidate in signal.Signals)
     return "killed" if is_killed or "no word of why" in reason else "other", reason
 
 

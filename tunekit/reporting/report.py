@@ -80,26 +80,26 @@ def report(run: Run | str | Path) -> str:
         RunError: There is no such run.
     """
     story = story_of(run)
-    found, plan, events = story.run, story.plan, story.run.events()
+    run_found, plan, events = story.run, story.plan, story.run.events()
     result = next((event for event in reversed(events) if event["event"] == "result"), None)
     return page_of(
         "report.html.jinja",
-        name=found.name,
+        name=run_found.name,
         state=story.state,
         reason=story.status["exit_reason"],
         headline=_headline(story, result),
         facts=list(story.facts()),
         results=list(_results(events, result)),
-        evaluated=list(_evaluated(found)),
+        evaluated=list(_evaluated(run_found)),
         measured=list(_measured(plan, result)),
         curves=list(_curves(events)),
-        samples=found.samples(),
+        samples=run_found.samples(),
         warnings=_warnings(events),
-        decisions=[(one.topic, one.choice, one.why) for one in plan.reasons],
+        decisions=[(reason.topic, reason.choice, reason.why) for reason in plan.reasons],
         changes=list(_changes(events)),
         reported=list(_reported(story, events)),
         environment=list(_environment(story)),
-        commands=_commands(found),
+        commands=_commands(run_found),
         recipe=dump_recipe(story.recipe),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
@@ -120,8 +120,8 @@ def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[st
     """Yield the results of a run; of one that has not finished, the latest."""
     logs = [event for event in events if event["event"] == "log"]
     evals = [event for event in events if event["event"] == "eval"]
-    for what, found, name in (("Training loss", logs, "loss"), ("Evaluation loss", evals, "eval_loss")):
-        values = [value for event in found if (value := _number(event.get(name))) is not None]
+    for what, logged, name in (("Training loss", logs, "loss"), ("Evaluation loss", evals, "eval_loss")):
+        values = [value for event in logged if (value := _number(event.get(name))) is not None]
         if values:
             yield what, f"{values[0]:.4f} → {values[-1]:.4f}"
     measures = result["measures"] if result is not None else first_and_last(events)
@@ -135,9 +135,9 @@ def _results(events: Sequence[Event], result: Event | None) -> Iterator[tuple[st
 
 def _evaluated(run: Run) -> Iterator[tuple[str, list[Score]]]:
     """Yield evaluations with their figures: the newest of each, of the result first and then of checkpoints."""
-    made = evaluations_of(run)
-    for step in sorted({one.step for one in made}, key=lambda step: (step is not None, step)):
-        newest = [score for _, score in newest_scores(made, step)]
+    evaluations = evaluations_of(run)
+    for step in sorted({evaluation.step for evaluation in evaluations}, key=lambda step: (step is not None, step)):
+        newest = [score for _, score in newest_scores(evaluations, step)]
         for of in dict.fromkeys(score.of for score in newest):
             scores = [score for score in newest if score.of == of]
             rows = max(score.num_rows for score in scores)
@@ -200,8 +200,8 @@ def _curve(title: str, lines: Sequence[Line]) -> Iterator[Curve]:
 
 
 def _points(events: dict[int, Event], name: str) -> list[tuple[float, float]]:
-    found = ((step, _number(events[step].get(name))) for step in sorted(events))
-    return [(float(step), value) for step, value in found if value is not None]
+    points = ((step, _number(events[step].get(name))) for step in sorted(events))
+    return [(float(step), value) for step, value in points if value is not None]
 
 
 def _number(value: Any) -> float | None:
@@ -211,12 +211,12 @@ def _number(value: Any) -> float | None:
 
 def _warnings(events: Sequence[Event]) -> list[tuple[str, str]]:
     """Warnings and errors, each with its step where it has one."""
-    found = [
+    warnings = [
         (f"step {event['step']:,}" if event.get("step") is not None else event["event"], str(event["message"]))
         for event in events
         if event["event"] in ("warning", "error")
     ]
-    return list(dict.fromkeys(found))[-MAX_WARNINGS:]
+    return list(dict.fromkeys(warnings))[-MAX_WARNINGS:]
 
 
 def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
@@ -233,8 +233,8 @@ def _changes(events: Sequence[Event]) -> Iterator[tuple[str, str]]:
 
 def _reported(story: Story, events: Sequence[Event]) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the trackers of the run: where it is shown there, and what failed."""
-    known = [event["name"] for event in events if event["event"] == "tracker"]
-    for tracker in dict.fromkeys((*story.recipe.output.report_to, *known)):
+    trackers = [event["name"] for event in events if event["event"] == "tracker"]
+    for tracker in dict.fromkeys((*story.recipe.output.report_to, *trackers)):
         places = [event["message"] for event in events if event["event"] == "tracker" and event["name"] == tracker]
         failures = [event["message"] for event in events if event.get("tracker") == tracker]
         title = TITLES[tracker]

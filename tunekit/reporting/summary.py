@@ -96,11 +96,11 @@ class Story:
 
     def digests(self) -> dict[str, str]:
         """Return one digest for all files of each kind of input, such as `data.train` and `rows`."""
-        found: dict[str, list[str]] = {}
-        for one in fingerprints_of(self.run):
-            what = one.path if one.what == "rows" else one.what
-            found.setdefault(what, []).append(one.digest)
-        return {what: "+".join(digests) for what, digests in found.items()}
+        digests_by_kind: dict[str, list[str]] = {}
+        for fingerprint in fingerprints_of(self.run):
+            what = fingerprint.path if fingerprint.what == "rows" else fingerprint.what
+            digests_by_kind.setdefault(what, []).append(fingerprint.digest)
+        return {what: "+".join(digests) for what, digests in digests_by_kind.items()}
 
 
 def story_of(run: Run | str | Path) -> Story:
@@ -112,6 +112,6 @@ def story_of(run: Run | str | Path) -> Story:
     Raises:
         RunError: There is no such run, or a file of it is missing or damaged.
     """
-    found = run if isinstance(run, Run) else find_run(str(run))
-    check_readable(found)
-    return Story(found, found.state, found.status(), found.recipe, found.plan, made_with(found))
+    run_found = run if isinstance(run, Run) else find_run(str(run))
+    check_readable(run_found)
+    return Story(run_found, run_found.state, run_found.status(), run_found.recipe, run_found.plan, made_with(run_found))

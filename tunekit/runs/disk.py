@@ -122,10 +122,10 @@ def not_saved(run: Run, what: str, why: str, needed_bytes: int | None) -> DiskEr
         free, why = 0, f"{why}; {run.path}: {error.strerror}"
     needs = "" if needed_bytes is None else f"; it takes {gib(needed_bytes)}, and {gib(free)} are free"
     newest = newest_complete(run.path)
-    kept = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
+    note = f"checkpoint-{newest.step} is whole" if newest.path else "there is no checkpoint yet"
     much = gib(needed_bytes - free) if needed_bytes is not None and needed_bytes > free else "some"
     on = next_command(run)
     return DiskError(
-        f"{what} could not be written: {why}{needs}; {kept}",
+        f"{what} could not be written: {why}{needs}; {note}",
         hint=f"free {much} on the disk of {run.path}, or keep less with train.save_total_limit, then {on}",
     )

@@ -33,10 +33,10 @@ class Estimate:
     def words(self, digits: str, *, sign: bool = False) -> str:
         """It as people read it: `0.53 [0.41, 0.64]`."""
         plus = "+" if sign else ""
-        said = number(self.value, plus + digits)
+        text = number(self.value, plus + digits)
         if self.low is None or self.high is None:
-            return said
-        return f"{said} [{number(self.low, plus + digits)}, {number(self.high, plus + digits)}]"
+            return text
+        return f"{text} [{number(self.low, plus + digits)}, {number(self.high, plus + digits)}]"
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Evaluation:
         """An evaluation from what `to_dict` made of it."""
         scores = [
             {
-                **one,
-                **{name: Estimate(**one[name]) if one[name] else None for name in ("after", "before", "difference")},
+                **item,
+                **{name: Estimate(**item[name]) if item[name] else None for name in ("after", "before", "difference")},
             }
-            for one in held["scores"]
+            for item in held["scores"]
         ]
-        return cls(**{**held, "scores": tuple(Score(**one) for one in scores), "notes": tuple(held["notes"])})
+        return cls(**{**held, "scores": tuple(Score(**item) for item in scores), "notes": tuple(held["notes"])})
 
 
 def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
@@ -147,14 +147,14 @@ def save_evaluation(run: Run, made: Evaluation) -> Evaluation:
             for path in (folder / f"{stem}{'' if n == 1 else f'-{n}'}.json" for n in range(1, 1000))
             if not path.exists()
         )
-        kept = replace(made, path=str(path))
+        stored = replace(made, path=str(path))
         draft = folder / f".{path.name}-{os.getpid()}"
-        held = {**without_secrets(kept.to_dict()), "path": path.name}
-        draft.write_text(json.dumps(held, indent=2, ensure_ascii=False), encoding="utf-8")
+        content = {**without_secrets(stored.to_dict()), "path": path.name}
+        draft.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error.strerror}", hint="let the folder be written") from error
-    return kept
+    return stored
 
 
 def _stamp(seconds: float) -> str:
@@ -170,14 +170,14 @@ def evaluations_of(run: Run | str | Path) -> list[Evaluation]:
     Raises:
         RunError: There is no such run, or a file in `evaluations/` is none of an evaluation.
     """
-    found = run if isinstance(run, Run) else find_run(str(run))
+    run_found = run if isinstance(run, Run) else find_run(str(run))
     read = []
-    for path in (found.path / FOLDER).glob("[!.]*.json"):
+    for path in (run_found.path / FOLDER).glob("[!.]*.json"):
         try:
-            made = Evaluation.from_dict(read_object(path))
+            evaluation = Evaluation.from_dict(read_object(path))
         except (RunError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{path} is no evaluation, or damaged", hint="delete it, and evaluate again") from error
-        read.append(replace(made, path=str(path)))
+        read.append(replace(evaluation, path=str(path)))
     return sorted(read, key=lambda made: made.began)
 
 
@@ -189,10 +189,10 @@ def newest_scores(evaluations: Iterable[Evaluation], step: int | None = None) ->
         step: The checkpoint; None for the result.
     """
     newest: dict[tuple[str, str], tuple[Evaluation, Score]] = {}
-    for made in evaluations:
-        for score in made.scores if made.step == step else ():
+    for evaluation in evaluations:
+        for score in evaluation.scores if evaluation.step == step else ():
             newest.pop((score.of, score.name), None)
-            newest[score.of, score.name] = (made, score)
+            newest[score.of, score.name] = (evaluation, score)
     return list(newest.values())
 
 

@@ -59,8 +59,8 @@ class Fingerprint(Facts):
 
 def record(run: Run) -> None:
     """Write down what a run is made of."""
-    found = [one.model_dump() for one in _found(run)]
-    (run.path / FINGERPRINTS).write_text(json.dumps(found, indent=2), encoding="utf-8")
+    prints = [fingerprint.model_dump() for fingerprint in _found(run)]
+    (run.path / FINGERPRINTS).write_text(json.dumps(prints, indent=2), encoding="utf-8")
 
 
 def fingerprints_of(run: Run) -> list[Fingerprint]:
@@ -71,7 +71,7 @@ def fingerprints_of(run: Run) -> list[Fingerprint]:
     """
     file = run.path / FINGERPRINTS
     try:
-        return [Fingerprint.model_validate(one) for one in read_list(file)]
+        return [Fingerprint.model_validate(item) for item in read_list(file)]
     except FileNotFoundError:
         return []
     except (RunError, ValidationError) as error:
@@ -83,8 +83,11 @@ def changes(run: Run, recipe: Recipe) -> list[str]:
     recorded = fingerprints_of(run)
     if not recorded:
         return []
-    now = {(one.what, one.path): one.digest for one in (*_of_hub(recipe), *_of_listings(recipe.data))}
-    return [words for one in recorded if (words := _change(run, one, now)) is not None]
+    now = {
+        (fingerprint.what, fingerprint.path): fingerprint.digest
+        for fingerprint in (*_of_hub(recipe), *_of_listings(recipe.data))
+    }
+    return [words for fingerprint in recorded if (words := _change(run, fingerprint, now)) is not None]
 
 
 def _change(run: Run, recorded: Fingerprint, now: dict[tuple[str, str], str]) -> str | None:

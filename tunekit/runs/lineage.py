@@ -86,8 +86,8 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if not judges and isinstance(recipe.method, RewardMethod) and origin.adapter is not None:
         what = f"the adapter of {origin.name} is one of a model that answers, and cannot go on in one that judges"
         yield Conflict(("model", "path"), what, "start from its base model, or from a run that trained all weights")
-    for field, asked, has in contradictions(origin, recipe.adapter):
-        what = f"{show(asked)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
+    for field, requested, has in contradictions(origin, recipe.adapter):
+        what = f"{show(requested)} here, and {show(has)} in the adapter of {origin.name}, which is trained further"
         yield Conflict(
             ("adapter", field), what, "leave it out, or set adapter.type=full to merge that adapter and train all"
         )
@@ -138,7 +138,7 @@ def models_of(recipe: Recipe) -> Iterator[tuple[Key, ModelSection]]:
 
 def write_code(run: Run) -> None:
     """Write down what the code of a run's models is, where they bring any."""
-    code = {key: found for key, section in _trusted(run) if (found := code_of(section))}
+    code = {key: code_found for key, section in _trusted(run) if (code_found := code_of(section))}
     if code:
         (run.path / CODE).write_text(json.dumps(code, indent=2), encoding="utf-8")
 
@@ -150,17 +150,19 @@ def check_run_code(run: Run) -> None:
         PlanError: The recipe of the run does not allow it.
         ModelError: It is not.
     """
-    found = [f"{dotted(one.key)}: {one.what}; {one.hint}" for one in _conflicts_of_code(run.recipe)]
-    if found:
-        raise PlanError("\n".join(found))
+    problems = [
+        f"{dotted(conflict.key)}: {conflict.what}; {conflict.hint}" for conflict in _conflicts_of_code(run.recipe)
+    ]
+    if problems:
+        raise PlanError("\n".join(problems))
     origin, base = origin_of(run.recipe.model), run.plan.base
-    asked = run.recipe.model if origin is None else origin.base
-    if base.trust_remote_code and (base.path, base.revision) != (asked.path, asked.revision):
+    base_section = run.recipe.model if origin is None else origin.base
+    if base.trust_remote_code and (base.path, base.revision) != (base_section.path, base_section.revision):
         raise PlanError(f"the plan of {run.path} trusts the code of {base.path!r}, which its recipe does not name")
     file = run.path / CODE
-    known = read_object(file) if file.exists() else {}
+    recorded = read_object(file) if file.exists() else {}
     for key, section in _trusted(run):
-        of_one = known.get(key, {})
+        of_one = recorded.get(key, {})
         if not isinstance(of_one, dict):
             raise damaged(file, f"{key} is {of_one!r}")
         check_code(section, of_one)
@@ -186,9 +188,11 @@ def continued(recipe: Recipe) -> Recipe:
     origin = origin_of(section)
     if origin is None:
         return recipe
-    found = [f"{'.'.join(map(str, one.key))}: {one.what}; {one.hint}" for one in _conflicts(recipe)]
-    if found:
-        raise PlanError("\n".join(found))
+    problems = [
+        f"{'.'.join(map(str, conflict.key))}: {conflict.what}; {conflict.hint}" for conflict in _conflicts(recipe)
+    ]
+    if problems:
+        raise PlanError("\n".join(problems))
     is_type_asked = "type" in recipe.adapter.model_fields_set
     adapter = taken_over(origin, recipe.adapter, is_type_asked=is_type_asked)
     section = section.model_copy(update={"trust_remote_code": origin.base.trust_remote_code})
@@ -233,7 +237,7 @@ def _run_of(path: str) -> Run | None:
             return Run(folder)
         return Run(folder.resolve().parent) if is_result(folder.resolve()) else None
     runs = {run.name: run for run in list_runs()}
-    return None if "/" in path else next((runs[one] for one in called(path, list(runs))), None)
+    return None if "/" in path else next((runs[candidate] for candidate in called(path, list(runs))), None)
 
 
 def _check_finished(run: Run) -> None:

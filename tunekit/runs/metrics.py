@@ -62,7 +62,7 @@ _TIED = 1e-5
 
 def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
     """Each measure's first and last value by its name in the log, of the evaluations where they have it."""
-    found: dict[str, list[float]] = {}
+    values_by_name: dict[str, list[float]] = {}
     logs, evaluations = ([event for event in events if event["event"] == kind] for kind in ("log", "eval"))
     names = dict.fromkeys(name for log in logs for name in log)
     for measure in MEASURES:
@@ -72,8 +72,8 @@ def first_and_last(events: Sequence[Event]) -> dict[str, list[float]]:
                 held_out = [event.get(f"eval_{each}") for event in evaluations] if measure.held_out else []
                 values = [value for value in held_out or [log.get(each) for log in logs] if value is not None]
                 if values:
-                    found[each] = [values[0], values[-1]]
-    return found
+                    values_by_name[each] = [values[0], values[-1]]
+    return values_by_name
 
 
 BETTER: Mapping[str, Literal["more", "less"]] = {
@@ -162,5 +162,5 @@ def _is_tied(name: str, values: Mapping[str, Any]) -> bool:
 
 def number(value: float, digits: str) -> str:
     """A number, without the sign of what is rounded to nothing."""
-    said = format(value, digits)
-    return said.removeprefix("-") if not any(digit in said for digit in "123456789") else said
+    text = format(value, digits)
+    return text.removeprefix("-") if not any(digit in text for digit in "123456789") else text

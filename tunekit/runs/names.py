@@ -23,7 +23,9 @@ def stem_of(name: str) -> str:
 
 def called(name: str, names: Sequence[str]) -> list[str]:
     """Return the folder that is wholly so called, else those that are so without the time."""
-    return [one for one in names if one == name] or [one for one in names if stem_of(one) == name]
+    return [candidate for candidate in names if candidate == name] or [
+        candidate for candidate in names if stem_of(candidate) == name
+    ]
 
 
 def matching(name: str, names: Sequence[str], *, noun: str, exact: bool) -> list[str]:
@@ -38,10 +40,10 @@ def matching(name: str, names: Sequence[str], *, noun: str, exact: bool) -> list
     Raises:
         RunError: It is the beginning of several names, or of one where that is not enough.
     """
-    found = called(name, names)
-    beginning = [one for one in names if one.startswith(name)] if name else []
-    if found or not beginning:
-        return found
+    matches = called(name, names)
+    beginning = [candidate for candidate in names if candidate.startswith(name)] if name else []
+    if matches or not beginning:
+        return matches
     if exact:
         raise RunError(f"no {noun} is called {name!r}", hint=f"name the {noun} wholly: {_listed(beginning)}")
     if len(beginning) > 1:

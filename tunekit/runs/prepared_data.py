@@ -263,9 +263,9 @@ def counted_facts(recipe: Recipe, data: LoadedData) -> DataFacts:
 def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
     chosen = mix([rows.rows.sizes_bytes for rows in data.train], mixing_of(recipe.data))
     for number, rows in enumerate(data.train):
-        taken = chosen.index[chosen.source == number]
-        size = int(rows.rows.sizes_bytes[taken].sum())
-        yield SourceFacts(name=rows.source, num_rows=len(taken), size=size)
+        taken_rows = chosen.index[chosen.source == number]
+        size = int(rows.rows.sizes_bytes[taken_rows].sum())
+        yield SourceFacts(name=rows.source, num_rows=len(taken_rows), size=size)
 
 
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
@@ -302,14 +302,14 @@ def _absolute_method(method: Method) -> Method:
     if not isinstance(method, RewardedMethod):
         return method
     rewards: list[Reward] = []
-    for one in method.rewards:
-        match one:
+    for reward in method.rewards:
+        match reward:
             case JsonSchemaReward():
-                rewards.append(one.model_copy(update={"path": _absolute(one.path)}))
+                rewards.append(reward.model_copy(update={"path": _absolute(reward.path)}))
             case ModelReward():
-                rewards.append(one.model_copy(update={"model": _absolute_model(one.model)}))
+                rewards.append(reward.model_copy(update={"model": _absolute_model(reward.model)}))
             case _:
-                rewards.append(one)
+                rewards.append(reward)
     return method.model_copy(update={"rewards": rewards})
 
 

@@ -43,9 +43,9 @@ def kill(pid: int, identity: str) -> None:
                 os.kill(pid, signal.SIGKILL)
             return
         # What is held so keeps its number.
-        held = os.pidfd_open(pid)
+        descriptor = os.pidfd_open(pid)
         try:
             if is_alive(pid, identity):
-                signal.pidfd_send_signal(held, signal.SIGKILL)
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
-            os.close(held)
+            os.close(descriptor)

@@ -146,18 +146,18 @@ class Series:
 
     def cut(self, step: int) -> None:
         """Take out what is told of a step and of all later ones."""
-        kept = [point for point in self._open() if point.step < step]
-        if not kept:
+        earlier = [point for point in self._open() if point.step < step]
+        if not earlier:
             first = bisect_left(self._steps, step)
             for column in (self._steps, self._times, self._values):
                 del column[first:]
-            kept = self._reopened()
-        self._stretch = kept[-1].step // self._width if kept else -1
-        if not kept:
+            earlier = self._reopened()
+        self._stretch = earlier[-1].step // self._width if earlier else -1
+        if not earlier:
             self._last = Point(-1, 0.0, 0.0)
             return
-        self._least, self._most = (choose(kept, key=lambda point: point.value) for choose in (min, max))
-        self._last = kept[-1]
+        self._least, self._most = (choose(earlier, key=lambda point: point.value) for choose in (min, max))
+        self._last = earlier[-1]
 
     def _open(self) -> list[Point]:
         """The points of the newest stretch."""
@@ -243,8 +243,8 @@ class EventReader:
             raise unreadable(self.path, error) from error
         with stream:
             status = os.fstat(stream.fileno())
-            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if seen == self._seen:
+            signature = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if signature == self._seen:
                 return False
             is_other = self._seen is not None and not self._goes_on(status, stream.read(len(self._head)))
             if is_other:
@@ -262,7 +262,7 @@ class EventReader:
                 self.read_bytes += len(piece)
                 self._take(piece)
             self.is_behind = self.read_bytes < status.st_size
-            self._seen = (status.st_ino, self.read_bytes, 0) if self.is_behind else seen
+            self._seen = (status.st_ino, self.read_bytes, 0) if self.is_behind else signature
         return is_other or self.num_events > before
 
     def newest(self, kind: str) -> Event | None:
@@ -337,9 +337,9 @@ class EventReader:
             self._keep_losses(event["step"])
         if kind in ("restart", "resume") and isinstance(event.get("step"), int):
             # With nothing but its weights, the checkpoint's steps begin again.
-            kept = -1 if event.get("weights_only") else event["step"]
+            last_step = -1 if event.get("weights_only") else event["step"]
             for series in self.series.values():
-                series.cut(kept + 1)
+                series.cut(last_step + 1)
             self.series = {name: series for name, series in self.series.items() if len(series)}
         self.told.setdefault(kind, deque(maxlen=MAX_TOLD)).append(event)
 
@@ -353,10 +353,10 @@ class EventReader:
             # Numbers that are not finite are written as text.
             if not (_NUMBERS.issuperset(map(type, values)) and all(map(isfinite, values))):
                 points = zip(steps, times, values, strict=True)
-                kept = [point for point in points if type(point[2]) in _NUMBERS and isfinite(point[2])]
-                if not kept:
+                finite = [point for point in points if type(point[2]) in _NUMBERS and isfinite(point[2])]
+                if not finite:
                     continue
-                at, times, values = zip(*kept, strict=True)
+                at, times, values = zip(*finite, strict=True)
             if name not in self.series:
                 self.series[name] = Series()
             self.series[name].extend(at, times, values)
@@ -399,11 +399,11 @@ def _events(lines: bytes) -> Iterator[Event | None]:
     """The events of some lines, with None for each that is none; empty lines do not count."""
     try:
         # Together they take half of the time. No text of theirs goes over the end of a line.
-        found = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+        events = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
     except (ValueError, RecursionError):
-        found = []
-    if len(found) == lines.count(b"\n") + 1:
-        yield from map(_checked, found)
+        events = []
+    if len(events) == lines.count(b"\n") + 1:
+        yield from map(_checked, events)
     else:
         yield from (_event(line) for line in lines.split(b"\n") if line.strip())
 

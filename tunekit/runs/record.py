@@ -62,11 +62,11 @@ class Record:
     def write_error(self, error: BaseException) -> None:
         """Write the error of this process where whoever started it looks; the earliest is the one that is shown."""
         if isinstance(error, TunekitError):
-            told = error.to_words() | {"traceback": None}
+            record = error.to_words() | {"traceback": None}
         else:
-            told = {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
-            told["traceback"] = "".join(traceback.format_exception(error))
-        words = {"rank": self.place.rank, "time": time.time(), **told}
+            record = {"kind": type(error).__name__, "problem": str(error), "hint": None, "changes": []}
+            record["traceback"] = "".join(traceback.format_exception(error))
+        words = {"rank": self.place.rank, "time": time.time(), **record}
         text = json.dumps(without_secrets(words), indent=2)
         with_room(self.run, lambda: self._write_error(text))
 
@@ -110,8 +110,8 @@ def first_error_of(run: Run) -> dict[str, Any]:
 def errors_of(run: Run) -> list[dict[str, Any]]:
     """Return the errors of a run's processes: the earliest first, and last those that only saw another end."""
     files = (run.path / ERRORS).glob("rank-*.json")
-    told = [_error(file) for file in files]
-    return sorted(told, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))
+    errors = [_error(file) for file in files]
+    return sorted(errors, key=lambda words: (words["kind"] == ExchangeError.__name__, words["time"]))
 
 
 def _error(file: Path) -> dict[str, Any]:

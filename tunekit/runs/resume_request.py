@@ -41,10 +41,10 @@ def read_continuation(run: Run) -> Continuation:
         RunError: The file is damaged, or names something outside the run.
     """
     try:
-        said = read_object(run.path / CONTINUATION, hint="remove the file")
+        content = read_object(run.path / CONTINUATION, hint="remove the file")
     except FileNotFoundError:
         return Continuation()
-    step, changes, weights = (said.get(name) for name in ("step", "changes", "weights"))
+    step, changes, weights = (content.get(name) for name in ("step", "changes", "weights"))
     if not (isinstance(step, int) and isinstance(changes, list) and isinstance(weights, str | None)):
         raise damaged(run.path / CONTINUATION, "it is no continuation", "remove the file")
     checkpoints = (run.path / CHECKPOINTS).resolve()

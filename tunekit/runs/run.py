@@ -307,8 +307,8 @@ def damaged_runs(root: Path = RUNS) -> list[Run]:
 def _runs_in(root: Path) -> list[Run]:
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
-    return [Run(path) for path in found if (path / "status.json").is_file()]
+    folders = [path for path in root.iterdir() if not path.name.startswith(".") and is_inside(path, root)]
+    return [Run(path) for path in folders if (path / "status.json").is_file()]
 
 
 def _started(run: Run) -> float | None:
@@ -348,12 +348,12 @@ def runs_named(name: str, *, exact: bool = False) -> list[Run]:
             raise RunError(f"{RUNS / name} is a link that leads out of {RUNS}", hint=f"name the folder: {where}")
         return [Run(RUNS / name)]
     runs = {run.name: run for run in list_runs()}
-    found = matching(name, list(runs), noun="run", exact=exact)
-    if not found:
+    matches = matching(name, list(runs), noun="run", exact=exact)
+    if not matches:
         hint = "`tunekit runs` lists them; a folder's path works too"
         likely = _likely(name, runs)
         raise RunError(f"no run {name!r} in {RUNS}", hint=f"did you mean {likely!r}? {hint}" if likely else hint)
-    return [runs[one] for one in found]
+    return [runs[match] for match in matches]
 
 
 def _likely(name: str, runs: Iterable[str]) -> str | None:

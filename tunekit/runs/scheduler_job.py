@@ -54,10 +54,10 @@ def _slurm_state(job_id: str) -> str | None:
     """Slurm's name of the state of a job; empty where it is over, None where Slurm cannot be asked."""
     command = ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    if asked.returncode != 0 and "Invalid job id" not in asked.stderr:
+    if completed.returncode != 0 and "Invalid job id" not in completed.stderr:
         return None
     # Slurm forgets a job some minutes after its end, and then says that its number is not valid.
-    return asked.stdout.strip()
+    return completed.stdout.strip()

@@ -40,10 +40,10 @@ def read_object(path: Path, hint: str = RESTORE) -> dict[str, Any]:
         FileNotFoundError: It is not there.
         RunError: It is damaged.
     """
-    found = _read_json(path, hint)
-    if not isinstance(found, dict):
-        raise damaged(path, f"a JSON object was expected, got {_kind(found)}", hint)
-    return found
+    content = _read_json(path, hint)
+    if not isinstance(content, dict):
+        raise damaged(path, f"a JSON object was expected, got {_kind(content)}", hint)
+    return content
 
 
 def read_list(path: Path, hint: str = RESTORE) -> list[Any]:
@@ -53,10 +53,10 @@ def read_list(path: Path, hint: str = RESTORE) -> list[Any]:
         FileNotFoundError: It is not there.
         RunError: It is damaged.
     """
-    found = _read_json(path, hint)
-    if not isinstance(found, list):
-        raise damaged(path, f"a JSON list was expected, got {_kind(found)}", hint)
-    return found
+    content = _read_json(path, hint)
+    if not isinstance(content, list):
+        raise damaged(path, f"a JSON list was expected, got {_kind(content)}", hint)
+    return content
 
 
 def read_plan(path: Path, recipe: Recipe) -> Plan:

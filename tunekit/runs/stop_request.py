@@ -76,8 +76,8 @@ def requested(run: Run) -> Request | None:
 
 def stop_wish(run: Run) -> Literal["after the step", "now"] | None:
     """Return how a run that is not over was asked to stop; None where it was not."""
-    asked = None if run.state in FINAL_PHASES else requested(run)
-    return None if asked is None else "now" if asked.now else "after the step"
+    request = None if run.state in FINAL_PHASES else requested(run)
+    return None if request is None else "now" if request.now else "after the step"
 
 
 def forget_request(run: Run) -> None:

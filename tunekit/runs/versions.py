@@ -51,13 +51,13 @@ class MadeWith(Facts):
 
 def record_versions(run: Run) -> None:
     """Write down what a run is made with."""
-    found = MadeWith(
+    made_with_now = MadeWith(
         versions={"python": platform.python_version(), **versions()},
         commit=_commit(),
         num_threads=_num_threads(run),
         digests={name: _digest(run.path / name) for name in TEXTS},
     )
-    (run.path / MADE_WITH).write_text(json.dumps(found.model_dump(mode="json"), indent=2), encoding="utf-8")
+    (run.path / MADE_WITH).write_text(json.dumps(made_with_now.model_dump(mode="json"), indent=2), encoding="utf-8")
 
 
 def made_with(run: Run) -> MadeWith | None:
@@ -82,11 +82,11 @@ def changed_texts(run: Run, known: MadeWith) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Versions of tunekit and of the libraries that train, as far as they are there."""
-    found = {}
+    known_versions = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            known_versions[name] = version(name)
+    return known_versions
 
 
 def _digest(file: Path) -> str:
@@ -106,8 +106,8 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    completed = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return completed.stdout.strip()
 
 
 def _num_threads(run: Run) -> int:

@@ -66,11 +66,13 @@ def sweep(
     begun.check_disk(num_runs)
     measure = measure_of(begun.plans[0], by)
     spec = Spec(axes, search, num_runs, seed, measure, begun.parallel, begun.one_device_each)
-    made = Sweep.create(recipe, spec, all_changes)
+    new_sweep = Sweep.create(recipe, spec, all_changes)
     if on_event is not None:
-        on_event({"event": "sweep", "sweep": made, "plans": begun.variants(recipe), "estimate": begun.total(num_runs)})
-    conduct(made, on_event)
-    return made
+        on_event(
+            {"event": "sweep", "sweep": new_sweep, "plans": begun.variants(recipe), "estimate": begun.total(num_runs)}
+        )
+    conduct(new_sweep, on_event)
+    return new_sweep
 
 
 def _chosen(
@@ -139,7 +141,7 @@ class _Planned:
     def _sum(self, ranges: Sequence[Range], factor: float) -> Range | None:
         if len(ranges) < len(self.plans):
             return None
-        return Range(low=sum(one.low for one in ranges), high=sum(one.high for one in ranges)).times(factor)
+        return Range(low=sum(item.low for item in ranges), high=sum(item.high for item in ranges)).times(factor)
 
 
 def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | None) -> _Planned:
@@ -157,9 +159,9 @@ def _planned(recipe: Recipe, all_changes: Sequence[Changes], parallel: int | Non
         )
     each = num > 1 and parallel != 1
     if each:
-        one = whole.model_copy(update={"accelerators": whole.freest(1)})
+        single = whole.model_copy(update={"accelerators": whole.freest(1)})
         try:
-            plans = _plans(recipes, all_changes, one)
+            plans = _plans(recipes, all_changes, single)
             return _Planned(all_changes, plans, min(parallel or num, len(plans)), each=True)
         except PlanError:
             if parallel is not None:

@@ -53,11 +53,11 @@ def resume_sweep(sweep: Sweep | str | Path, *, on_event: Callable[[Event], None]
         RunError: There is no such sweep, or another process conducts it.
         Stopped: It was asked to end again.
     """
-    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
-    if found.spec.search == "optuna":
+    existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
+    if existing.spec.search == "optuna":
         check_installed()
-    conduct(found, on_event)
-    return found
+    conduct(existing, on_event)
+    return existing
 
 
 def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callable[[str], None] | None = None) -> str:
@@ -71,16 +71,16 @@ def stop_sweep(sweep: Sweep | str | Path, *, now: bool = False, on_wait: Callabl
     Returns:
         How it stands, in words.
     """
-    found = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
+    existing = sweep if isinstance(sweep, Sweep) else find_sweep(str(sweep), exact=True)
     tell = on_wait or (lambda words: None)
-    if found.is_conducted():
-        _write_stop(found, now=now)
-        tell(f"{found.name} is asked to end")
-        while found.is_conducted():
+    if existing.is_conducted():
+        _write_stop(existing, now=now)
+        tell(f"{existing.name} is asked to end")
+        while existing.is_conducted():
             time.sleep(LOOK_SECONDS)
     # Runs that have lost their conductor, or began when it ended.
-    _stop_runs(found, now=now, tell=tell)
-    return f"{found.name}: {stand_of(found.outcomes())}"
+    _stop_runs(existing, now=now, tell=tell)
+    return f"{existing.name}: {stand_of(existing.outcomes())}"
 
 
 def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
@@ -101,7 +101,7 @@ def conduct(sweep: Sweep, on_event: Callable[[Event], None] | None) -> None:
 
 def stand_of(outcomes: list[Outcome]) -> str:
     """Describe how many runs are in which state."""
-    states = [one.state for one in outcomes]
+    states = [outcome.state for outcome in outcomes]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states))) or "no run yet"
 
 
@@ -206,12 +206,12 @@ class _Conductor:
     def _is_one_beginning(self) -> bool:
         """Return whether there is a process of a run that has no folder yet."""
         words = {self._place_word(trial) for trial in self._sweep.trials() if self._sweep.run_of(trial) is None}
-        return any(words.intersection(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+        return any(words.intersection(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
     def _free_device(self) -> str:
         """The accelerator that no run of this sweep has, and others use least."""
-        taken = {uuid for run in self._live_runs() for uuid in devices_of(run.plan)}
-        free = [device for device in devices() if device.uuid not in taken]
+        busy = {uuid for run in self._live_runs() for uuid in devices_of(run.plan)}
+        free = [device for device in devices() if device.uuid not in busy]
         if not free:
             raise RunError("there are fewer accelerators than when the sweep began", hint="start the sweep anew")
         return min(free, key=lambda device: (len(device.runs) + len(device.waiting), -device.free_bytes)).uuid
@@ -232,8 +232,8 @@ class _Conductor:
             if num <= self._num_evaluations.get(trial.number, 1):
                 return
             self._num_evaluations[trial.number] = num
-            one = next(one for one in self._sweep.outcomes() if one.trial.number == trial.number)
-            if not self._study.falls_behind(one):
+            outcome = next(outcome for outcome in self._sweep.outcomes() if outcome.trial.number == trial.number)
+            if not self._study.falls_behind(outcome):
                 return
             self._sweep.write(replace(trial, is_pruned=True))
         stop_run(run, now=True, tell=lambda words: None)
@@ -253,8 +253,8 @@ class _Conductor:
     def _tell(self, event: str, trial: Trial) -> None:
         if self._on_event is not None:
             outcomes = self._sweep.outcomes()
-            one = next(one for one in outcomes if one.trial.number == trial.number)
-            self._on_event({"event": event, "outcome": one, "num_runs": self._spec.num_runs})
+            outcome = next(outcome for outcome in outcomes if outcome.trial.number == trial.number)
+            self._on_event({"event": event, "outcome": outcome, "num_runs": self._spec.num_runs})
 
 
 def _stop_runs(sweep: Sweep, *, now: bool, tell: Callable[[str], None]) -> None:
@@ -299,14 +299,14 @@ class _Signals:
 
     def __enter__(self) -> "_Signals":
         if threading.current_thread() is threading.main_thread():
-            for one in SIGNALS:
-                if signal.getsignal(one) is not signal.SIG_IGN:
-                    self._previous[one] = signal.signal(one, self._hear)
+            for sign in SIGNALS:
+                if signal.getsignal(sign) is not signal.SIG_IGN:
+                    self._previous[sign] = signal.signal(sign, self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one, before in self._previous.items():
-            signal.signal(one, before)
+        for sign, before in self._previous.items():
+            signal.signal(sign, before)
 
     @property
     def asked(self) -> str | None:

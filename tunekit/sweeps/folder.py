@@ -196,8 +196,8 @@ class Sweep:
 
     def write(self, trial: Trial) -> None:
         """Write down a combination, in the place of what was known of it; readers see the old or the new."""
-        others = [other for other in self.trials() if other.number != trial.number]
-        _write_trials(self.path, sorted([*others, trial], key=lambda one: one.number))
+        remaining = [other for other in self.trials() if other.number != trial.number]
+        _write_trials(self.path, sorted([*remaining, trial], key=lambda one: one.number))
 
     def run_path(self, trial: Trial) -> Path:
         """Folder of the run of a combination, whether it is there or not."""
@@ -230,8 +230,8 @@ class Sweep:
         status, events = run.status(), run.events()
         result = next((event for event in reversed(events) if event["event"] == "result"), None)
         speeds = [event["tokens_per_second"] for event in events if event["event"] == "log"]
-        found = diagnose_run(run) if state in (FAILED, "died", "stuck") else None
-        why = None if found is None else found.what + (f"; {found.hint}" if found.hint else "")
+        diagnosis = diagnose_run(run) if state in (FAILED, "died", "stuck") else None
+        why = None if diagnosis is None else diagnosis.what + (f"; {diagnosis.hint}" if diagnosis.hint else "")
         return Outcome(
             trial,
             run,
@@ -247,7 +247,11 @@ class Sweep:
     def best(self, outcomes: Sequence[Outcome] | None = None) -> Outcome | None:
         """The best of those that have finished; None while there is none."""
         measure = self.spec.measure
-        ended = [one for one in outcomes or self.outcomes() if one.state == FINISHED and one.value is not None]
+        ended = [
+            outcome
+            for outcome in outcomes or self.outcomes()
+            if outcome.state == FINISHED and outcome.value is not None
+        ]
         choose = max if measure.greater_is_better else min
         return choose(ended, key=lambda one: one.value or 0.0) if ended else None
 
@@ -274,12 +278,12 @@ class Sweep:
             "best": None if best is None else best.trial.number,
             "runs": [
                 {
-                    "number": one.trial.number,
-                    "changes": one.trial.changes,
-                    "run": None if one.run is None else str(one.run.path),
-                    **{name: value for name, value in vars(one).items() if name not in ("trial", "run")},
+                    "number": outcome.trial.number,
+                    "changes": outcome.trial.changes,
+                    "run": None if outcome.run is None else str(outcome.run.path),
+                    **{name: value for name, value in vars(outcome).items() if name not in ("trial", "run")},
                 }
-                for one in outcomes
+                for outcome in outcomes
             ],
         }
 
@@ -301,8 +305,8 @@ def list_sweeps() -> list[Sweep]:
     """The sweeps of this folder, the newest first."""
     if not SWEEPS.is_dir():
         return []
-    found = [path for path in SWEEPS.iterdir() if (path / TRIALS).is_file() and is_inside(path, SWEEPS)]
-    return [Sweep(path) for path in sorted(found, key=lambda path: (path / SPEC).stat().st_mtime, reverse=True)]
+    folders = [path for path in SWEEPS.iterdir() if (path / TRIALS).is_file() and is_inside(path, SWEEPS)]
+    return [Sweep(path) for path in sorted(folders, key=lambda path: (path / SPEC).stat().st_mtime, reverse=True)]
 
 
 def find_sweep(name: str, *, exact: bool = False) -> Sweep:
@@ -315,10 +319,10 @@ def find_sweep(name: str, *, exact: bool = False) -> Sweep:
     Raises:
         RunError: There is none, or the name is the beginning of several.
     """
-    found = known_sweep(name)
-    if found is not None:
-        return found
-    sweeps = {one.name: one for one in list_sweeps()}
+    existing = known_sweep(name)
+    if existing is not None:
+        return existing
+    sweeps = {candidate.name: candidate for candidate in list_sweeps()}
     named = matching(name, list(sweeps), noun="sweep", exact=exact) if is_name(name) else []
     if not named:
         is_folder = is_name(name) and Path(name).is_dir()

@@ -73,8 +73,8 @@ class Measure:
     def points(self, events: list[Event]) -> list[tuple[int, float]]:
         """Its finite values by step."""
         kind = "eval" if self.is_held_out else "log"
-        found = {event["step"]: event.get(self.name) for event in events if event["event"] == kind}
-        pairs = ((step, found[step]) for step in sorted(found))
+        logged = {event["step"]: event.get(self.name) for event in events if event["event"] == kind}
+        pairs = ((step, logged[step]) for step in sorted(logged))
         return [
             (step, float(value)) for step, value in pairs if isinstance(value, int | float) and math.isfinite(value)
         ]
@@ -104,13 +104,13 @@ def measure_of(plan: Plan, by: str | None) -> Measure:
             return Measure(name, greater)
         rewarded = isinstance(plan.recipe.method, RewardedMethod)
         return Measure("reward" if rewarded else "loss", rewarded)
-    known, bare = LOGGED[plan.recipe.method.type], by.removeprefix(PREFIX)
-    if not any(fnmatch(bare, one) for one in known):
-        near = get_close_matches(bare, known, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+    measures, bare = LOGGED[plan.recipe.method.type], by.removeprefix(PREFIX)
+    if not any(fnmatch(bare, measure) for measure in measures):
+        near = get_close_matches(bare, measures, n=1)
+        suggestion = f"did you mean {near[0]!r}? " if near else ""
         raise PlanError(
             f"--by {by}: runs of {plan.recipe.method.type} have no such measure",
-            hint=f"{meant}there are {', '.join(known)}, each with {PREFIX} before it for evaluations",
+            hint=f"{suggestion}there are {', '.join(measures)}, each with {PREFIX} before it for evaluations",
         )
     if by.startswith(PREFIX) and name is None:
         raise PlanError(f"--by {by}: there are no rows to evaluate on", hint=f"give data.eval, or name {bare}")

@@ -40,33 +40,33 @@ def page(sweep: Sweep) -> str:
 
     spec, outcomes = sweep.spec, sweep.outcomes()
     best, order = sweep.best(outcomes), ranked(outcomes, spec.measure)
-    shown = order[:MAX_LINES]
+    visible = order[:MAX_LINES]
     lines = [
-        Line(_label(one), spec.measure.points(one.run.events()), dots=spec.measure.is_held_out)
-        for one in shown
-        if one.run is not None
+        Line(_label(outcome), spec.measure.points(outcome.run.events()), dots=spec.measure.is_held_out)
+        for outcome in visible
+        if outcome.run is not None
     ]
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = Path(__file__).with_name("sweep.html.jinja").read_text(encoding="utf-8")
-    made = environment.from_string(template).render(
+    html = environment.from_string(template).render(
         name=sweep.name,
         num_runs=spec.num_runs,
         search=spec.search,
         how=spec.measure.how,
         best=None if best is None else (short_words(best.trial.changes), f"{best.value:.4f}"),
         headings=["run", *map(heading, spec.axes), "steps", spec.measure.words, "tokens/s", "time", "state"],
-        rows=[_row(one, sweep, outcomes, best) for one in outcomes],
+        rows=[_row(outcome, sweep, outcomes, best) for outcome in outcomes],
         svg=draw(lines, title=f"{spec.measure.words} over the steps"),
         labels=[line.label for line in lines],
-        num_hidden=len(order) - len(shown),
+        num_hidden=len(order) - len(visible),
         measure=spec.measure.words,
         commands=[f"tunekit sweep show {sweep.path}", f"tunekit resume {sweep.path}"],
         recipe=_common_text(sweep),
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    return redacted(made)
+    return redacted(html)
 
 
 def save_page(sweep: Sweep) -> Path:

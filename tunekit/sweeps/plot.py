@@ -59,7 +59,7 @@ def plot(sweep: Sweep) -> "Figure":
 
 def save_plot(sweep: Sweep) -> Path | None:
     """Write the picture into the sweep's folder; None where matplotlib is missing, or nothing has a measure yet."""
-    if not can_plot() or not any(one.value is not None for one in sweep.outcomes()):
+    if not can_plot() or not any(outcome.value is not None for outcome in sweep.outcomes()):
         return None
     plot(sweep).savefig(sweep.path / PNG, dpi=130)
     return sweep.path / PNG
@@ -68,17 +68,17 @@ def save_plot(sweep: Sweep) -> Path | None:
 def ranked(outcomes: Sequence[Outcome], measure: Measure) -> list[Outcome]:
     """Those that have a measure, the best that finished first, those that did not behind them."""
     sign = -1 if measure.greater_is_better else 1
-    known = [one for one in outcomes if one.value is not None]
-    return sorted(known, key=lambda one: (one.state != FINISHED, sign * (one.value or 0.0)))
+    with_values = [outcome for outcome in outcomes if outcome.value is not None]
+    return sorted(with_values, key=lambda one: (one.state != FINISHED, sign * (one.value or 0.0)))
 
 
 def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[Outcome], best: Outcome | None) -> None:
     """Points of one key; those that are alike in the others are one line, where they are few enough."""
-    known = [one for one in outcomes if one.value is not None and one.state == FINISHED]
-    values = [one.trial.changes[key] for one in known]
+    with_values = [outcome for outcome in outcomes if outcome.value is not None and outcome.state == FINISHED]
+    values = [outcome.trial.changes[key] for outcome in with_values]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     is_numeric = len(numbers) == len(values)
-    if not known:
+    if not with_values:
         axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
     written = list(dict.fromkeys(to_inline_yaml(value) for value in values))
 
@@ -86,12 +86,12 @@ def _by_value(axes: "Axes", key: str, others: Sequence[str], outcomes: Sequence[
         return float(value) if is_numeric else float(written.index(to_inline_yaml(value)))
 
     groups: dict[str, list[Outcome]] = {}
-    for one in known:
-        alike = short_words({other: one.trial.changes[other] for other in others})
-        groups.setdefault(alike, []).append(one)
-    has_lines = len(groups) < len(known) and len(groups) <= MAX_LINES
+    for outcome in with_values:
+        alike = short_words({other: outcome.trial.changes[other] for other in others})
+        groups.setdefault(alike, []).append(outcome)
+    has_lines = len(groups) < len(with_values) and len(groups) <= MAX_LINES
     for name, group in groups.items():
-        pairs = sorted((place(one.trial.changes[key]), one.value or 0.0) for one in group)
+        pairs = sorted((place(outcome.trial.changes[key]), outcome.value or 0.0) for outcome in group)
         across, up = [x for x, _ in pairs], [y for _, y in pairs]
         if has_lines:
             axes.plot(across, up, "o-", label=name or None)
@@ -118,21 +118,23 @@ def _curves(axes: "Axes", measure: Measure, outcomes: Sequence[Outcome], best: O
 
     order = ranked(outcomes, measure)
     style = "o-" if measure.is_held_out else "-"
-    for place, one in reversed(list(enumerate(order))):
-        points = measure.points(one.run.events()) if one.run is not None else []
+    for place, outcome in reversed(list(enumerate(order))):
+        points = measure.points(outcome.run.events()) if outcome.run is not None else []
         named = place < MAX_LINES
         axes.plot(
             [step for step, _ in points],
             [value for _, value in points],
             style,
             color=f"C{place}" if named else "0.8",
-            linewidth=2.2 if one is best else 1.2,
+            linewidth=2.2 if outcome is best else 1.2,
             markersize=4,
-            label=f"{one.trial.number}: {short_words(one.trial.changes)}{' (best)' if one is best else ''}"
+            label=f"{outcome.trial.number}: {short_words(outcome.trial.changes)}{' (best)' if outcome is best else ''}"
             if named
             else None,
         )
-    values = [value for one in order if one.run is not None for _, value in measure.points(one.run.events())]
+    values = [
+        value for outcome in order if outcome.run is not None for _, value in measure.points(outcome.run.events())
+    ]
     if values and min(values) > 0 and max(values) >= 100 * min(values) and math.isfinite(max(values)):
         axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -67,15 +67,15 @@ class Study:
         """Take in those that have ended, as far as that was not done."""
         import optuna
 
-        told = {trial.user_attrs[NUMBER] for trial in self._study.get_trials(deepcopy=False)}
+        reported = {trial.user_attrs[NUMBER] for trial in self._study.get_trials(deepcopy=False)}
         states = {FINISHED: optuna.trial.TrialState.COMPLETE, PRUNED: optuna.trial.TrialState.PRUNED}
-        for one in outcomes:
-            if one.trial.number in told or one.state not in (*states, "failed"):
+        for outcome in outcomes:
+            if outcome.trial.number in reported or outcome.state not in (*states, "failed"):
                 continue
-            state = states.get(one.state, optuna.trial.TrialState.FAIL)
-            if one.value is None:
+            state = states.get(outcome.state, optuna.trial.TrialState.FAIL)
+            if outcome.value is None:
                 state = optuna.trial.TrialState.FAIL
-            self._study.add_trial(self._frozen(one, state))
+            self._study.add_trial(self._frozen(outcome, state))
 
     def ask(self, outcomes: Sequence[Outcome]) -> Changes:
         """The next combination, after those that there are."""
@@ -83,8 +83,8 @@ class Study:
 
         self.tell(outcomes)
         number = len(outcomes) + 1
-        going = [one for one in outcomes if one.state not in (FINISHED, PRUNED, "failed")]
-        tried = {words_of(one.trial.changes) for one in outcomes}
+        going = [outcome for outcome in outcomes if outcome.state not in (FINISHED, PRUNED, "failed")]
+        tried = {words_of(outcome.trial.changes) for outcome in outcomes}
         with _quiet():
             for draw in range(MAX_DRAWS):
                 sampler = optuna.samplers.TPESampler(
@@ -94,7 +94,7 @@ class Study:
                 )
                 study = optuna.create_study(direction=self._direction, sampler=sampler)
                 study.add_trials(self._study.get_trials(deepcopy=False))
-                study.add_trials([self._frozen(one, optuna.trial.TrialState.RUNNING) for one in going])
+                study.add_trials([self._frozen(outcome, optuna.trial.TrialState.RUNNING) for outcome in going])
                 drawn = self._changes(study.ask(self._distributions).params)
                 if words_of(drawn) not in tried:
                     break

@@ -105,9 +105,13 @@ def axes_of(values: Mapping[str, Sequence[Any] | str | Span]) -> dict[str, Axis]
         RecipeError: There is nothing to try of a key.
     """
     axes: dict[str, Axis] = {}
-    for key, given in values.items():
-        span = read_span(f"{key}={given}", given) if isinstance(given, str) else None
-        axis = given if isinstance(given, Span) else span or (() if isinstance(given, str) else _distinct(key, given))
+    for key, values_text in values.items():
+        span = read_span(f"{key}={values_text}", values_text) if isinstance(values_text, str) else None
+        axis = (
+            values_text
+            if isinstance(values_text, Span)
+            else span or (() if isinstance(values_text, str) else _distinct(key, values_text))
+        )
         if not axis:
             raise RecipeError(f"{key}: there is nothing to try", hint="give a list, or a range such as '1e-5..1e-3'")
         axes[key] = axis
@@ -120,15 +124,15 @@ def read_span(word: str, written: str) -> Span | None:
     Raises:
         RecipeError: Its ends are no range.
     """
-    found = _SPAN.fullmatch(written)
-    if found is None or not found[2]:
+    match = _SPAN.fullmatch(written)
+    if match is None or not match[2]:
         return None
-    low, high = (int(end) if _WHOLE.fullmatch(end) else float(end) for end in found.groups()[1:])
+    low, high = (int(end) if _WHOLE.fullmatch(end) else float(end) for end in match.groups()[1:])
     if not low < high:
         raise RecipeError(f"{word}: {low} is not below {high}", hint="write the lower end first")
-    if found[1] == "log" and low <= 0:
+    if match[1] == "log" and low <= 0:
         raise RecipeError(f"{word}: a logarithmic scale has no {low}", hint="begin above zero, or write linear:")
-    log = found[1] == "log" if found[1] else low > 0 and high >= LOG_FACTOR * low
+    log = match[1] == "log" if match[1] else low > 0 and high >= LOG_FACTOR * low
     return Span(low, high, log)
 
 
@@ -182,16 +186,16 @@ def drawn(axes: Mapping[str, Axis], num: int, seed: int) -> list[Changes]:
     """
     check_number(axes, num)
     chance = random.Random(seed)
-    found: dict[str, Changes] = {}
+    combinations: dict[str, Changes] = {}
     for _ in range(1000 * num):
         changes = {
             key: axis.at(chance.random()) if isinstance(axis, Span) else chance.choice(axis)
             for key, axis in axes.items()
         }
-        found.setdefault(words_of(changes), changes)
-        if len(found) == num:
+        combinations.setdefault(words_of(changes), changes)
+        if len(combinations) == num:
             break
-    return list(found.values())
+    return list(combinations.values())
 
 
 def check_number(axes: Mapping[str, Axis], num: int) -> None:

@@ -63,7 +63,7 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
             elsewhere = environment.get("TENSORBOARD_LOGGING_DIR")
             return {"TENSORBOARD_LOGGING_DIR": str(Path(elsewhere, run.name) if elsewhere else folder / "tensorboard")}
         case "wandb":
-            wanted = {
+            defaults = {
                 "WANDB_PROJECT": PROJECT,
                 "WANDB_RUN_ID": secrets.token_hex(4),
                 "WANDB_RESUME": "allow",
@@ -73,7 +73,7 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
                 "WANDB_SILENT": "true",
             }
         case "mlflow":
-            wanted = {
+            defaults = {
                 "MLFLOW_EXPERIMENT_NAME": PROJECT,
                 "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}",
                 # What fails is tried again by the reporter itself.
@@ -81,9 +81,9 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
             }
         case "trackio":
-            wanted = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
-    given = {name: environment[name] for name in wanted.keys() & environment.keys()}
-    return {**wanted, **given, **kept_of(run, tracker).names}
+            defaults = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
+    explicit = {name: environment[name] for name in defaults.keys() & environment.keys()}
+    return {**defaults, **explicit, **kept_of(run, tracker).names}
 
 
 NAMES: dict[Tracker, tuple[str, ...]] = {
@@ -161,19 +161,19 @@ def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] =
 
 def _check_wandb() -> None:
     # wandb's settings start a service of its own, which is not to stay in this process.
-    asked = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "tunekit.tracking.wandb_account"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    if asked.returncode:
-        words = redacted(asked.stderr.strip().rpartition("\n")[2])
+    if completed.returncode:
+        words = redacted(completed.stderr.strip().rpartition("\n")[2])
         raise RunError(
             f"output.report_to: wandb does not start: {words}", hint=f"mend it, or install it anew: {INSTALL}"
         )
-    account = json.loads(asked.stdout.strip().rpartition("\n")[2])
+    account = json.loads(completed.stdout.strip().rpartition("\n")[2])
     if "problem" in account:
         raise RunError(f"output.report_to: wandb's settings: {account['problem']}", hint="mend its WANDB_ variables")
     if account["mode"] != "online":

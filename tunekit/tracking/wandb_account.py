@@ -17,8 +17,8 @@ from tunekit.redact import redacted
 
 def is_in_netrc(server: str) -> bool:
     """Return whether the file in which `wandb login` stores its key names a server."""
-    given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+    netrc_path = os.environ.get("NETRC")
+    for path in [Path(netrc_path)] if netrc_path else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         with contextlib.suppress(OSError, NetrcParseError):
             if netrc(path).authenticators(urlsplit(server).netloc) is not None:
                 return True
@@ -36,8 +36,8 @@ def main() -> None:
         first = error.errors()[0]
         print(json.dumps({"problem": redacted(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")}))
         return
-    given = settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
-    has_login = bool(given) or is_in_netrc(settings.base_url)
+    credential = settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    has_login = bool(credential) or is_in_netrc(settings.base_url)
     print(json.dumps({"mode": settings.mode, "server": settings.base_url, "has_login": has_login}))
     wandb.teardown()
 

@@ -83,10 +83,10 @@ def contrast(
     group = max(groups, key=apart)
 
     def shown(place: int) -> Shown:
-        given = {name: values[place] for name, values in rewards.items()}
+        scores = {name: values[place] for name, values in rewards.items()}
         return {
             "answer": _cut(_text(answers[place])),
-            "rewards": {name: None if value != value else value for name, value in given.items()},
+            "rewards": {name: None if value != value else value for name, value in scores.items()},
             "advantage": advantages[place],
         }
 

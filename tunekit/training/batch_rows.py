@@ -74,8 +74,8 @@ class Rows:
         assert order is not None
         size = plan.micro_batch_size
         per_step = size * layout.num_batches * plan.gradient_accumulation_steps
-        epoch, done = divmod(step - 1, -(-len(order) // per_step))
-        first, many = done * per_step, per_step
+        epoch, num_done = divmod(step - 1, -(-len(order) // per_step))
+        first, many = num_done * per_step, per_step
         # Processes that divide sequences take the rows of one another, so that all of a step are meant.
         if layout.sp_size == 1:
             beside = self._rank // layout.devices_per_sequence
@@ -90,13 +90,13 @@ class Rows:
 
         recipe = self._plan.recipe
         callbacks = self._trainer.callback_handler.callbacks
-        found = next((callback for callback in callbacks if isinstance(callback, Order)), None)
-        if found is None and isinstance(recipe.method, KTOMethod):
+        order_callback = next((callback for callback in callbacks if isinstance(callback, Order)), None)
+        if order_callback is None and isinstance(recipe.method, KTOMethod):
             # Its rows were put in their order before training (see `tunekit.methods.kto`).
             num_rows = len(self._rows)
             missing = num_missing(num_rows, recipe.train.global_batch_size)
             return Order(num_rows, missing, repeats=True, shuffle=recipe.data.shuffle, seed=recipe.train.seed)
-        return found
+        return order_callback
 
     def _epoch(self, epoch: int) -> int:
         """The epoch whose order counts: KTO's rows have the first one's in each."""
@@ -114,17 +114,17 @@ class Rows:
 
     def _named(self, row: int) -> Iterator[str]:
         """A row by its name, or those that were packed into it."""
-        found = self._rows[row]
-        if "prompt" in found:
-            yield _words(self._places[row], _text(found["prompt"]))
-        elif "seq_lengths" in found:
+        row_location = self._rows[row]
+        if "prompt" in row_location:
+            yield _words(self._places[row], _text(row_location["prompt"]))
+        elif "seq_lengths" in row_location:
             first, start = self._num_packed_before(row), 0
-            for number, length in enumerate(found["seq_lengths"]):
-                ids = found["input_ids"][start : start + length]
+            for number, length in enumerate(row_location["seq_lengths"]):
+                ids = row_location["input_ids"][start : start + length]
                 yield _words(self._places[first + number], self._decoded(ids))
                 start += length
         else:
-            yield _words(self._places[row], self._decoded(found["input_ids"]))
+            yield _words(self._places[row], self._decoded(row_location["input_ids"]))
 
     def _num_packed_before(self, pack: int) -> int:
         """Sequences in the packs before one."""
@@ -135,9 +135,9 @@ class Rows:
 
     def _found(self, prompts: list[Any]) -> Iterator[str]:
         """The rows that have one of some prompts."""
-        wanted = {json.dumps(prompt) for prompt in prompts}
+        keys = {json.dumps(prompt) for prompt in prompts}
         for number, row in enumerate(self._rows):
-            if json.dumps(row["prompt"]) in wanted:
+            if json.dumps(row["prompt"]) in keys:
                 yield _words(self._places[number], _text(row["prompt"]))
 
     def _read(self, batch: Any) -> Iterator[str]:

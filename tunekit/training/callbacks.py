@@ -193,10 +193,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         seconds = {part: now[part] - before for part, before in self._logged.items()}
         tokens = self.num_tokens - self._logged_tokens
         self._logged, self._logged_tokens = now, self.num_tokens
-        told = {**rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs}
-        self.record.write("log", step=step, **told)
+        figures = {**rates(self.plan, tokens, seconds["step_seconds"]), **seconds, **logs}
+        self.record.write("log", step=step, **figures)
         if self.record.place.is_main:
-            self._tell(step, told)
+            self._tell(step, figures)
 
     def _tell(self, step: int, logs: dict[str, float | None]) -> None:
         """Show answers now and then, and warn of what the figures so far tell."""
@@ -238,12 +238,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def compare_ranks(self) -> None:
         """Exchange how the processes do, and warn of those that keep the others waiting. Called by all together."""
         self.ranks.exchange()
-        for report, own, others in self.ranks.newly_slow():
+        for report, own, peers in self.ranks.newly_slow():
             rank, node = report["rank"], report["node"]
             self.record.write(
                 "warning",
                 message=f"rank {rank} on {node} is slow: in a step its rows and the forward pass take {own:.3g} s, "
-                f"{own / others - 1:.0%} more than the {others:.3g} s of the other processes, which wait for it",
+                f"{own / peers - 1:.0%} more than the {peers:.3g} s of the other processes, which wait for it",
                 rank=rank,
                 node=node,
             )

@@ -197,8 +197,8 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
     own = (logits[:, :-1].float() / bound["temperature"])[scored.label_mask]
     share, nats = _difference(own, labels[:, 1:][scored.label_mask], scored.log_probs[scored.label_mask], eps)
     balance = abs(float(output.aux_loss) - float(scored.aux_loss)) / abs(float(output.aux_loss)) if routed else 0.0
-    found = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
-    share, nats, balance = trainer.accelerator.gather(found).amax(0).tolist()
+    errors = torch.tensor([[share, nats, balance]], dtype=torch.float32, device=trainer.accelerator.device)
+    share, nats, balance = trainer.accelerator.gather(errors).amax(0).tolist()
     if not balance <= allowed:
         return (
             f"computes another loss of its routers than Mixtral's, by {balance:.2g} of it (rounding is {allowed:.2g})"
@@ -213,7 +213,9 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
 
 def _are_mixtrals(router_logits: Any, num_experts: int) -> bool:
     """Return whether router logits are `(tokens, experts)` for each layer, as Mixtral's are."""
-    return bool(router_logits) and all(one.dim() == 2 and one.shape[-1] == num_experts for one in router_logits)
+    return bool(router_logits) and all(
+        layer_logits.dim() == 2 and layer_logits.shape[-1] == num_experts for layer_logits in router_logits
+    )
 
 
 def _difference(
@@ -231,13 +233,13 @@ def _difference(
     import torch
 
     own = own.double()
-    wanted = own.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
-    off = wanted - log_probs.double()
+    expected = own.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    off = expected - log_probs.double()
     # A word that neither can choose is no difference. Nor is what the model itself does not know: the guard sees it.
-    off = off.where((wanted != log_probs) & ~wanted.isnan(), 0)
+    off = off.where((expected != log_probs) & ~expected.isnan(), 0)
     largest = own.masked_fill(~own.isfinite(), 0).abs().amax(-1)
     # A log-probability of small logits is rounded to its own steps.
-    largest = largest + wanted.where(off != 0, 0).abs().clamp(max=1e3) * (torch.finfo(torch.float32).eps / eps)
+    largest = largest + expected.where(off != 0, 0).abs().clamp(max=1e3) * (torch.finfo(torch.float32).eps / eps)
     largest = largest.clamp_min(torch.finfo(torch.float32).tiny)
     worst = float((off.abs() / largest).max()) if len(off) else 0.0
     together = float(off.sum().abs() / largest.square().sum().sqrt()) if len(off) else 0.0
@@ -271,15 +273,15 @@ def _hidden_states_checked(model: Any) -> "Iterator[None]":
     """
     from tunekit.models.fusion.proof import whole_shape
 
-    taken = whole_shape(model.get_output_embeddings().weight)[-1]
+    head_width = whole_shape(model.get_output_embeddings().weight)[-1]
 
     def check(module: "Module", _: Any, output: Any) -> None:
         if "last_hidden_state" not in output:
             below = f"{type(module).__name__}, the model below its head"
             raise _NotForHeadError(f"returns no last hidden states from {below}")
         width = output.last_hidden_state.shape[-1]
-        if width != taken:
-            raise _NotForHeadError(f"has last hidden states of {width} columns, and a head that takes {taken}")
+        if width != head_width:
+            raise _NotForHeadError(f"has last hidden states of {width} columns, and a head that takes {head_width}")
 
     handle = model.base_model.register_forward_hook(check)
     try:

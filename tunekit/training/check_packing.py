@@ -115,13 +115,13 @@ def _error_of(call: "Call", window: int | None, device: "torch.device") -> float
     def random(num_heads: int, width: int) -> "torch.Tensor":
         return torch.randn(1, num_heads, bounds[-1], width, generator=generator).to(call.dtype)
 
-    given = [
+    inputs = [
         random(call.num_heads, call.head_dim),
         random(call.num_kv_heads, call.head_dim),
         random(call.num_kv_heads, call.value_dim),
     ]
     change = random(call.num_heads, call.value_dim).transpose(1, 2)
-    own = [tensor.to(device).requires_grad_() for tensor in given]
+    own = [tensor.to(device).requires_grad_() for tensor in inputs]
     with torch.autocast(device.type, enabled=False), torch.enable_grad():
         query, key, value = own
         out, _ = packed_attention(
@@ -135,14 +135,14 @@ def _error_of(call: "Call", window: int | None, device: "torch.device") -> float
             cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32, device=device),
             max_length_q=max(end - start for start, end in pairwise(bounds)),
         )
-        found = [out, *torch.autograd.grad(out, own, change.to(device))]
-        exact = [tensor.double().requires_grad_() for tensor in given]
+        actual = [out, *torch.autograd.grad(out, own, change.to(device))]
+        exact = [tensor.double().requires_grad_() for tensor in inputs]
         right = _defined(exact, bounds, window)
-        wanted = [right, *torch.autograd.grad(right, exact, change.double())]
-    pairs = zip(found, wanted, strict=True)
+        expected = [right, *torch.autograd.grad(right, exact, change.double())]
+    pairs = zip(actual, expected, strict=True)
     return max(
-        float((one.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max())
-        for one, other in pairs
+        float((pair_value.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max())
+        for pair_value, other in pairs
     )
 
 
@@ -153,12 +153,12 @@ def _defined(given: "list[torch.Tensor]", bounds: list[int], window: int | None)
     q, k, v = given
     at = torch.arange(bounds[-1])
     document = torch.bucketize(at, torch.tensor(bounds[1:]), right=True)
-    seen = (document[:, None] == document) & (at[:, None] >= at)
+    visible = (document[:, None] == document) & (at[:, None] >= at)
     if window is not None:
-        seen &= at[:, None] - at < window
+        visible &= at[:, None] - at < window
     times = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(times, 1).transpose(-1, -2) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     attended: torch.Tensor = weights @ v.repeat_interleave(times, 1)
     return attended.transpose(1, 2)
 

@@ -63,7 +63,7 @@ class _Found:
 
     def per_token(self, differences: list[float]) -> float:
         """The largest of differences, in nats per token; infinite where one is not a number."""
-        shares = [abs(one) / number for one, number in zip(differences, self.num_tokens, strict=True)]
+        shares = [abs(difference) / number for difference, number in zip(differences, self.num_tokens, strict=True)]
         return max((share if math.isfinite(share) else math.inf for share in shares), default=0.0)
 
 
@@ -84,22 +84,22 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
         return
     rewarded = isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
     with _as_it_was(trainer):
-        found = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
+        result = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
     tolerance = FLOAT32_TOLERANCE if plan.dtype == "float32" else HALF_TOLERANCE
     if goes_on:
-        _compare_with_earlier(found, record, tolerance)
+        _compare_with_earlier(result, record, tolerance)
         return
-    off = found.per_token(found.differences)
+    off = result.per_token(result.differences)
     expected = _expected_loss(plan, trainer)
     # As far as differences of the answers' log-probabilities can move it.
-    far = 1e-6 + tolerance * 2 * max(found.num_tokens)
-    is_off = expected is not None and found.loss is not None and not abs(found.loss - expected) <= far
+    far = 1e-6 + tolerance * 2 * max(result.num_tokens)
+    is_off = expected is not None and result.loss is not None and not abs(result.loss - expected) <= far
     if off > tolerance or is_off:
-        raise RunError(_words(plan.reference, found, off, expected), hint=_causes(trainer, plan.reference))
-    largest = max(map(abs, found.differences), default=0.0)
-    record.write("reference", kind=plan.reference, max_difference=largest, loss=found.loss)
+        raise RunError(_words(plan.reference, result, off, expected), hint=_causes(trainer, plan.reference))
+    largest = max(map(abs, result.differences), default=0.0)
+    record.write("reference", kind=plan.reference, max_difference=largest, loss=result.loss)
     if record.place.is_main:
-        (record.run.path / NUMBERS).write_text(json.dumps(found.references), encoding="utf-8")
+        (record.run.path / NUMBERS).write_text(json.dumps(result.references), encoding="utf-8")
 
 
 def _compare_with_earlier(found: _Found, record: Record, tolerance: float) -> None:
@@ -122,14 +122,14 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
     import torch
 
     model = trainer.model
-    was_training, kept = model.training, (deepcopy(trainer._metrics), trainer._total_train_tokens)
+    was_training, saved_state = model.training, (deepcopy(trainer._metrics), trainer._total_train_tokens)
     model.train()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(was_training)
-        trainer._metrics, trainer._total_train_tokens = kept
+        trainer._metrics, trainer._total_train_tokens = saved_state
 
 
 def _of_rows(trainer: Any) -> _Found:
@@ -180,8 +180,8 @@ def _scores(trainer: Any, model: "Module", ids: "torch.Tensor") -> "torch.Tensor
     import torch
 
     scores, *_ = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), PROBE_SCORED)
-    found: torch.Tensor = scores
-    return found
+    logits: torch.Tensor = scores
+    return logits
 
 
 @contextmanager

@@ -219,9 +219,9 @@ def reward_is_constant(logs: Logs, method: Method) -> str | None:
     constant = _constant_rewards(logs, method)
     if not constant:
         return None
-    said = ", ".join(f"{name} {value:g}" for name, value in constant.items())
+    text = ", ".join(f"{name} {value:g}" for name, value in constant.items())
     return (
-        f"every answer so far got the same from method.rewards: {said}; what is the same for all teaches nothing. Try "
+        f"every answer so far got the same from method.rewards: {text}; what is the same for all teaches nothing. Try "
         "it on real rows: `tunekit rewards RECIPE`"
     )
 
@@ -357,8 +357,8 @@ def _speed(log: Mapping[str, Any]) -> float:
 
 def _part(log: Mapping[str, Any], name: str) -> float:
     """Seconds per token of a part of `PARTS`."""
-    known = sum(log.get(part, 0.0) for part in PARTS)
-    return float((log.get(name, 0.0) if name else _seconds(log) - known) / _num_tokens(log))
+    parts_seconds = sum(log.get(part, 0.0) for part in PARTS)
+    return float((log.get(name, 0.0) if name else _seconds(log) - parts_seconds) / _num_tokens(log))
 
 
 def _earlier(values: Sequence[float]) -> list[float]:
@@ -386,9 +386,9 @@ def _constant_rewards(logs: Logs, method: Method) -> dict[str, float]:
     """Rewards that have had one value since the beginning, by name."""
     if not isinstance(method, RewardedMethod):
         return {}
-    found = {}
+    constant = {}
     for name in _reward_names(logs):
         means, spreads = (_values(logs, f"rewards/{name}/{what}") for what in ("mean", "std"))
         if len(means) >= WINDOW and max(spreads, default=0) == 0 and len(set(means)) == 1:
-            found[name] = means[0]
-    return found
+            constant[name] = means[0]
+    return constant

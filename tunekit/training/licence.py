@@ -60,7 +60,7 @@ def _card_of(base: ModelSection, *, asks_hub: bool) -> Path | None:
     if folder.is_dir():
         return folder / "README.md"
     try:
-        found = hf_hub_download(
+        path = hf_hub_download(
             base.path,
             "README.md",
             revision=base.revision,
@@ -69,4 +69,4 @@ def _card_of(base: ModelSection, *, asks_hub: bool) -> Path | None:
         )
     except (HfHubHTTPError, HFValidationError, OSError):
         return None
-    return Path(found)
+    return Path(path)

@@ -94,8 +94,8 @@ def _sum_bytes(tensors: "Iterable[Tensor]") -> int:
     """Bytes of tensors in this process, what is shared counted once. Of a divided one it has a part."""
     from torch.distributed.tensor import DTensor
 
-    held = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+    local_tensors = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in local_tensors}.values())
 
 
 class Peaks(TypedDict):
@@ -155,14 +155,14 @@ def shortage(plan: Plan, held: dict[Part, int], context_bytes: int | None, error
         context_bytes: What was resident besides them, where that was measured.
         error: One that `is_out_of_memory`.
     """
-    asked = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
-    asked_bytes = int(float(asked[1]) * UNITS[asked[2]]) if asked else 0
+    match = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    asked_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if plan.device.kind == "cpu":
         resident = resident_bytes()
         context = resident if context_bytes is None else context_bytes
-        taken = max(0, resident - context)
+        taken_bytes = max(0, resident - context)
         return Shortage(
-            planned=plan.memory, held=held, context_bytes=context, taken_bytes=taken, asked_bytes=asked_bytes
+            planned=plan.memory, held=held, context_bytes=context, taken_bytes=taken_bytes, asked_bytes=asked_bytes
         )
     import torch
 

@@ -136,18 +136,18 @@ class Guard:
             # Where gradients alone are not finite, any row may be why.
             numbers = bad if is_loss else range(len(self._batches))
             mine = self.rows.name(step, {number: self._batches[number] for number in numbers})
-            found = of_all((bad, mine), place)
-            rows = list(dict.fromkeys(row for _, own in found for row in own))
-            self._decide(step, f"{_problem(step, [losses for losses, _ in found])}, for {_listed(rows)}", rows)
+            gathered = of_all((bad, mine), place)
+            rows = list(dict.fromkeys(row for _, own in gathered for row in own))
+            self._decide(step, f"{_problem(step, [losses for losses, _ in gathered])}, for {_listed(rows)}", rows)
 
     def _numbers(self, norm: "Tensor | float") -> tuple[list[float], float]:
         """The losses of the micro-batches and the norm, brought here at once."""
-        told = [loss.float().reshape(1) for loss in self._losses]
+        loss_tensors = [loss.float().reshape(1) for loss in self._losses]
         if not isinstance(norm, torch.Tensor):
-            return torch.cat(told).tolist(), norm
+            return torch.cat(loss_tensors).tolist(), norm
         if isinstance(norm, torch.distributed.tensor.DTensor):
             norm = norm.full_tensor()
-        *losses, here = torch.cat([*told, norm.float().reshape(1).to(told[0].device)]).tolist()
+        *losses, here = torch.cat([*loss_tensors, norm.float().reshape(1).to(loss_tensors[0].device)]).tolist()
         return losses, here
 
     def _is_scaled(self) -> bool:
@@ -210,7 +210,7 @@ class Guard:
 
 def left_out(run_folder: Path) -> set[int]:
     """The steps of a run that are left out."""
-    return {one["step"] for one in _read(run_folder)}
+    return {record["step"] for record in _read(run_folder)}
 
 
 def _read(run_folder: Path) -> list[dict[str, Any]]:
@@ -231,8 +231,8 @@ def _problem(step: int, losses: Sequence[dict[int, float]]) -> str:
     bad = {rank: next(iter(own.values())) for rank, own in enumerate(losses) if own}
     if not bad:
         return f"step {step}: the gradient norm is not finite, and the loss is"
-    told = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
-    return f"step {step}: the loss is {' and '.join(told)}"
+    descriptions = (f"{loss}{f' in rank {rank}' * (len(losses) > 1)}" for rank, loss in bad.items())
+    return f"step {step}: the loss is {' and '.join(descriptions)}"
 
 
 def _listed(rows: list[str]) -> str:

@@ -133,14 +133,14 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """End the training with the checkpoint that is just written if that was wished meanwhile."""
-        if not self.has_stopped and (asked := self._told()[0]):
-            self._stop(asked, control, saves=False)
+        if not self.has_stopped and (source := self._told()[0]):
+            self._stop(source, control, saves=False)
 
     def has_ended(self) -> bool:
         """Return whether the run is to end here, behind the last step. Called by all processes together."""
-        if not self.has_stopped and (asked := self._told()[0]):
+        if not self.has_stopped and (source := self._told()[0]):
             self.has_stopped = True
-            self._wishes.learn(WHO[round(asked)])
+            self._wishes.learn(WHO[round(source)])
         return self.has_stopped
 
     def _measured(self, trainer: Any) -> Any:
@@ -150,8 +150,8 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
 
     def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
         """End the training here if it is to end; whether it is."""
-        asked, hurry, step_seconds, save_seconds = self._told()
-        if not asked:
+        source, hurry, step_seconds, save_seconds = self._told()
+        if not source:
             return False
         schedule = self._plan.schedule
         assert schedule is not None
@@ -163,7 +163,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             return False
         can_save = state.global_step > 0 and not num_more and self._plan.layout.why_not_resumed is None
         self._wishes.is_late = can_save and not fits
-        self._stop(asked, control, saves=can_save and fits)
+        self._stop(source, control, saves=can_save and fits)
         return True
 
     def _stop(self, asked: float, control: "TrainerControl", *, saves: bool) -> None:
@@ -185,10 +185,10 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         ]
         if not distributed.is_initialized():
             return mine
-        told = torch.tensor(mine, dtype=torch.float64)
-        distributed.all_reduce(told, distributed.ReduceOp.MAX)
-        found: list[float] = told.tolist()
-        return found
+        gathered = torch.tensor(mine, dtype=torch.float64)
+        distributed.all_reduce(gathered, distributed.ReduceOp.MAX)
+        values: list[float] = gathered.tolist()
+        return values
 
 
 def evaluation_is_due(run: Run, step: int, place: Place) -> bool:
@@ -199,8 +199,8 @@ def evaluation_is_due(run: Run, step: int, place: Place) -> bool:
     assert schedule is not None
     if schedule.eval_steps is None or (step % schedule.eval_steps and step < schedule.num_steps):
         return False
-    done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
-    return not same_everywhere(done, place)
+    is_done = place.is_main and any(event["event"] == "eval" and event["step"] == step for event in run.events())
+    return not same_everywhere(is_done, place)
 
 
 @contextlib.contextmanager

@@ -212,16 +212,16 @@ class Ranks:
             **peaks(timing.plan),
             **self.trace.found,
         )
-        told = _gather((mine, timing.own))
+        gathered = _gather((mine, timing.own))
         timing.own = []
-        if not told:
+        if not gathered:
             return
-        own = [steps for _, steps in told]
-        self.steps = [[*before, *new] for before, new in zip(self.steps or [[]] * len(told), own, strict=True)]
+        own = [steps for _, steps in gathered]
+        self.steps = [[*before, *new] for before, new in zip(self.steps or [[]] * len(gathered), own, strict=True)]
         self.waited = [
-            before + more for before, more in zip(self.waited or [0.0] * len(told), _waited(own), strict=True)
+            before + more for before, more in zip(self.waited or [0.0] * len(gathered), _waited(own), strict=True)
         ]
-        self.reports = [report for report, _ in told]
+        self.reports = [report for report, _ in gathered]
         for rank, report in enumerate(self.reports):
             report["rank"], report["wait_seconds"] = rank, self.waited[rank]
 
@@ -234,10 +234,10 @@ class Ranks:
         if not self.steps or len(self.steps[0]) < WINDOW_STEPS:
             return []
         slow = slow_ranks(self.steps)
-        found = [rank for rank in slow if rank in self._slow and rank not in self._named]
+        slow_again = [rank for rank in slow if rank in self._slow and rank not in self._named]
         self._slow, self.steps = set(slow), []
-        self._named.update(found)
-        return [(self.reports[rank], *slow[rank]) for rank in found]
+        self._named.update(slow_again)
+        return [(self.reports[rank], *slow[rank]) for rank in slow_again]
 
 
 def slow_ranks(steps: Sequence[Sequence[float]]) -> dict[int, tuple[float, float]]:
@@ -247,10 +247,10 @@ def slow_ranks(steps: Sequence[Sequence[float]]) -> dict[int, tuple[float, float
         steps: By rank, seconds of each step that it had to itself.
     """
     medians = [median(own) for own in steps]
-    others = [median(medians[:rank] + medians[rank + 1 :] or [own]) for rank, own in enumerate(medians)]
+    medians_of_others = [median(medians[:rank] + medians[rank + 1 :] or [own]) for rank, own in enumerate(medians)]
     return {
         rank: (own, other)
-        for rank, (own, other) in enumerate(zip(medians, others, strict=True))
+        for rank, (own, other) in enumerate(zip(medians, medians_of_others, strict=True))
         if own > (1 + SLOW_SHARE) * other
     }
 
@@ -266,9 +266,9 @@ def _gather(mine: Any) -> list[Any]:
     if not distributed.is_initialized():
         return [mine]
     is_main = distributed.get_rank() == 0
-    told: list[Any] | None = [None] * distributed.get_world_size() if is_main else None
-    distributed.gather_object(mine, told)
-    return told or []
+    gathered: list[Any] | None = [None] * distributed.get_world_size() if is_main else None
+    distributed.gather_object(mine, gathered)
+    return gathered or []
 
 
 def _between(begun: Any, ended: Any) -> float:

@@ -115,9 +115,9 @@ def trainer_class(method: str) -> type:
     """Return TRL's trainer of a method."""
     package, file, config = CONFIGS[method]
     module = import_module(f"{package}.{file.removesuffix('_config.py').replace('/', '.')}_trainer")
-    found = vars(module)[config.removesuffix("Config") + "Trainer"]
-    assert isinstance(found, type)
-    return found
+    trainer = vars(module)[config.removesuffix("Config") + "Trainer"]
+    assert isinstance(trainer, type)
+    return trainer
 
 
 def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed]:
@@ -171,17 +171,17 @@ def names_used(cls: type) -> set[str]:
 
 def _functions(values: Iterable[Any]) -> list[FunctionType]:
     """Return the functions among values, those of properties, and those that wrappers hold."""
-    waiting, found = list(values), dict[int, FunctionType]()
+    waiting, functions = list(values), dict[int, FunctionType]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, property):
             waiting.append(value.fget)
         elif isinstance(value, staticmethod | classmethod):
             waiting.append(value.__func__)
-        elif isinstance(value, FunctionType) and id(value) not in found:
-            found[id(value)] = value
+        elif isinstance(value, FunctionType) and id(value) not in functions:
+            functions[id(value)] = value
             waiting.extend(_held(value))
-    return list(found.values())
+    return list(functions.values())
 
 
 def _held(function: FunctionType) -> Iterator[Any]:

@@ -37,7 +37,7 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     _verify_processes(trainer, plan)
     args, accelerator = trainer.args, trainer.accelerator
     accumulation = accelerator.gradient_state.plugin_kwargs
-    found = {
+    actual = {
         "num_processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "micro_batch_size": args.per_device_train_batch_size,
@@ -45,11 +45,11 @@ def verify(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "sync_each_batch": bool(accumulation.get("sync_each_batch")),
         **_found(trainer, plan),
     }
-    _none("not divided as planned", found.pop("misplaced"))
-    _none("not updated by the optimizer", found.pop("not_updated"))
+    _none("not divided as planned", actual.pop("misplaced"))
+    _none("not updated by the optimizer", actual.pop("not_updated"))
     for what, planned in _planned(plan).items():
-        _same(what, planned, found[what])
-    return found
+        _same(what, planned, actual[what])
+    return actual
 
 
 def _planned(plan: Plan) -> dict[str, Any]:
@@ -104,12 +104,12 @@ def _found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     """
     if trainer.is_deepspeed_enabled:
         return deepspeed.found(trainer, plan)
-    found = {"trained_dtype": _trained_dtype(trainer), "not_updated": _not_updated(trainer)}
+    actual = {"trained_dtype": _trained_dtype(trainer), "not_updated": _not_updated(trainer)}
     if trainer.accelerator.is_fsdp2:
-        return found | fsdp2.found(trainer, plan)
+        return actual | fsdp2.found(trainer, plan)
     if trainer.is_distributed_loading_by_transformers:
-        return found | _divided_at_load(trainer)
-    return found | _whole(trainer)
+        return actual | _divided_at_load(trainer)
+    return actual | _whole(trainer)
 
 
 def _whole(trainer: "Trainer") -> dict[str, Any]:
@@ -142,13 +142,13 @@ def _divided_at_load(trainer: "Trainer") -> dict[str, Any]:
     mesh = max(meshes, key=lambda mesh: mesh.size())
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     matrices = {name: parameter for name, parameter in parameters.items() if parameter.dim() > 1}
-    held, total = fsdp2.held_bytes(trainer.model)
+    num_bytes, total = fsdp2.held_bytes(trainer.model)
     return {
         "engine": "fsdp2",
         "mesh": {NAMES[name]: size for name, size in sizes.items() if size > 1},
         "compute_dtype": _autocast_dtype(trainer),
         "reduce_dtype": _trained_dtype(trainer),
-        "local_share": round(held / total, 4),
+        "local_share": round(num_bytes / total, 4),
         "misplaced": [
             name
             for name, matrix in matrices.items()
@@ -171,9 +171,9 @@ def _trained_dtype(trainer: "Trainer") -> str:
 def _not_updated(trainer: "Trainer") -> list[str]:
     """Trained parameters that the optimizer does not have: another tensor took their place in it, or in the model."""
     groups = trainer.optimizer.param_groups
-    held = {id(parameter) for group in groups for parameter in group["params"]}
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
     parameters = trainer.model.named_parameters()
-    return [name for name, parameter in parameters if parameter.requires_grad and id(parameter) not in held]
+    return [name for name, parameter in parameters if parameter.requires_grad and id(parameter) not in updated]
 
 
 def _none(what: str, names: Sequence[str]) -> None:

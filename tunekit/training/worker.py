@@ -216,11 +216,11 @@ def _load_train_save(run: Run, record: Record, watch: "Watch", wishes: Wishes, r
         # A few small passes are no shapes to compile for.
         with torch.compiler.set_stance("force_eager"):
             if plan.padding_free:
-                asked = "data.packing" if recipe.data.packing else "data.padding_free"
-                check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=asked)
+                key = "data.packing" if recipe.data.packing else "data.padding_free"
+                check_isolation(trainer, vocabulary=len(tokenizer), path=recipe.model.path, asked=key)
             if plan.attn_implementation == VARLEN:
-                seen = prove_attention(trainer, vocabulary=len(tokenizer), flash=plan.flash_attention)
-                record.write("attention", message=seen)
+                error_bound = prove_attention(trainer, vocabulary=len(tokenizer), flash=plan.flash_attention)
+                record.write("attention", message=error_bound)
             check_head(trainer, plan, record, vocabulary=len(tokenizer))
             between_checks(trainer, plan)
             check_reference(trainer, plan, record, vocabulary=len(tokenizer), goes_on=start.goes_on)
@@ -277,14 +277,14 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     from tunekit.planner.decisions.shortage import change_that_fits
     from tunekit.training.measured_memory import shortage
 
-    found = shortage(plan, watch.held, watch.context_bytes, error)
-    words = found.words()
+    shortage_found = shortage(plan, watch.held, watch.context_bytes, error)
+    words = shortage_found.words()
     method = plan.recipe.method
     teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
-    change = change_that_fits(plan, probe_model(plan.recipe.model), found.limit_bytes, teacher)
+    change = change_that_fits(plan, probe_model(plan.recipe.model), shortage_found.limit_bytes, teacher)
     return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",
-        hint=f"{change.words}\n{found.table()}",
+        hint=f"{change.words}\n{shortage_found.table()}",
         changes=change.changes,
     )
 

@@ -31,9 +31,9 @@ def check_mapping(columns: Mapping[str, str]) -> None:
             else:
                 hint = f"did you mean '{near[0]}'?" if near else f"the columns are {', '.join(KNOWN)}"
             raise DataError(f"data.columns.{ours}: no format has a column '{ours}'", hint=hint)
-        others = [other for other, column in columns.items() if column == theirs and other != ours]
-        if others:
-            raise DataError(f"data.columns: {listed([ours, *others])} are all read from the column '{theirs}'")
+        same_source = [other for other, column in columns.items() if column == theirs and other != ours]
+        if same_source:
+            raise DataError(f"data.columns: {listed([ours, *same_source])} are all read from the column '{theirs}'")
 
 
 def missing_columns(names: Sequence[str], columns: Mapping[str, str], *, only_needed: bool) -> str | None:
@@ -61,5 +61,5 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """A row under our names."""
     if not columns:
         return row
-    given = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    return {**given, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
+    columns_kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    return {**columns_kept, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}

@@ -141,29 +141,29 @@ def asked_in(value: object) -> Row:
     if not isinstance(value, dict):
         raise BadRow(f"a row must be an object, got {described(value)}")
     check_no_media(value)
-    found = Findings()
-    asked: str | list[Row]
+    findings = Findings()
+    question: str | list[Row]
     if "messages" in value:
-        asked = _unanswered(turns(value["messages"], "messages"), "messages")
+        question = _unanswered(turns(value["messages"], "messages"), "messages")
     elif "conversations" in value:
-        entries = _turns(value["conversations"], "conversations", found)
+        entries = _turns(value["conversations"], "conversations", findings)
         messages = _unanswered(turns(entries, "conversations"), "conversations")
-        asked = with_system(messages, _optional_text(value, "system", found))
+        question = with_system(messages, _optional_text(value, "system", findings))
     elif "prompt" in value:
-        asked = prompt(value["prompt"], move="leave that turn out, or call the column messages")
+        question = prompt(value["prompt"], move="leave that turn out, or call the column messages")
     elif "instruction" in value:
-        asked = _instruction(value, found)
+        question = _instruction(value, findings)
     elif "chosen" in value and "rejected" in value:
-        asked = _preference(value, found)["prompt"]
+        question = _preference(value, findings)["prompt"]
     elif "text" in value:
-        asked = text(value["text"], "text")
+        question = text(value["text"], "text")
     else:
         near = misspelt(list(value), ASKING)
         raise BadRow(f"none of the columns {listed(ASKING)} is there; {near or f'the columns are {listed(value)}'}")
     tools = tools_of(value.get("tools"))
-    if tools and isinstance(asked, str):
+    if tools and isinstance(question, str):
         raise BadRow("tools beside a prompt that is plain text: only a conversation can name tools")
-    return {"prompt": asked, **({"tools": tools} if tools else {})}
+    return {"prompt": question, **({"tools": tools} if tools else {})}
 
 
 def _unanswered(messages: list[Row], where: str) -> list[Row]:
@@ -178,20 +178,22 @@ def _unanswered(messages: list[Row], where: str) -> list[Row]:
 def conversion(format: SourceFormat, findings: Findings) -> str:
     """Describe the conversion of the columns in a few words; empty for a format that stays as it is."""
     if format == "sharegpt" or (format == "preference" and "conversations" in findings.columns):
-        said = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
+        sentence = "conversations -> messages" if format == "sharegpt" else "conversations -> prompt"
         renamed = [f"{name} -> {role}" for name, role in findings.speakers.items() if name != role]
-        said += f" ({', '.join(renamed)})" if renamed else ""
+        sentence += f" ({', '.join(renamed)})" if renamed else ""
     elif format == "alpaca":
-        said = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
-        said += ", output -> assistant"
-        said += ", history -> earlier turns" if "history" in findings.columns else ""
+        sentence = "instruction -> user" if "input" not in findings.columns else "instruction + input -> user"
+        sentence += ", output -> assistant"
+        sentence += ", history -> earlier turns" if "history" in findings.columns else ""
     elif format == "preference" and findings.implicit_prompts:
-        said = "what chosen and rejected begin with -> prompt"
+        sentence = "what chosen and rejected begin with -> prompt"
     elif format == "ranking":
-        said = "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
+        sentence = (
+            "the completion of the highest score -> chosen, that of the lowest -> rejected (the first of several)"
+        )
     else:
         return ""
-    return said + (", system -> system" if "system" in findings.columns else "")
+    return sentence + (", system -> system" if "system" in findings.columns else "")
 
 
 def _sharegpt(row: Row, findings: Findings) -> Row:
@@ -214,40 +216,40 @@ def _turn(entry: object, where: str, findings: Findings) -> object:
     for key in ("from", "value"):
         if key not in entry:
             raise BadRow(f"{where} has no {key}")
-    speaker, said = entry["from"], entry["value"]
+    speaker, content = entry["from"], entry["value"]
     if not isinstance(speaker, str):
         raise BadRow(f"{where}.from must be a string, got {described(speaker)}")
     role = SPEAKERS.get(speaker.lower(), speaker)
     if role not in ROLES:
         raise BadRow(f"{where}.from: unknown speaker {speaker[:40]!r}; known are {listed([*ROLES, *SPEAKERS])}")
-    if not isinstance(said, str):
-        raise BadRow(f"{where}.value must be a string, got {described(said)}")
+    if not isinstance(content, str):
+        raise BadRow(f"{where}.value must be a string, got {described(content)}")
     if {"role", "content"} & entry.keys():
         raise BadRow(f"{where} has both from and role, or value and content; only one of them can be meant")
     findings.speakers.setdefault(speaker, role)
-    rest = {key: held for key, held in entry.items() if key not in ("from", "value")}
+    extra = {key: item for key, item in entry.items() if key not in ("from", "value")}
     if speaker.lower() == "function_call":
-        return {"role": role, "content": "", **rest, "tool_calls": function_call(said, f"{where}.value")}
-    return {"role": role, "content": said, **rest}
+        return {"role": role, "content": "", **extra, "tool_calls": function_call(content, f"{where}.value")}
+    return {"role": role, "content": content, **extra}
 
 
 def _alpaca(row: Row, findings: Findings) -> Row:
-    asked = _instruction(row, findings)
-    return {"messages": [*asked, {"role": "assistant", "content": text(row["output"], "output")}]}
+    question = _instruction(row, findings)
+    return {"messages": [*question, {"role": "assistant", "content": text(row["output"], "output")}]}
 
 
 def _instruction(row: Row, findings: Findings) -> list[Row]:
     """The conversation of an Alpaca row up to its answer."""
     question = text(row["instruction"], "instruction")
-    given = _optional_text(row, "input", findings)
-    if given:
-        question += "\n\n" + given
+    context = _optional_text(row, "input", findings)
+    if context:
+        question += "\n\n" + context
     messages: list[Row] = []
     system = _optional_text(row, "system", findings)
     if system:
         messages.append({"role": "system", "content": system})
-    for earlier, said in _history(row, findings):
-        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": said}]
+    for earlier, reply in _history(row, findings):
+        messages += [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}]
     return [*messages, {"role": "user", "content": question}]
 
 
@@ -259,13 +261,13 @@ def _history(row: Row, findings: Findings) -> list[tuple[str, str]]:
     if not isinstance(pairs, list):
         raise BadRow(f"history must be a list of [question, answer], got {described(pairs)}")
     findings.columns.add("history")
-    said = []
+    turns = []
     for i, entry in enumerate(pairs):
         if not isinstance(entry, list) or len(entry) != 2:
             what = f"a list of {len(entry)}" if isinstance(entry, list) else described(entry)
             raise BadRow(f"history[{i}] must be a list [question, answer], got {what}")
-        said.append((text(entry[0], f"history[{i}][0]"), text(entry[1], f"history[{i}][1]")))
-    return said
+        turns.append((text(entry[0], f"history[{i}][0]"), text(entry[1], f"history[{i}][1]")))
+    return turns
 
 
 def _optional_text(row: Row, column: str, findings: Findings) -> str:
@@ -286,32 +288,32 @@ def _prompt_completion(asked: object, completion: object) -> Row:
             "prompt and completion must both be strings or both be lists of messages, "
             f"got {described(asked)} and {described(completion)}"
         )
-    given = prompt(asked, move="move that turn to completion")
+    question = prompt(asked, move="move that turn to completion")
     if isinstance(completion, list):
-        return {"prompt": given, "completion": conversation(completion, "completion")}
-    return {"prompt": given, "completion": text(completion, "completion")}
+        return {"prompt": question, "completion": conversation(completion, "completion")}
+    return {"prompt": question, "completion": text(completion, "completion")}
 
 
 def _preference(row: Row, findings: Findings) -> Row:
     """A pair: its prompt in a column, in both answers, or as LLaMA-Factory writes it in `conversations`."""
-    given, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    question, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if row.get("conversations") is not None:
-        if given is not None:
+        if question is not None:
             raise BadRow("the columns prompt and conversations: only one of them can be the prompt")
         findings.columns.add("conversations")
-        given = _turns(row["conversations"], "conversations", findings)
-        if turns(given, "conversations")[-1]["role"] == "assistant":
+        question = _turns(row["conversations"], "conversations", findings)
+        if turns(question, "conversations")[-1]["role"] == "assistant":
             raise BadRow("conversations ends with an assistant turn; move that turn to chosen and rejected")
         chosen, rejected = _one_or_more(chosen, "chosen", findings), _one_or_more(rejected, "rejected", findings)
-    findings.implicit_prompts |= given is None
-    made = pair(given, chosen, rejected)
+    findings.implicit_prompts |= question is None
+    result = pair(question, chosen, rejected)
     system = _optional_text(row, "system", findings)
-    if system and isinstance(made["prompt"], str):
+    if system and isinstance(result["prompt"], str):
         raise BadRow(
             "the column system beside a prompt that is plain text: put it into the prompt, "
             "by a function of your own if need be (data.format=module:function)"
         )
-    return {**made, "prompt": with_system(made["prompt"], system)} if system else made
+    return {**result, "prompt": with_system(result["prompt"], system)} if system else result
 
 
 def _one_or_more(said: object, where: str, findings: Findings) -> object:
@@ -324,5 +326,5 @@ def _prompt_with_references(row: Row) -> Row:
     references = {column: value for column, value in row.items() if column not in ("prompt", "tools")}
     for column, value in references.items():
         plain(value, column)
-    given = prompt(row["prompt"], move="the model is to answer it itself, so leave that turn out")
-    return {"prompt": given, **references}
+    question = prompt(row["prompt"], move="the model is to answer it itself, so leave that turn out")
+    return {"prompt": question, **references}

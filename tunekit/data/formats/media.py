@@ -31,11 +31,11 @@ def check_no_media(row: Mapping[str, object]) -> None:
     Raises:
         HoldsMediaError: It is not.
     """
-    for column, held in row.items():
+    for column, content in row.items():
         kind = media_kind(column)
-        if kind is None or held is None:
+        if kind is None or content is None:
             continue
-        if column.lower() in _COLUMNS and _holds_something(held):
+        if column.lower() in _COLUMNS and _holds_something(content):
             raise _refusal(
                 f"the column {shortened(column)} holds {_PLURALS[kind]}",
                 "take the column out to train on the text alone",
@@ -53,8 +53,8 @@ def check_no_media_keys(message: Row, where: str) -> None:
     Raises:
         HoldsMediaError: It has one.
     """
-    for key, held in message.items():
-        if key.lower() in _COLUMNS and _holds_something(held):
+    for key, content in message.items():
+        if key.lower() in _COLUMNS and _holds_something(content):
             kind = _PLURALS[_COLUMNS[key.lower()]]
             raise _refusal(f"{where}.{shortened(key)} holds {kind}", "take the key out to train on the text alone")
 
@@ -104,5 +104,5 @@ def _says(value: object, placeholder: str) -> bool:
     if isinstance(value, str):
         return placeholder in value
     if isinstance(value, dict):
-        return any(_says(held, placeholder) for held in value.values())
+        return any(_says(text_item, placeholder) for text_item in value.values())
     return isinstance(value, list) and any(_says(item, placeholder) for item in value)

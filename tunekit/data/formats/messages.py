@@ -80,12 +80,12 @@ def answer(value: object, where: str) -> str | list[Row]:
 def conversation(value: object, where: str) -> list[Row]:
     """A list of messages in which the assistant says something that counts."""
     messages = turns(value, where)
-    said = [message for message in messages if message["role"] == "assistant"]
-    if not said:
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
         raise BadRow(f"{where} has no assistant turn")
-    if not any(_says_something(message) for message in said):
+    if not any(_says_something(message) for message in answers):
         raise BadRow(f"{where}: every assistant turn is empty")
-    if not any(_says_something(message) for message in said if message.get("weight") != 0):
+    if not any(_says_something(message) for message in answers if message.get("weight") != 0):
         raise BadRow(f"{where}: every assistant turn that says something has weight 0, so there is nothing to learn")
     return messages
 
@@ -106,7 +106,7 @@ def turns(value: object, where: str) -> list[Row]:
 
 def unweighted(messages: list[Row]) -> list[Row]:
     """Messages of which none or all count, so that a weight says nothing."""
-    return [{key: held for key, held in message.items() if key != "weight"} for message in messages]
+    return [{key: content for key, content in message.items() if key != "weight"} for message in messages]
 
 
 def with_system(messages: list[Row], system: str) -> list[Row]:
@@ -143,8 +143,8 @@ def _message(entry: object, where: str) -> Row:
         raise BadRow(f"{where}.role must be a string, got {described(role)}")
     if role not in ROLES:
         near = get_close_matches(role.lower()[:40], ROLES, n=1, cutoff=0.6)
-        meant = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
-        advice = f"did you mean '{meant}'?" if meant else f"the roles are {listed(ROLES)}"
+        suggestion = _ROLES_ELSEWHERE.get(role.lower()) or (near[0] if near else None)
+        advice = f"did you mean '{suggestion}'?" if suggestion else f"the roles are {listed(ROLES)}"
         raise BadRow(f"{where}.role: unknown role {role[:40]!r}; {advice}")
     if isinstance(content, list):
         check_no_media_parts(content, f"{where}.content")
@@ -153,13 +153,13 @@ def _message(entry: object, where: str) -> Row:
         raise BadRow(f"{where}.content must be a string, got {described(content)}")
     encodable(content, f"{where}.content")
     # Parquet gives every message the keys of all messages, as nulls.
-    kept = weighed({key: held for key, held in entry.items() if held is not None}, where)
-    check_no_media_keys(kept, where)
-    for key in kept.keys() - {"role", "content", "weight"}:
-        plain(kept[key], f"{where}.{shortened(key)}")
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
-    return kept
+    weighed_content = weighed({key: item for key, item in entry.items() if item is not None}, where)
+    check_no_media_keys(weighed_content, where)
+    for key in weighed_content.keys() - {"role", "content", "weight"}:
+        plain(weighed_content[key], f"{where}.{shortened(key)}")
+    if weighed_content.get("tool_calls"):
+        weighed_content["tool_calls"] = _tool_calls(weighed_content["tool_calls"], f"{where}.tool_calls")
+    return weighed_content
 
 
 def _tool_calls(calls: object, where: str) -> list[Row]:

@@ -37,14 +37,14 @@ def pair(given: object, chosen: object, rejected: object) -> Row:
     ):
         return _repeated(text(given, "prompt"), chosen, rejected)
     if any(kinds) and not all(kinds):
-        got = f"{described(given)}, {described(chosen)} and {described(rejected)}"
-        raise BadRow(f"prompt, chosen and rejected must all be strings or all be lists of messages, got {got}")
+        types = f"{described(given)}, {described(chosen)} and {described(rejected)}"
+        raise BadRow(f"prompt, chosen and rejected must all be strings or all be lists of messages, got {types}")
     if isinstance(given, list) and isinstance(chosen, list) and isinstance(rejected, list):
         start = len(given)
         if chosen[:start] == given == rejected[:start]:  # the answers are whole conversations
             chosen, rejected = chosen[start:], rejected[start:]
-    asked = prompt(given, move="move that turn to chosen and rejected")
-    return _explicit(asked, chosen, rejected)
+    question = prompt(given, move="move that turn to chosen and rejected")
+    return _explicit(question, chosen, rejected)
 
 
 def split(chosen: object, rejected: object) -> tuple[str | list[Row], object, object]:
@@ -71,12 +71,12 @@ def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], 
     _check_different(unweighted(better), unweighted(worse))
     end = 0
     before = "assistant"
-    for i, (one, other) in enumerate(zip(unweighted(better), unweighted(worse), strict=False)):
-        if one["role"] == other["role"] == "assistant" != before:
+    for i, (left, other) in enumerate(zip(unweighted(better), unweighted(worse), strict=False)):
+        if left["role"] == other["role"] == "assistant" != before:
             end = i
-        if one != other:
+        if left != other:
             break
-        before = one["role"]
+        before = left["role"]
     if end == 0:
         raise BadRow(
             "chosen and rejected begin with no prompt: where there is no column prompt, both are whole conversations "
@@ -88,7 +88,7 @@ def _split_messages(chosen: list[Row], rejected: list[Row]) -> tuple[list[Row], 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     _check_different(chosen, rejected)
     same = next(
-        (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other),
+        (i for i, (left, other) in enumerate(zip(chosen, rejected, strict=False)) if left != other),
         min(len(chosen), len(rejected)),
     )
     end = chosen.rfind(_SPOKEN, 0, same)
@@ -103,14 +103,14 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 
 def _repeated(asked: str, chosen: list[Row], rejected: list[Row]) -> Row:
     """A pair whose prompt stands in a column, and again as the first question of both conversations."""
-    given, better, worse = _split_messages(chosen, rejected)
-    first = next((message["content"] for message in given if message["role"] == "user"), "")
+    question, better, worse = _split_messages(chosen, rejected)
+    first = next((message["content"] for message in question if message["role"] == "user"), "")
     if first.strip() != asked.strip():
         raise BadRow(
             "prompt is a string, and chosen a conversation with another first question; they must be the same, or all "
             "three strings, or all three lists of messages"
         )
-    return _explicit(given, better, worse)
+    return _explicit(question, better, worse)
 
 
 def _begins_with(value: object, *roles: str) -> bool:
@@ -156,15 +156,15 @@ def best_and_worst(row: Row) -> Row:
 
 def rated(row: Row) -> Row:
     """An answer that is good or bad, as TRL's KTO wants it."""
-    asked, said = row["prompt"], row["completion"]
-    if isinstance(asked, list) != isinstance(said, list):
+    question, completion = row["prompt"], row["completion"]
+    if isinstance(question, list) != isinstance(completion, list):
         raise BadRow(
             "prompt and completion must both be strings or both be lists of messages, "
-            f"got {described(asked)} and {described(said)}"
+            f"got {described(question)} and {described(completion)}"
         )
     return {
-        "prompt": prompt(asked, move="move that turn to completion"),
-        "completion": answer(said, "completion"),
+        "prompt": prompt(question, move="move that turn to completion"),
+        "completion": answer(completion, "completion"),
         "label": _label(row["label"]),
     }
 
@@ -176,8 +176,8 @@ def _label(value: object) -> bool:
         return value == 1
     if value in ("true", "false"):  # as CSV has it
         return value == "true"
-    got = f"the string '{value[:40]}'" if isinstance(value, str) else described(value)
+    description = f"the string '{value[:40]}'" if isinstance(value, str) else described(value)
     raise BadRow(
-        f"label must be true (a good answer) or false (a bad one), got {got}; "
+        f"label must be true (a good answer) or false (a bad one), got {description}; "
         "if it says something else, leave it aside with data.format=prompt_completion"
     )

@@ -140,9 +140,9 @@ def check_columns(columns: Sequence[str], format: SourceFormat) -> None:
         return
     what = f"no {'column' if len(missing) == 1 else 'columns'} {listed(missing)}"
     near = misspelt(columns, missing)
-    others = _fitting(columns)
-    if near is None and others:
-        raise BadRow(f"{what}; the columns are those of {_readings(others)}, not of {_readings([format])}")
+    fitting = _fitting(columns)
+    if near is None and fitting:
+        raise BadRow(f"{what}; the columns are those of {_readings(fitting)}, not of {_readings([format])}")
     raise BadRow(f"{what}; {near or _suggestion(columns, missing)}")
 
 
@@ -152,10 +152,10 @@ def check_same_reading(columns: Sequence[str], format: SourceFormat) -> None:
     Raises:
         BadRow: They do; nothing says which of the readings is meant.
     """
-    others = _fitting(columns)
-    if others != [format]:
+    fitting = _fitting(columns)
+    if fitting != [format]:
         raise BadRow(
-            f"the columns are those of {_readings(others)}, and the rows before are of {_readings([format])}; "
+            f"the columns are those of {_readings(fitting)}, and the rows before are of {_readings([format])}; "
             f"a source holds rows of one format (data.format={format} reads all of them as that one)"
         )
     recognise(columns)
@@ -167,10 +167,10 @@ def _readings(formats: Iterable[SourceFormat]) -> str:
 
 def listed(names: Iterable[str]) -> str:
     """Names in a sentence: `a, b`. A name that would be misread without quotes, such as ' text', gets them."""
-    shown = [shortened(name) for name in names]
-    if len(shown) > _NAMES_SHOWN:
-        shown[_NAMES_SHOWN:] = [f"and {len(shown) - _NAMES_SHOWN} more"]
-    return ", ".join(shown) or "(none)"
+    quoted = [shortened(name) for name in names]
+    if len(quoted) > _NAMES_SHOWN:
+        quoted[_NAMES_SHOWN:] = [f"and {len(quoted) - _NAMES_SHOWN} more"]
+    return ", ".join(quoted) or "(none)"
 
 
 def counted(number: int, noun: str) -> str:
@@ -223,12 +223,14 @@ def _suggestion(columns: Sequence[str], missing: Iterable[str] | None = None) ->
 
 def misspelt(columns: Sequence[str], missing: Iterable[str] | None = None) -> str | None:
     """The advice to rename a column that is nearly one of a format."""
-    known = list(dict.fromkeys(name for needed in COLUMNS.values() for name in needed))
+    column_names = list(dict.fromkeys(name for needed in COLUMNS.values() for name in needed))
     # `score` and `labels` are names by themselves far more often than they are misspelt.
-    wanted = [name for name in known if name not in ("scores", "label")] if missing is None else list(missing)
-    for name in wanted:
+    candidates = (
+        [name for name in column_names if name not in ("scores", "label")] if missing is None else list(missing)
+    )
+    for name in candidates:
         near = get_close_matches(
-            name, [column for column in columns[:LOOKED_AT] if column not in known], n=1, cutoff=0.7
+            name, [column for column in columns[:LOOKED_AT] if column not in column_names], n=1, cutoff=0.7
         )
         if near:
             return f"rename {shortened(near[0])} to {name}"

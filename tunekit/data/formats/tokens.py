@@ -22,14 +22,14 @@ def check_tokens(row: Row) -> Row:
         raise BadRow(f"input_ids[{low}] must be at least 0, got the number {ids[low]}")
     if row.get("attention_mask") is not None:
         _check_unpadded(_bits(row["attention_mask"], "attention_mask", len(ids)))
-    given = [column for column in ("labels", *_MASKS) if row.get(column) is not None]
-    if len(given) > 1:
-        raise BadRow(f"{listed(given)} each say which tokens count; keep one of them")
-    if not given:
+    present = [column for column in ("labels", *_MASKS) if row.get(column) is not None]
+    if len(present) > 1:
+        raise BadRow(f"{listed(present)} each say which tokens count; keep one of them")
+    if not present:
         return {"input_ids": ids, "labels": list(ids)}
-    if given == ["labels"]:
+    if present == ["labels"]:
         return {"input_ids": ids, "labels": _labels(row["labels"], ids)}
-    mask = _bits(row[given[0]], given[0], len(ids))
+    mask = _bits(row[present[0]], present[0], len(ids))
     return {"input_ids": ids, "labels": [token if bit else IGNORED for token, bit in zip(ids, mask, strict=True)]}
 
 

@@ -72,19 +72,24 @@ def names_of(functions: object) -> Iterator[str]:
 def _all_in(said: str, calls: Sequence[tuple[int, str]], messages: Sequence[Row]) -> bool:
     """Return whether a rendered text contains all calls, with their arguments and not only their names."""
     num_calls = Counter(name for _, name in calls)
-    words = [held for turn in {turn for turn, _ in calls} for held in messages[turn].values() if isinstance(held, str)]
+    words = [
+        content
+        for turn in {turn for turn, _ in calls}
+        for content in messages[turn].values()
+        if isinstance(content, str)
+    ]
     in_words = {name: sum(text.count(name) for text in words) for name in num_calls}
     return all(said.count(name) >= number + in_words[name] for name, number in num_calls.items())
 
 
 def _renamed(message: Row, names: Iterator[str]) -> Row:
     """A message whose calls have other names."""
-    made = dict(message)
+    copy = dict(message)
     if isinstance(message.get("tool_calls"), list):
-        made["tool_calls"] = [_with_name(call, names) for call in message["tool_calls"]]
+        copy["tool_calls"] = [_with_name(call, names) for call in message["tool_calls"]]
     if "function_call" in message:
-        made["function_call"] = _with_name(message["function_call"], names)
-    return made
+        copy["function_call"] = _with_name(message["function_call"], names)
+    return copy
 
 
 def _with_name(call: Any, names: Iterator[str]) -> Any:

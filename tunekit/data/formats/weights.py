@@ -37,22 +37,22 @@ def weighed(message: Row, where: str) -> Row:
     Raises:
         BadRow: A mark cannot be honoured, two say different things, or a key looks like a mark and is none.
     """
-    said = {mark: _learned(message, mark, where) for mark in _MARKS if mark in message}
+    marks = {mark: _learned(message, mark, where) for mark in _MARKS if mark in message}
     for key in message:
-        if key not in said and looks_like_weights(key) and _is_mark(message[key]):
+        if key not in marks and looks_like_weights(key) and _is_mark(message[key]):
             raise BadRow(
                 f"{where}.{shortened(key)} looks like a weight in the loss, which is not read from there; write "
                 "weight 0 for an assistant turn that is not to be learned, or take the key out"
             )
-    if len(set(said.values())) > 1:
-        one, other = (f"{mark} is {_shown(message[mark])}" for mark in _first_of_each(said))
-        raise BadRow(f"{where}: {one}, but {other}; keep one of them")
-    if not said:
+    if len(set(marks.values())) > 1:
+        first, other = (f"{mark} is {_shown(message[mark])}" for mark in _first_of_each(marks))
+        raise BadRow(f"{where}: {first}, but {other}; keep one of them")
+    if not marks:
         return message
-    kept = {key: held for key, held in message.items() if key not in SWITCHES}
-    if message["role"] == "assistant" and not all(said.values()):
-        kept["weight"] = 0
-    return kept
+    content = {key: item for key, item in message.items() if key not in SWITCHES}
+    if message["role"] == "assistant" and not all(marks.values()):
+        content["weight"] = 0
+    return content
 
 
 def unlearned_mark(message: Mapping[str, object]) -> str:
@@ -72,8 +72,8 @@ def check_no_mask(columns: Row, known: tuple[str, ...]) -> None:
     Raises:
         BadRow: One does.
     """
-    for column, held in columns.items():
-        if column not in known and looks_like_weights(column) and _is_numbers(held):
+    for column, content in columns.items():
+        if column not in known and looks_like_weights(column) and _is_numbers(content):
             raise BadRow(
                 f"the column {shortened(column)} looks like a mask of the loss, which is not read from there; write "
                 "weight 0 in the turns that are not to be learned, or labels beside input_ids, or take the column out"
@@ -82,21 +82,23 @@ def check_no_mask(columns: Row, known: tuple[str, ...]) -> None:
 
 def _learned(message: Row, mark: str, where: str) -> bool:
     """Return whether a mark says that its message is learned."""
-    said = message[mark]
+    mark_value = message[mark]
     if mark == "weight":
         if message["role"] != "assistant":
             raise BadRow(f"{where}.weight: only an assistant turn has a weight, and this is one of {message['role']}")
-        if type(said) is not int or said not in (0, 1):
-            raise BadRow(f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(said)}")
-        return said == 1
-    if not isinstance(said, bool):
-        raise BadRow(f"{where}.{mark} must be true (the turn counts in the loss) or false, got {described(said)}")
-    if said and message["role"] != "assistant":
+        if type(mark_value) is not int or mark_value not in (0, 1):
+            raise BadRow(
+                f"{where}.weight must be 0 (the turn does not count) or 1 (it does), got {described(mark_value)}"
+            )
+        return mark_value == 1
+    if not isinstance(mark_value, bool):
+        raise BadRow(f"{where}.{mark} must be true (the turn counts in the loss) or false, got {described(mark_value)}")
+    if mark_value and message["role"] != "assistant":
         raise BadRow(
             f"{where}.{mark} is true, but only assistant turns can be learned, and this is one of {message['role']}; "
             "take it out"
         )
-    return said
+    return mark_value
 
 
 def _first_of_each(said: Mapping[str, bool]) -> tuple[str, str]:

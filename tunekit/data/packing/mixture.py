@@ -57,21 +57,21 @@ def mix(lengths: "Sequence[np.ndarray]", mixing: Mixing) -> Mixture:
     """
     import numpy as np
 
-    taken = [np.arange(len(of_source)) for of_source in lengths]
+    taken_indices = [np.arange(len(of_source)) for of_source in lengths]
     if mixing.weights is not None:
         amounts = [of_source.sum() if mixing.weight_by == "tokens" else len(of_source) for of_source in lengths]
         totals = [amount / weight for amount, weight in zip(amounts, mixing.weights, strict=True)]
         total = min(totals) if mixing.stopping_strategy == "first_exhausted" else max(totals)
-        taken = [
+        taken_indices = [
             _take(of_source, weight * total, mixing.weight_by, i)
             for i, (of_source, weight) in enumerate(zip(lengths, mixing.weights, strict=True))
         ]
-    source = np.repeat(np.arange(len(taken)), [len(indices) for indices in taken])
-    index = np.concatenate(taken)
-    if mixing.mixing == "concatenate" or len(taken) == 1:
+    source = np.repeat(np.arange(len(taken_indices)), [len(indices) for indices in taken_indices])
+    index = np.concatenate(taken_indices)
+    if mixing.mixing == "concatenate" or len(taken_indices) == 1:
         return Mixture(source, index)
     # The k-th of n stands at (k + 1/2) / n of the way.
-    way = np.concatenate([(np.arange(len(indices)) + 0.5) / max(1, len(indices)) for indices in taken])
+    way = np.concatenate([(np.arange(len(indices)) + 0.5) / max(1, len(indices)) for indices in taken_indices])
     order = np.argsort(way, kind="stable")
     return Mixture(source[order], index[order])
 
@@ -82,10 +82,10 @@ def _take(lengths: "np.ndarray", amount: float, weight_by: str, number: int) -> 
 
     whole = float(lengths.sum()) if weight_by == "tokens" else float(len(lengths))
     times = int(amount / whole + 1e-9)
-    rest = amount - times * whole
+    remainder = amount - times * whole
     drawn = np.random.default_rng((MIXING_SEED, number)).permutation(len(lengths))
     sizes = lengths[drawn] if weight_by == "tokens" else np.ones(len(drawn))
     # As many as come nearest to the rest, and at least one sequence of every source.
-    num_drawn = int(np.searchsorted(np.cumsum(sizes) - sizes / 2, rest - 1e-9))
+    num_drawn = int(np.searchsorted(np.cumsum(sizes) - sizes / 2, remainder - 1e-9))
     num_drawn = max(num_drawn, int(times == 0))
     return np.concatenate([np.tile(np.arange(len(lengths)), times), np.sort(drawn[:num_drawn])])

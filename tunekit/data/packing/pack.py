@@ -46,10 +46,10 @@ def best_fit(lengths: "np.ndarray", max_length: int) -> tuple["np.ndarray", "np.
             room, pack = max_length, num_packs
             num_packs += 1
         pack_of.append(pack)
-        left = room - length
-        if left:
-            packs_with_room.setdefault(left, []).append(pack)
-            rooms |= 1 << left
+        free = room - length
+        if free:
+            packs_with_room.setdefault(free, []).append(pack)
+            rooms |= 1 << free
     assigned = np.frombuffer(pack_of, dtype=np.int64) if pack_of else np.zeros(0, np.int64)
     order = longest_first[np.argsort(assigned, kind="stable")]
     return order, np.bincount(assigned, minlength=num_packs)

@@ -111,20 +111,20 @@ class Sequences(Sequence[dict[str, list[int]]]):
         """Some of the sequences, in the order in which they are asked for."""
         import numpy as np
 
-        wanted = np.asarray(indices, dtype=np.int64)
+        requested = np.asarray(indices, dtype=np.int64)
         # Neighbours are read at once.
-        first = np.flatnonzero(np.diff(wanted, prepend=-2) != 1)
-        last = np.append(first, len(wanted))[1:] - 1
-        starts, stops = self._starts[wanted[first]].tolist(), self._starts[wanted[last] + 1].tolist()
+        first = np.flatnonzero(np.diff(requested, prepend=-2) != 1)
+        last = np.append(first, len(requested))[1:] - 1
+        starts, stops = self._starts[requested[first]].tolist(), self._starts[requested[last] + 1].tolist()
         ids, counted = bytearray(), bytearray()
         for start, stop in zip(starts, stops, strict=True):
             ids += _read(self._ids, start * _INT_BYTES, stop * _INT_BYTES)
             counted += _read(self._counted, start, stop)
-        return Batch(np.frombuffer(ids, np.int32), np.frombuffer(counted, np.bool_), self.lengths[wanted])
+        return Batch(np.frombuffer(ids, np.int32), np.frombuffer(counted, np.bool_), self.lengths[requested])
 
 
 def _read(descriptor: int, start: int, stop: int) -> bytes:
-    found = b""
-    while len(found) < stop - start:  # a read gives two gigabytes at most
-        found += os.pread(descriptor, stop - start - len(found), start + len(found))
-    return found
+    chunk = b""
+    while len(chunk) < stop - start:  # a read gives two gigabytes at most
+        chunk += os.pread(descriptor, stop - start - len(chunk), start + len(chunk))
+    return chunk

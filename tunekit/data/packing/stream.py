@@ -53,9 +53,9 @@ def stream(
 
     def generate() -> Iterator[_Sequence]:
         sources: Sequence[CompleteSource] = section.sources
-        found: dict[Skipped, None] = {}
+        notes: dict[Skipped, None] = {}
         skipped.write_text("", encoding="utf-8")
-        streams = [_sequences(source, section, tokenizer, learner, found, skipped) for source in sources]
+        streams = [_sequences(source, section, tokenizer, learner, notes, skipped) for source in sources]
         weights = [source.weight for source in sources if source.weight is not None]
         sequences = _taking_turns(streams, weights) if section.mixing == "interleave" else _one_by_one(streams)
         yield from _packed(sequences, section.max_length) if section.packing else sequences

@@ -135,13 +135,13 @@ def look_at(
         if not kinds:
             raise
         problem = error
-    held = reader.so_far(num_files=len(kinds), is_text=kinds[-1:] == [".txt"])
+    content = reader.so_far(num_files=len(kinds), is_text=kinds[-1:] == [".txt"])
     format = reader.format
     return Look(
         format=format,
         columns=gate.columns(format, source.columns),
-        rows=held if len(held) else None,
-        bad=held.skipped,
+        rows=content if len(content) else None,
+        bad=content.skipped,
         num_records=gate.num_passed,
         is_whole=not gate.is_shut and problem is None,
         problem=problem,
@@ -205,10 +205,10 @@ class _Gate:
     def columns(self, format: SourceFormat | None, mapping: Mapping[str, str]) -> tuple[Column, ...]:
         """Describe the columns that were seen."""
         ours = {theirs: name for name, theirs in mapping.items()}
-        known = () if format is None else (*COLUMNS[format], *OPTIONAL_COLUMNS[format])
+        format_columns = () if format is None else (*COLUMNS[format], *OPTIONAL_COLUMNS[format])
         named = {name: ours.get(name, None if name in mapping else name) for name in self._names}
         return tuple(
-            Column(name, read if read in known else None, briefly(self._first.get(name)))
+            Column(name, read if read in format_columns else None, briefly(self._first.get(name)))
             for name, read in islice(named.items(), _MOST_COLUMNS)
         )
 
@@ -239,8 +239,8 @@ class _Start:
 
     def open(self) -> BinaryIO:
         lines: Any = _Lines(opened(self.file), self.name, None if self.suffix == ".json" else self.gate)
-        given: BinaryIO = lines
-        return given
+        binary: BinaryIO = lines
+        return binary
 
 
 class _Lines(io.BufferedReader):
@@ -255,8 +255,8 @@ class _Lines(io.BufferedReader):
     """
 
     def __init__(self, raw: BinaryIO, name: str, gate: _Gate | None) -> None:
-        given: Any = raw
-        super().__init__(given)
+        binary: Any = raw
+        super().__init__(binary)
         self._name, self._gate = name, gate
         self._number, self._left = 0, LOOK_BYTES
 

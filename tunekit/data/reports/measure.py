@@ -125,7 +125,7 @@ def _source_report(
         ),
         duplicates=find_repeats([rows]),
         special_tokens=tuple(_special_tokens(sequences, tokenizer)),
-        samples=tuple(sample(found["input_ids"], found["labels"], tokenizer) for found in samples),
+        samples=tuple(sample(shown_sample["input_ids"], shown_sample["labels"], tokenizer) for shown_sample in samples),
     )
 
 
@@ -175,11 +175,11 @@ def find_repeats(sources: Sequence[Rows], *, within: Sequence[Rows] = ()) -> Rep
 
     digests = _digests(sources)
     if within:
-        known = _digests(within)
-        order = np.argsort(known, kind="stable")
-        found = np.minimum(np.searchsorted(known[order], digests), len(known) - 1)
-        earlier = order[found]
-        repeated = np.flatnonzero(known[earlier] == digests)
+        known_digests = _digests(within)
+        order = np.argsort(known_digests, kind="stable")
+        positions = np.minimum(np.searchsorted(known_digests[order], digests), len(known_digests) - 1)
+        earlier = order[positions]
+        repeated = np.flatnonzero(known_digests[earlier] == digests)
     else:
         _, firsts, which = np.unique(digests, return_index=True, return_inverse=True)
         earlier = firsts[which]
@@ -237,11 +237,11 @@ def _special_tokens(sequences: Sequences, tokenizer: "PreTrainedTokenizerBase") 
         batch = sequences.take(range(start, min(start + _PASS_SEQUENCES, len(sequences))))
         places = np.flatnonzero(batch.ids < len(slots))
         places = places[slots[batch.ids[places]] >= 0]
-        found, trained = slots[batch.ids[places]], batch.counted[places]
+        special_ids, trained = slots[batch.ids[places]], batch.counted[places]
         of_sequence = np.searchsorted(np.cumsum(batch.lengths), places, side="right")
-        once = np.unique(of_sequence[trained] * len(token_ids) + found[trained])
-        num_tokens += np.bincount(found, minlength=len(token_ids))
-        num_trained += np.bincount(found[trained], minlength=len(token_ids))
+        once = np.unique(of_sequence[trained] * len(token_ids) + special_ids[trained])
+        num_tokens += np.bincount(special_ids, minlength=len(token_ids))
+        num_trained += np.bincount(special_ids[trained], minlength=len(token_ids))
         num_sequences += np.bincount(once % len(token_ids), minlength=len(token_ids))
     for slot, token_id in enumerate(token_ids):
         if token_id in roles or num_tokens[slot]:

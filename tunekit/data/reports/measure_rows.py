@@ -101,5 +101,5 @@ def _samples(
     for index in measured.kept[:num_samples]:
         num_given, answered = tokens_of(measured.rows.rows[index], ANSWERS[measured.rows.format], tokenizer)
         for ids in answered:
-            kept = list(ids[:max_length])
-            yield sample(kept, [IGNORED] * num_given + kept[num_given:], tokenizer)
+            prefix = list(ids[:max_length])
+            yield sample(prefix, [IGNORED] * num_given + prefix[num_given:], tokenizer)

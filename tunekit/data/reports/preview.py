@@ -162,12 +162,12 @@ def show_rows(rows: Rows, indices: range, show: Show | None) -> Iterator[RowPrev
                 sequences, num_more, left_out = show(index)
             except DataError as error:
                 left_out = str(error).removeprefix(f"{rows.place(index)}: ")
-        others = {name: value for name, value in row.items() if name not in _ANSWERED}
+        extra = {name: value for name, value in row.items() if name not in _ANSWERED}
         yield RowPreview(
             place=rows.place(index),
             sequences=sequences,
             num_more=num_more,
-            fields={name: briefly(value, _FIELD_LENGTH) for name, value in others.items()}
+            fields={name: briefly(value, _FIELD_LENGTH) for name, value in extra.items()}
             if rows.format == "prompts"
             else {},
             label=row.get("label") if rows.format == "unpaired_preference" else None,
@@ -185,21 +185,21 @@ def trained_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", max_leng
     encoder = Encoder(rows, tokenizer)
 
     def show(index: int) -> tuple[tuple[ShownSequence, ...], int, str | None]:
-        one = rows.select([index])
+        row = rows.select([index])
         if rows.format == "text":
             text = rows.rows[index]["text"]
             if len(text) > _TEXT_LENGTH:
-                one = _with_row(one, {"text": text[:_TEXT_LENGTH]})
+                row = _with_row(row, {"text": text[:_TEXT_LENGTH]})
         else:
             _check_size(rows, index)
-        encoded = encoder.encode(one, range(1))
+        encoded = encoder.encode(row, range(1))
         batch, _ = Account().cut(encoded, max_length, splits=rows.format == "text")
         ids, labels = batch.ids.tolist(), batch.labels.tolist()
         if not len(batch.lengths):
             whole = encoded.ids.tolist()
-            kept, cut = whole[:max_length], whole[max_length:]
-            shown = _shown("sequence", kept, [IGNORED] * len(kept), cut, tokenizer)
-            return (shown,), 0, "no token of it counts in the loss"
+            visible, cut = whole[:max_length], whole[max_length:]
+            sequence = _shown("sequence", visible, [IGNORED] * len(visible), cut, tokenizer)
+            return (sequence,), 0, "no token of it counts in the loss"
         cut = [] if rows.format == "text" else encoded.ids.tolist()[max_length:]
         sequences, start = [], 0
         for length in batch.lengths.tolist()[:_SEQUENCES]:
@@ -225,16 +225,16 @@ def answered_sequences(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: R
             raise
         except Exception as error:  # a template is the model's or the user's: it may raise anything
             raise DataError(f"the row does not fit the chat template: {error}") from error
-        left_out = None if room.has(num_given, [len(one) for one in answered]) else room.too_long
+        left_out = None if room.has(num_given, [len(answer) for answer in answered]) else room.too_long
         sequences = [
             _shown(
                 name,
-                list(one[: room.max_length]),
-                [IGNORED] * min(num_given, room.max_length) + list(one[num_given : room.max_length]),
-                list(one[room.max_length :]),
+                list(answer[: room.max_length]),
+                [IGNORED] * min(num_given, room.max_length) + list(answer[num_given : room.max_length]),
+                list(answer[room.max_length :]),
                 tokenizer,
             )
-            for name, one in zip(columns, answered, strict=True)
+            for name, answer in zip(columns, answered, strict=True)
         ]
         if not columns:
             sequences = [_shown("prompt", prompt, [IGNORED] * len(prompt), [], tokenizer)]
@@ -249,14 +249,14 @@ def prompt_tokens(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
         return list(tokenizer(row["prompt"])["input_ids"])
     tools = row.get("tools")
     with template_in_time("a prompt"):
-        made = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             row["prompt"],
             tools=json.loads(tools) if isinstance(tools, str) else tools,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,
         )
-    return list(made["input_ids"])
+    return list(rendered["input_ids"])
 
 
 def is_encoded(format: Format) -> bool:

@@ -198,10 +198,10 @@ class SourceReport:
             )
             if number
         ]
-        kept = f"{self.num_rows:,} in, {self.num_rows - self.num_dropped:,} out"
+        counts = f"{self.num_rows:,} in, {self.num_rows - self.num_dropped:,} out"
         facts = [
             ("source", f"{self.source} ({self.format})"),
-            ("rows", "; ".join([kept, *changed])),
+            ("rows", "; ".join([counts, *changed])),
             ("sequences", f"{self.num_sequences:,}"),
             ("tokens", self._tokens_words),
             (
@@ -291,30 +291,30 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """Return warnings to look at before training, a sentence each."""
-        found = []
+        messages = []
         if self.leaked.num_rows:
-            found.append(
+            messages.append(
                 f"{counted(self.leaked.num_rows, 'row')} of eval also in train{_equal(self.leaked)}: the eval loss "
                 "will look better than the model is"
             )
         for split in self.sources:
             if split.split == "train" and split.packing is not None and split.end_token is None:
-                found.append("no special token is trained: the model does not learn where its answers end")
+                messages.append("no special token is trained: the model does not learn where its answers end")
             if split.num_truncated:
                 share = split.num_truncated / split.num_rows
-                found.append(
+                messages.append(
                     f"{split.title}: {share:.1%} of the rows are cut at data.max_length={self.max_length}, and their "
                     "ends are never trained"
                 )
             if split.duplicates.num_rows:
-                found.append(f"{split.title}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
-            found += (
+                messages.append(f"{split.title}: {counted(split.duplicates.num_rows, 'row')} repeated exactly")
+            messages += (
                 f"{split.title}: {token.text} stands in {counted(token.num_tokens, 'place')} for what the "
                 "tokenizer does not know"
                 for token in split.special_tokens
                 if token.roles == ("unk",) and token.num_tokens
             )
-        return found
+        return messages
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""

@@ -154,8 +154,8 @@ def _open_cells(file: File, delimiter: str, spoken: str) -> Table:
         raise DataError(
             f"{file.name}:{header.number}: the header names {listed(doubled)} twice", hint="rename one of them"
         )
-    others = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
-    for mark, meaning, advice in others:
+    separators = ((";", "semicolons", f"save the file with {spoken}s"), ("\t", "tabs", "give the file the suffix .tsv"))
+    for mark, meaning, advice in separators:
         if len(names) == 1 and mark in names[0]:
             raise DataError(f"{file.name}:{header.number}: the columns are separated by {meaning}", hint=advice)
 
@@ -214,7 +214,11 @@ def _rows_at_once(metadata: Any, wanted: Sequence[str]) -> int:
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         columns = (group.column(column) for column in range(group.num_columns))
-        sizes = [one.total_uncompressed_size for one in columns if one.path_in_schema.split(".")[0] in wanted]
+        sizes = [
+            chunk_column.total_uncompressed_size
+            for chunk_column in columns
+            if chunk_column.path_in_schema.split(".")[0] in wanted
+        ]
         largest = max(largest, sum(sizes))
     return int(min(1000, max(1, BATCH_BYTES // largest)))
 
@@ -268,12 +272,12 @@ def without_nested_nulls(value: Any) -> Any:
     A table gives every object in a column the keys of all objects in it, as nulls; an object that has no such key
     cannot be told from one whose key is null.
     """
-    return {name: _without_nulls(held) for name, held in value.items()}
+    return {name: _without_nulls(item) for name, item in value.items()}
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
+        return {key: _without_nulls(nested) for key, nested in value.items() if nested is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
@@ -285,21 +289,21 @@ def open_text(file: File) -> Table:
     """
 
     def read(_: Sequence[str]) -> Iterator[Record]:
-        held: list[str] = []
+        lines: list[str] = []
         start = num_blank = 0
         for number, line in _lines(file):
             if not line.strip():
                 num_blank += 1
                 continue
-            if held and num_blank >= 2:
-                yield Record(start, {"text": "".join(held).rstrip()})
-                held = []
-            if not held:
+            if lines and num_blank >= 2:
+                yield Record(start, {"text": "".join(lines).rstrip()})
+                lines = []
+            if not lines:
                 start, num_blank = number, 0
-            held.append("\n" * num_blank + line)
+            lines.append("\n" * num_blank + line)
             num_blank = 0
-        if held:
-            yield Record(start, {"text": "".join(held).rstrip()})
+        if lines:
+            yield Record(start, {"text": "".join(lines).rstrip()})
 
     return Table(columns=("text",), read=read)
 
@@ -531,7 +535,7 @@ def _refuse_single_object(text: str, name: str) -> None:
     value = _parse(text)
     if not isinstance(value, dict):
         return
-    lists = [key for key, held in value.items() if isinstance(held, list)]
+    lists = [key for key, item in value.items() if isinstance(item, list)]
     hint = f"save the list under its key '{lists[0]}' as a file of its own" if lists else "write [{...}, {...}]"
     raise DataError(f"{name}:1: the file holds one object, not a list of objects", hint=hint)
 

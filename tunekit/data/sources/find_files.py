@@ -69,8 +69,8 @@ def is_hub_dataset(name: str) -> bool:
 
 
 def _refuse_hub_parts(source: DataSource, key: str, why: str) -> None:
-    for part, given in (("name", source.name), ("split", source.split), ("revision", source.revision)):
-        if given is not None:
+    for part, setting in (("name", source.name), ("split", source.split), ("revision", source.revision)):
+        if setting is not None:
             raise DataError(f"{key}.{part}: only a hub dataset has one, and {why}", hint="leave it out")
 
 
@@ -78,14 +78,14 @@ def _local_path(name: str, key: str) -> Path | None:
     """Return the path of a source on this machine; None for a URL of another one."""
     if not is_url(name):
         return Path(name).expanduser()
-    protocol, _, rest = name.partition("://")
+    protocol, _, rest_of_url = name.partition("://")
     if protocol != "file":
         return None
-    if not rest.startswith("/"):
+    if not rest_of_url.startswith("/"):
         raise DataError(
             f"{key}.path: '{name}' names no file from the root on", hint="write file:///..., or the path alone"
         )
-    return Path(unquote(rest))
+    return Path(unquote(rest_of_url))
 
 
 def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
@@ -100,16 +100,16 @@ def _remote(url: str, name: str, key: str, *, streaming: bool) -> Files:
                 f"'{name.rstrip('/')}/*.jsonl'",
             )
         _known_kind(name, name, key)
-    found = find_remote(url, key=key)
-    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in found}, f"'{name}' fits", key)
+    hub_file = find_remote(url, key=key)
+    kind = _one_kind({file.name: _known_kind(file.name, file.name, key) for file in hub_file}, f"'{name}' fits", key)
     if not streaming:
-        return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in found), kind)
+        return Files(tuple(LocalFile(fetch(file, key=key), file.name) for file in hub_file), kind)
     if kind not in STREAMED:
         raise DataError(
             f"{key}.path: '{name}': a {kind} file can only be read whole",
             hint="convert it to .jsonl or .parquet, or do not stream it",
         )
-    return Files(tuple(found), kind)
+    return Files(tuple(hub_file), kind)
 
 
 def _one(path: Path, name: str, key: str) -> Files:
@@ -122,8 +122,8 @@ def _in_folder(folder: Path, name: str, key: str) -> Files:
     readable = [path for path in inside if kind_of(path.name) is not None]
     if not readable:
         raise DataError(f"{key}.path: there is no file to read in the folder '{name}'", hint=f"read are {_KINDS}")
-    others = [path.name for path in inside if path not in readable]
-    notes = (f"{name}: left aside, as no files of rows: {listed(others)}",) if others else ()
+    unreadable = [path.name for path in inside if path not in readable]
+    notes = (f"{name}: left aside, as no files of rows: {listed(unreadable)}",) if unreadable else ()
     files = [LocalFile(path, f"{name.rstrip('/')}/{path.name}") for path in readable]
     return Files(tuple(files), kind=_one_local_kind(files, f"the folder '{name}' holds", key), notes=notes)
 
@@ -131,8 +131,8 @@ def _in_folder(folder: Path, name: str, key: str) -> Files:
 def _fitting(pattern: Path, name: str, key: str) -> Files:
     """All files that fit a pattern."""
     # Path.glob raises for patterns such as a**b, and takes hidden files along.
-    found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207
-    paths = sorted(path for path in map(Path, found) if not path.is_dir())
+    matches = glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+    paths = sorted(path for path in map(Path, matches) if not path.is_dir())
     if not paths:
         raise DataError(f"{key}.path: no file fits '{name}'")
     files = [LocalFile(path, str(path)) for path in paths]
@@ -180,7 +180,7 @@ def _check_file(path: Path, name: str, key: str) -> str:
             f"{key}.path: no file '{name}' in {where}",
             hint=f"did you mean '{path.with_name(near[0])}'?" if near else None,
         )
-    found = _known_kind(path.name, name, key)
+    kind = _known_kind(path.name, name, key)
     if not path.is_file():
         raise DataError(f"{key}.path: '{name}' is not a regular file")
     try:
@@ -190,14 +190,14 @@ def _check_file(path: Path, name: str, key: str) -> str:
         raise DataError(f"{key}.path: cannot read '{name}': {error.strerror}") from error
     if path.stat().st_size == 0:
         raise DataError(f"{key}.path: '{name}' is empty")
-    return found
+    return kind
 
 
 def _known_kind(file: str, name: str, key: str) -> str:
     """The kind of a file that is read, by what it is called."""
-    found = kind_of(file)
-    if found is not None:
-        return found
+    file_kind = kind_of(file)
+    if file_kind is not None:
+        return file_kind
     suffix = PurePosixPath(file).suffix
     kind = f"the suffix '{suffix}' is not known" if suffix else "the file has no suffix"
     if suffix.lower() in (".gz", ".zst"):

@@ -61,8 +61,8 @@ def open_hub(
     except (datasets.exceptions.DatasetsError, ValueError, RuntimeError, OSError) as error:
         # `datasets` tells of a wrong configuration or split by a ValueError, of a dataset script by a RuntimeError
         # and of files that are neither in the cache nor to be had by an OSError.
-        said = " ".join(str(error).split())
-        raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {said}") from error
+        message = " ".join(str(error).split())
+        raise DataError(f"{key}: the hub dataset '{source.path}' cannot be loaded: {message}") from error
     return open_stream(dataset, source.path) if streaming else open_dataset(dataset)
 
 
@@ -106,8 +106,8 @@ def open_stream(dataset: "datasets.IterableDataset", name: str) -> Table:
             for number, row in enumerate(chosen, start=1):
                 yield Record(number, without_nested_nulls(row))
         except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({said})") from error
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name} row {number + 1}: the rows cannot be read to their end ({message})") from error
 
     # Only some datasets say their columns before the first row has come.
     columns: Sequence[str] | None = dataset.column_names
@@ -166,8 +166,12 @@ def _eval_split(source: DataSource, key: str) -> str:
     import datasets
 
     splits: list[str] = datasets.get_dataset_split_names(source.path, source.name, revision=source.revision)
-    found = [split for split in EVAL_SPLITS if split in splits]
-    if len(found) != 1:
-        why = f"has several evaluation splits ({listed(found)})" if found else f"has only the splits {listed(splits)}"
+    available = [split for split in EVAL_SPLITS if split in splits]
+    if len(available) != 1:
+        why = (
+            f"has several evaluation splits ({listed(available)})"
+            if available
+            else f"has only the splits {listed(splits)}"
+        )
         raise DataError(f"{key}.split: the hub dataset '{source.path}' {why}", hint="name the split to evaluate on")
-    return found[0]
+    return available[0]

@@ -88,11 +88,14 @@ def load_data(section: DataSection, learner: Learner | None = None) -> LoadedDat
     if section.eval_size is not None:
         parted = [hold_out(rows, section.eval_size) for rows in train]
         notes += (
-            f"{kept.source}: {len(held_out):,} of {counted(len(kept) + len(held_out), 'row')} held out for evaluation, "
-            f"chosen by their content (data.eval_size={section.eval_size:g}); {len(kept):,} left to train on"
-            for kept, held_out in parted
+            f"{train_rows.source}: {len(held_out):,} of {counted(len(train_rows) + len(held_out), 'row')} "
+            "held out for evaluation, "
+            f"chosen by their content (data.eval_size={section.eval_size:g}); {len(train_rows):,} left to train on"
+            for train_rows, held_out in parted
         )
-        return LoadedData(tuple(kept for kept, _ in parted), tuple(held_out for _, held_out in parted), notes)
+        return LoadedData(
+            tuple(train_rows for train_rows, _ in parted), tuple(held_out for _, held_out in parted), notes
+        )
     evaluated = _load(section.eval_sources, learner, max_bad_rows=section.max_bad_rows, default_split="eval")
     notes += (note for rows in evaluated for note in rows.notes)
     return LoadedData(train, evaluated, notes)
@@ -187,9 +190,9 @@ def stream_rows(
         for _ in reader.read(name, table):
             if reader.num_held == num_rows:
                 yield replace(reader.take(), loss_on=source.loss_on)
-        rest = reader.take()
-        if len(rest):
-            yield replace(rest, loss_on=source.loss_on)
+        remainder = reader.take()
+        if len(remainder):
+            yield replace(remainder, loss_on=source.loss_on)
 
 
 def _tables(source: CompleteSource) -> Iterator[tuple[str, Table]]:
@@ -261,9 +264,9 @@ class Reader:
         format = self._settle_format(name, table)
         self._parts.append(Part(len(self._store), name))
         self._unit = table.unit
-        wanted = self._note_columns(table.columns, format) if table.columns is not None else ()
+        mapped = self._note_columns(table.columns, format) if table.columns is not None else ()
         num_records = 0
-        for record in table.read(wanted):
+        for record in table.read(mapped):
             num_records += 1
             where = place(name, table.unit, record.number)
             if isinstance(record.value, LeftOut):
@@ -309,9 +312,9 @@ class Reader:
         if self._num_bad > self._max_bad_rows or self._cut_short:
             raise DataError("\n".join(self._faults()))
         notes = (self._note(format, 1, is_text=False),)
-        taken = self._held(format, notes, parts=(Part(0, self._parts[-1].name),))
+        rows = self._held(format, notes, parts=(Part(0, self._parts[-1].name),))
         self._store, self._numbers = RowStore(), array("Q")
-        return taken
+        return rows
 
     def so_far(self, *, num_files: int = 1, is_text: bool = False) -> Rows:
         """The good rows that were read, and the bad ones, however many there are."""
@@ -411,15 +414,15 @@ class Reader:
         """Those of the columns that are read, by their names in the file; the others are noted."""
         named = (name_in_file(column, self._columns) for column in (*COLUMNS[format], *OPTIONAL_COLUMNS[format]))
         read = [column for column in named if column in columns]
-        others = [column for column in columns if column not in read]
+        unread = [column for column in columns if column not in read]
         if format == "prompts":
-            kept = [column for column in others if column not in self._columns]
-            self._references.update(dict.fromkeys(kept))
-            read, others = read + kept, [column for column in others if column not in kept]
+            unmapped = [column for column in unread if column not in self._columns]
+            self._references.update(dict.fromkeys(unmapped))
+            read, unread = read + unmapped, [column for column in unread if column not in unmapped]
         self._seen.update(columns)
-        self._ignored.update(others)
+        self._ignored.update(unread)
         # What is ignored may yet say that a row is none of text, or which of its words are not to be learned.
-        return read + [column for column in others if looks_like_weights(column) or media_kind(column)]
+        return read + [column for column in unread if looks_like_weights(column) or media_kind(column)]
 
     def _faults(self) -> list[str]:
         faults = [f"{bad.place}: {bad.reason}" for bad in self._bad[:_FAULTS_SHOWN]]
@@ -445,10 +448,10 @@ class Reader:
         if self._function is not None:
             left_out = f", which leaves out {self._num_left_out:,}" if self._num_left_out else ""
             note += f", made by {self._function}{left_out}"
-        said = conversion(format, self._findings)
+        sentence = conversion(format, self._findings)
         columns = [name_in_file(column, self._columns) for column in COLUMNS[format]]
-        if said:
-            note += f": {said}"
+        if sentence:
+            note += f": {sentence}"
         elif self._recognised:
             *most, last = columns
             named = f"columns {', '.join(most)} and {last}" if most else f"column {last}"
@@ -470,10 +473,10 @@ class Reader:
         return note + (f"; the chat template also gets {' and '.join(also)}" if also else "")
 
     def _note_of_bad_rows(self) -> str:
-        shown = "; ".join(f"{bad.place}: {bad.reason}" for bad in self._bad[:_SKIPPED_SHOWN])
+        examples = "; ".join(f"{bad.place}: {bad.reason}" for bad in self._bad[:_SKIPPED_SHOWN])
         more = f"; and {self._num_bad - _SKIPPED_SHOWN:,} more" if self._num_bad > _SKIPPED_SHOWN else ""
         left_out = f"{counted(self._num_bad, 'bad row')} left out (data.max_bad_rows={self._max_bad_rows})"
-        return f"{self._source}: {left_out}: {shown}{more}"
+        return f"{self._source}: {left_out}: {examples}{more}"
 
 
 def _messages(row: Row, format: SourceFormat) -> Iterator[Row]:

@@ -73,10 +73,10 @@ def is_url(name: str) -> bool:
 
 def without_user(url: str) -> str:
     """A URL without the user and the password in it; any other name as it is."""
-    protocol, _, rest = url.partition("://")
+    protocol, _, remainder = url.partition("://")
     if not is_url(url) or protocol == "github":  # github://OWNER:REPOSITORY@COMMIT/FILE
         return url
-    host, slash, path = rest.partition("/")
+    host, slash, path = remainder.partition("/")
     return f"{protocol}://{host.rpartition('@')[2]}{slash}{path}"
 
 
@@ -345,8 +345,8 @@ class _WebReader(io.RawIOBase):
 
     def _block(self) -> bytes:
         """The block of the file that begins here."""
-        wanted = {"Range": f"bytes={self._position}-{self._position + _BUFFER_BYTES - 1}"}
-        with self._client.stream("GET", without_user(self._file.url), headers=wanted) as answer:
+        headers = {"Range": f"bytes={self._position}-{self._position + _BUFFER_BYTES - 1}"}
+        with self._client.stream("GET", without_user(self._file.url), headers=headers) as answer:
             self._check(answer, 206)
             return answer.read()
 
@@ -388,7 +388,7 @@ def _look_into_store(url: str, key: str) -> list[RemoteFile]:
     # A process has one filesystem of a kind, which remembers what it saw of the files.
     filesystem.invalidate_cache()
     if any(sign in path for sign in "*?["):
-        found = filesystem.glob(path, detail=True, **limit)
+        matches = filesystem.glob(path, detail=True, **limit)
         return [
             StoreFile(
                 url=f"{url} {place}",
@@ -398,7 +398,7 @@ def _look_into_store(url: str, key: str) -> list[RemoteFile]:
                 filesystem=filesystem,
                 path=place,
             )
-            for place, info in sorted(found.items())
+            for place, info in sorted(matches.items())
             if info["type"] == "file"
         ]
     info = filesystem.info(path, **limit)
@@ -414,7 +414,7 @@ def _filesystem_class(url: str, key: str) -> type:
 
     protocol = _protocol(url)
     try:
-        found: type = get_filesystem_class(protocol)
+        filesystem_class: type = get_filesystem_class(protocol)
     except ImportError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         hint = f"pip install {missing}" if missing else str(error)
@@ -425,7 +425,7 @@ def _filesystem_class(url: str, key: str) -> type:
             f"{key}.path: '{shown(url)}': the protocol {protocol}:// is not known",
             hint=f"did you mean {near[0]}://?" if near else f"known are {', '.join(_COMMON)} and what fsspec knows",
         ) from error
-    return found
+    return filesystem_class
 
 
 class _StoreReader(io.RawIOBase):

@@ -31,15 +31,15 @@ def converted(table: Table, function: Callable[[Any], Any]) -> Table:
 
 def _called(function: Callable[[Any], Any], row: dict[str, Any]) -> object:
     try:
-        made = function(row)
+        result = function(row)
     except Exception as error:  # noqa: BLE001  (the function is the user's: it may raise anything, and the row is bad)
-        said = " ".join(str(error).split())
-        return Fault(f"the row function raised {type(error).__name__}" + (f": {said[:200]}" if said else ""))
-    if made is None:
+        message = " ".join(str(error).split())
+        return Fault(f"the row function raised {type(error).__name__}" + (f": {message[:200]}" if message else ""))
+    if result is None:
         return LeftOut()
-    if not isinstance(made, dict):
-        return Fault(f"the row function must return a row (a dict) or None, got {described(made)}")
+    if not isinstance(result, dict):
+        return Fault(f"the row function must return a row (a dict) or None, got {described(result)}")
     try:
-        return json.loads(json.dumps(made))  # its own objects, and lists where it has tuples
+        return json.loads(json.dumps(result))  # its own objects, and lists where it has tuples
     except (TypeError, ValueError) as error:
         return Fault(f"the row function returned what JSON cannot hold: {error}")

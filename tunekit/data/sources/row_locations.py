@@ -61,8 +61,13 @@ class Places:
         """Read locations that `save` wrote."""
         import numpy as np
 
-        with np.load(path) as kept:
-            return cls(tuple(kept["files"].tolist()), tuple(kept["units"].tolist()), kept["in_file"], kept["number"])
+        with np.load(path) as archive:
+            return cls(
+                tuple(archive["files"].tolist()),
+                tuple(archive["units"].tolist()),
+                archive["in_file"],
+                archive["number"],
+            )
 
     def save(self, path: Path) -> None:
         """Write them to an `.npz` file."""

@@ -58,10 +58,10 @@ class Room:
     def nothing_fits(self, num_rows: int) -> str:
         """Return the error message for a source of which no row is kept."""
         if self.cuts:
-            left, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
-            return f"{left}: they may have {limit:,} tokens"
-        left, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
-        return f"{left}: an answer with its prompt may have {limit:,} tokens"
+            reason, limit = f"none of {counted(num_rows, 'prompt')} leaves room for an answer", self.max_prompt_length
+            return f"{reason}: they may have {limit:,} tokens"
+        reason, limit = f"none of {counted(num_rows, 'pair')} is short enough", self.max_length
+        return f"{reason}: an answer with its prompt may have {limit:,} tokens"
 
     @property
     def too_long(self) -> str:
@@ -125,16 +125,18 @@ class AlignmentSplit:
         chosen = mix([source.num_tokens for source in self.sources], self.mixing)
         shares = []
         for number, source in enumerate(self.sources):
-            taken = chosen.index[chosen.source == number]
-            shares.append(SourceShare(source.rows.source, len(taken), int(source.num_tokens[taken].sum())))
+            taken_rows = chosen.index[chosen.source == number]
+            shares.append(SourceShare(source.rows.source, len(taken_rows), int(source.num_tokens[taken_rows].sum())))
         return tuple(shares)
 
     @property
     def num_good(self) -> int:
         """Rows with a good answer, where rows say so."""
         chosen = mix([source.num_tokens for source in self.sources], self.mixing)
-        taken = (source.is_good[chosen.index[chosen.source == number]] for number, source in enumerate(self.sources))
-        return sum(int(good.sum()) for good in taken)
+        taken_rows = (
+            source.is_good[chosen.index[chosen.source == number]] for number, source in enumerate(self.sources)
+        )
+        return sum(int(good.sum()) for good in taken_rows)
 
     def save(self, path: Path) -> None:
         """Write the rows in their order."""
@@ -198,7 +200,7 @@ def measure_data(
 def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_progress: Progress | None) -> Measured:
     import numpy as np
 
-    kept: list[int] = []
+    indices: list[int] = []
     sizes: list[int] = []
     good: list[bool] = []
     longest: list[int] = []
@@ -218,21 +220,21 @@ def _measure(rows: Rows, tokenizer: "PreTrainedTokenizerBase", room: Room, on_pr
         longest.append(max(prompt_tokens, *sequences) if sequences else prompt_tokens)
         if room.has(prompt_tokens, sequences):
             cut = [min(length, room.max_length) for length in sequences]
-            kept.append(index)
+            indices.append(index)
             sizes.append(sum(cut) or prompt_tokens)
             good.append(row.get("label") is True)
             num_trainable += sum(cut) - prompt_tokens * len(cut)
             num_truncated += cut != sequences
         if on_progress is not None and ((index + 1) % _TOLD_EVERY == 0 or index + 1 == len(rows)):
             on_progress(rows.source, index + 1, len(rows))
-    if not kept:
+    if not indices:
         raise DataError(
             f"{rows.source}: {room.nothing_fits(len(rows))}, and the longest row has {max(longest):,}",
             hint="raise data.max_length",
         )
     num_tokens, lengths = np.array(sizes, dtype=np.int64), np.array(longest, dtype=np.int64)
     is_good = np.array(good, dtype=bool)
-    return Measured(rows, tuple(kept), num_tokens, is_good, num_trainable, num_truncated, lengths)
+    return Measured(rows, tuple(indices), num_tokens, is_good, num_trainable, num_truncated, lengths)
 
 
 _PAIR = ("chosen", "rejected")
@@ -263,17 +265,17 @@ def tokens_of(
 
         def ids(messages: list[Row], **how: Any) -> Sequence[int]:
             with template_in_time("a row"):
-                made = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
-            found: Sequence[int] = made["input_ids"]
-            return found
+                encoded = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True, **how)
+            token_ids: Sequence[int] = encoded["input_ids"]
+            return token_ids
 
-        given = ids(prompt, add_generation_prompt=True)
+        prompt_ids = ids(prompt, add_generation_prompt=True)
         whole = [ids([*prompt, *answer]) for answer in answers]
     else:
-        given = tokenizer(prompt)["input_ids"]
+        prompt_ids = tokenizer(prompt)["input_ids"]
         end = tokenizer.eos_token or ""
         whole = [tokenizer(prompt + answer.removesuffix(end) + end)["input_ids"] for answer in answers]
-    shared = min((common_prefix_length(given, one) for one in whole), default=len(given))
+    shared = min((common_prefix_length(prompt_ids, answer_ids) for answer_ids in whole), default=len(prompt_ids))
     return shared, whole
 
 
@@ -304,13 +306,13 @@ def tokenised_pairs(
 
     def columns(row: Row) -> dict[str, list[int]]:
         prompt_tokens, answered = tokens_of(row, _PAIR, tokenizer)
-        made: dict[str, list[int]] = {}
+        column_lists: dict[str, list[int]] = {}
         for name, sequence in zip(_PAIR, answered, strict=True):
             ids = list(sequence[:max_length])
-            made[f"{name}_input_ids"] = ids
-            made[f"{name}_attention_mask"] = [1] * len(ids)
-            made[f"{name}_labels"] = [-100] * prompt_tokens + ids[prompt_tokens:]
-        return made
+            column_lists[f"{name}_input_ids"] = ids
+            column_lists[f"{name}_attention_mask"] = [1] * len(ids)
+            column_lists[f"{name}_labels"] = [-100] * prompt_tokens + ids[prompt_tokens:]
+        return column_lists
 
     return rows.map(columns, remove_columns=rows.column_names).with_format(None)
 

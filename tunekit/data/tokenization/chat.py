@@ -164,16 +164,16 @@ class ChatRenderer:
             DataError: The template refuses the row, its turns cannot be told apart in the text, or only its last turn
                 may count and has the weight 0.
         """
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        weightless = {i for i in said if messages[i].get("weight") == 0}
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        weightless = {i for i in spoken if messages[i].get("weight") == 0}
         if self._last_only:
-            num_prompt = max(num_prompt, said[-1])
-            if said[-1] in weightless:
+            num_prompt = max(num_prompt, spoken[-1])
+            if spoken[-1] in weightless:
                 raise DataError(
-                    f"{place}: messages[{said[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
+                    f"{place}: messages[{spoken[-1]}] has weight 0, and no other turn counts with data.loss_on=last",
                     hint="set data.loss_on=assistant, or leave the row out",
                 )
-        turns = [i for i in said if i >= num_prompt and i not in weightless]
+        turns = [i for i in spoken if i >= num_prompt and i not in weightless]
         messages = _unweighted(messages)
         if self._marked:
             return self._by_markers(messages, place, num_prompt, tools, weightless)
@@ -201,8 +201,8 @@ class ChatRenderer:
         Raises:
             DataError: The chat template leaves out a call.
         """
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = [i for i in said[-1:] if self._last_only] or said
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i in spoken[-1:] if self._last_only] or spoken
         check_calls_written(
             messages,
             [i for i in turns if i >= num_prompt and messages[i].get("weight") != 0],
@@ -221,8 +221,8 @@ class ChatRenderer:
         kinds = {
             kind
             for message in messages
-            for kind, said in _parts(message)
-            if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text
+            for kind, part in _parts(message)
+            if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text
         }
         if tools and self._is_text_without_tools(messages, place, text):
             kinds.add("tools")
@@ -272,30 +272,31 @@ class ChatRenderer:
     ) -> Rendered:
         text, spans = self._marked_spans(messages, place, tools)
         if weightless:
-            said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-            if len(spans) != len(said):
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if len(spans) != len(turns):
                 raise DataError(
-                    f"{place}: the chat template marks {len(spans)} passages for {len(said)} assistant turns, so those "
+                    f"{place}: the chat template marks {len(spans)} passages for {len(turns)} assistant turns, so "
+                    "those "
                     "of weight 0 cannot be told from the others",
                     hint="take the weights out of the row, or name another template in model.chat_template",
                 )
-            spans = [span for i, span in zip(said, spans, strict=True) if i not in weightless]
+            spans = [span for i, span in zip(turns, spans, strict=True) if i not in weightless]
         spans = [(self._without_head(text, start, end), end) for start, end in spans]
-        given = 0
+        offset = 0
         if num_prompt:
-            asked, earlier = self._marked_spans(messages[:num_prompt], place, tools, add_generation_prompt=True)
-            given = common_prefix_length(asked, text)
-            if earlier and given < earlier[-1][1]:
+            prompt_text, earlier = self._marked_spans(messages[:num_prompt], place, tools, add_generation_prompt=True)
+            offset = common_prefix_length(prompt_text, text)
+            if earlier and offset < earlier[-1][1]:
                 raise _rewritten(place, num_prompt)
-        inside = ((max(start, given), end) for start, end in spans)
+        inside = ((max(start, offset), end) for start, end in spans)
         return Rendered(text, tuple((start, end) for start, end in inside if start < end))
 
     def _without_head(self, text: str, start: int, end: int) -> int:
         """Return the start of a marked passage behind the generation prompt that the template writes itself."""
         if self._given_heads is None:
             self._given_heads = tuple({head for probe in _PROBES for head in self._heads_in(probe)})
-        given = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
-        return start + given
+        head_length = max((len(head) for head in self._given_heads if text.startswith(head, start, end)), default=0)
+        return start + head_length
 
     def _heads_in(self, messages: Sequence[Row]) -> Iterator[str]:
         """The special tokens at the start of marked passages that a generation prompt ends in.
@@ -303,14 +304,14 @@ class ChatRenderer:
         TRL's template for DeepSeek marks `<｜Assistant｜>` and `<｜tool▁outputs▁end｜>` with the answer; both stand
         there before the model begins to write.
         """
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         with suppress(DataError):  # a template need not know tools
             text, spans = self._marked_spans(messages, "a conversation", None)
-            if len(spans) != len(said):
+            if len(spans) != len(turns):
                 return
-            for (start, end), turn in zip(spans, said, strict=True):
-                asked, _ = self._marked_spans(messages[:turn], "a conversation", None, add_generation_prompt=True)
-                shared = text[start : min(end, common_prefix_length(asked, text))]
+            for (start, end), turn in zip(spans, turns, strict=True):
+                prompt_text, _ = self._marked_spans(messages[:turn], "a conversation", None, add_generation_prompt=True)
+                shared = text[start : min(end, common_prefix_length(prompt_text, text))]
                 head = _leading(shared, self._added_tokens)
                 if head and any(token.startswith(shared[len(head) :]) for token in self._added_tokens):
                     yield head
@@ -349,19 +350,19 @@ class ChatRenderer:
         spans = []
         length = 0
         begin = 0
-        said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for i in said:
+        spoken_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in spoken_turns:
             pieces = self._pieces(messages, place, begin, i, tools if begin == 0 else None)
             if pieces is None or not text.startswith("".join(pieces), length):
                 return None
-            asked, answer = pieces
-            length += len(asked)
+            prompt_text, answer = pieces
+            length += len(prompt_text)
             if i in turns:
                 spans.append((length, length + len(self._said(answer))))
             length += len(answer)
             begin = i + 1
-        rest = self._rest(messages, place, begin)
-        return spans if rest is not None and text[length:] == rest else None
+        tail = self._rest(messages, place, begin)
+        return spans if tail is not None and text[length:] == tail else None
 
     def _pieces(
         self, messages: Sequence[Row], place: str, begin: int, turn: int, tools: list[Row] | None
@@ -374,11 +375,11 @@ class ChatRenderer:
         if len(window) == 1:
             return None
         before = self._before(lead, place)
-        asked = self.text(window[:-1], place, tools=tools, add_generation_prompt=True)
+        prompt_text = self.text(window[:-1], place, tools=tools, add_generation_prompt=True)
         answered = self.text(window, place, tools=tools)
-        if not answered.startswith(asked) or not asked.startswith(before):
+        if not answered.startswith(prompt_text) or not prompt_text.startswith(before):
             return None
-        return asked[len(before) :], answered[len(asked) :]
+        return prompt_text[len(before) :], answered[len(prompt_text) :]
 
     def _rest(self, messages: Sequence[Row], place: str, begin: int) -> str | None:
         """Return what the messages behind the last assistant turn add to a conversation."""
@@ -408,11 +409,11 @@ class ChatRenderer:
                     f"{place}: the row begins with an assistant turn, whose start the chat template does not show",
                     hint=_REMEDY,
                 )
-            asked = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
+            prompt_text = self.text(messages[:i], place, tools=tools, add_generation_prompt=True)
             answered = text if i == len(messages) - 1 else self.text(messages[: i + 1], place, tools=tools)
-            if not answered.startswith(asked) or not text.startswith(answered):
+            if not answered.startswith(prompt_text) or not text.startswith(answered):
                 raise _rewritten(place, i)
-            spans.append((len(asked), len(asked) + len(self._said(answered[len(asked) :]))))
+            spans.append((len(prompt_text), len(prompt_text) + len(self._said(answered[len(prompt_text) :]))))
         return spans
 
     def _said(self, turn: str) -> str:
@@ -424,7 +425,7 @@ class ChatRenderer:
 def _unweighted(messages: Sequence[Row]) -> list[Row]:
     if not any("weight" in message for message in messages):
         return list(messages)
-    return [{key: held for key, held in message.items() if key != "weight"} for message in messages]
+    return [{key: item for key, item in message.items() if key != "weight"} for message in messages]
 
 
 def _leading(text: str, tokens: Sequence[str]) -> str:
@@ -437,10 +438,10 @@ def _leading(text: str, tokens: Sequence[str]) -> str:
 
 def _parts(message: Row) -> Iterator[tuple[str, str]]:
     role = message["role"]
-    reasoning, _, said = (
+    reasoning, _, answer = (
         message["content"].rpartition("</think>") if role == "assistant" else ("", "", message["content"])
     )
-    yield f"{role} messages", said.strip()
+    yield f"{role} messages", answer.strip()
     yield "reasoning", reasoning.strip().removeprefix("<think>").strip()
     for key in _REASONING_KEYS:
         if isinstance(message.get(key), str):
@@ -482,8 +483,8 @@ def in_loss(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many items two sequences (characters, tokens) share at their start."""
-    for i, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for i, (left, other) in enumerate(zip(first, second, strict=False)):
+        if left != other:
             return i
     return min(len(first), len(second))
 

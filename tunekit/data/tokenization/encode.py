@@ -126,18 +126,18 @@ class Encoder:
         Raises:
             DataError: A row cannot go through the chat template.
         """
-        given = [rows.rows[i] for i in indices]
+        batch = [rows.rows[i] for i in indices]
         observed = Observed()
         if self._chat is not None:
             places = [rows.place(i) for i in indices]
             num_looked_at = max(0, min(ROWS_LOOKED_AT, indices.stop) - indices.start)
-            pairs = self._encode_chats(self._chat, given, places, num_looked_at, observed)
+            pairs = self._encode_chats(self._chat, batch, places, num_looked_at, observed)
         elif self._format == "tokens":
-            pairs = [self._given_tokens(row, rows.place(i)) for row, i in zip(given, indices, strict=True)]
+            pairs = [self._given_tokens(row, rows.place(i)) for row, i in zip(batch, indices, strict=True)]
         elif self._format == "prompt_completion":
-            pairs = self._encode_completions(given, observed)
+            pairs = self._encode_completions(batch, observed)
         else:
-            pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in given])]
+            pairs = [(_array(ids), None) for ids in self._encode_plain([row["text"] for row in batch])]
         return _flat(pairs, observed)
 
     def _prepare_chat(self, first: Row, place: str, *, last_only: bool) -> None:
@@ -192,30 +192,30 @@ class Encoder:
         """Tokens of texts, and which of them lie in the texts' spans."""
         import numpy as np
 
-        found = [self._marked_by_words(r) for r in rendered]
-        left = [i for i, pair in enumerate(found) if pair is None]
-        if left:
+        encoded = [self._marked_by_words(r) for r in rendered]
+        remaining = [i for i, pair in enumerate(encoded) if pair is None]
+        if remaining:
             encoding = self._tokenizer(
-                [rendered[i].text for i in left],
+                [rendered[i].text for i in remaining],
                 add_special_tokens=False,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
                 verbose=False,
             )
-            for i, ids, offsets in zip(left, encoding["input_ids"], offsets_of(encoding), strict=True):
-                found[i] = _array(ids), np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
-        return [pair for pair in found if pair is not None]
+            for i, ids, offsets in zip(remaining, encoding["input_ids"], offsets_of(encoding), strict=True):
+                encoded[i] = _array(ids), np.array(in_loss(offsets, rendered[i].spans), dtype=np.bool_)
+        return [pair for pair in encoded if pair is not None]
 
     def _marked_by_words(self, rendered: Rendered) -> "_Pair | None":
         import numpy as np
 
-        if self._words is None or (found := self._words.encode(rendered.text)) is None:
+        if self._words is None or (encoded := self._words.encode(rendered.text)) is None:
             return None
-        ids = _array(found)
+        ids = _array(encoded)
         ends = np.cumsum(self._words.byte_lengths[ids])
         spans, num_bytes = _in_bytes(rendered)
         # Word for word the tokens make up the text; anything else would put the marks on other words.
-        assert (ends[-1] if found else 0) == num_bytes
+        assert (ends[-1] if encoded else 0) == num_bytes
         marks = np.zeros(len(ids), dtype=np.bool_)
         first = np.searchsorted(ends, [start for start, _ in spans], side="right")
         last = np.searchsorted(ends, [end for _, end in spans], side="left")
@@ -252,23 +252,23 @@ class Encoder:
         """Texts as a model reads them: with the tokenizer's own first token, if it has one, and one end token."""
         beginning, end = self._affixes
         eos = self._tokenizer.eos_token_id
-        found = []
+        encoded = []
         for ids in self._ids(texts):
             whole = self._single_bos(beginning + ids) + end
-            found.append(whole if whole[-1:] == [eos] else [*whole, eos])
-        return found
+            encoded.append(whole if whole[-1:] == [eos] else [*whole, eos])
+        return encoded
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts as they stand, no special token added."""
-        found = [None if self._words is None else self._words.encode(text) for text in texts]
-        left = [i for i, ids in enumerate(found) if ids is None]
-        if left:
+        encoded = [None if self._words is None else self._words.encode(text) for text in texts]
+        remaining = [i for i, ids in enumerate(encoded) if ids is None]
+        if remaining:
             encoding = self._tokenizer(
-                [texts[i] for i in left], add_special_tokens=False, return_attention_mask=False, verbose=False
+                [texts[i] for i in remaining], add_special_tokens=False, return_attention_mask=False, verbose=False
             )
-            for i, ids in zip(left, encoding["input_ids"], strict=True):
-                found[i] = ids
-        return [ids for ids in found if ids is not None]
+            for i, ids in zip(remaining, encoding["input_ids"], strict=True):
+                encoded[i] = ids
+        return [ids for ids in encoded if ids is not None]
 
     def _single_bos(self, ids: list[int]) -> list[int]:
         # A text that spells the first token itself would otherwise begin with two of them.
@@ -289,12 +289,12 @@ def _in_bytes(rendered: Rendered) -> tuple[Sequence[tuple[int, int]], int]:
     text = rendered.text
     if text.isascii():
         return rendered.spans, len(text)
-    spans, num_bytes, done = [], 0, 0
+    spans, num_bytes, position = [], 0, 0
     for start, end in rendered.spans:
-        begin = num_bytes + len(text[done:start].encode())
-        num_bytes, done = begin + len(text[start:end].encode()), end
+        begin = num_bytes + len(text[position:start].encode())
+        num_bytes, position = begin + len(text[start:end].encode()), end
         spans.append((begin, num_bytes))
-    return spans, num_bytes + len(text[done:].encode())
+    return spans, num_bytes + len(text[position:].encode())
 
 
 def _array(ids: list[int]) -> "np.ndarray":

@@ -350,15 +350,19 @@ def _step(part: dict[str, Any]) -> list[str] | None:
 
 def _alternatives(pattern: str) -> list[str] | None:
     """The known alternatives that a pattern is made of; None where it has others."""
-    rest = pattern.replace("\r", r"\r").replace("\n", r"\n") + "|"
-    found = []
-    while rest:
-        alternative = max((known for known in _KNOWN if rest.startswith(f"{known}|")), key=len, default=None)
+    remainder = pattern.replace("\r", r"\r").replace("\n", r"\n") + "|"
+    alternatives = []
+    while remainder:
+        alternative = max(
+            (known_alternative for known_alternative in _KNOWN if remainder.startswith(f"{known_alternative}|")),
+            key=len,
+            default=None,
+        )
         if alternative is None:
             return None
-        found.append(alternative)
-        rest = rest[len(alternative) + 1 :]
-    return found
+        alternatives.append(alternative)
+        remainder = remainder[len(alternative) + 1 :]
+    return alternatives
 
 
 def _ascii_split(step: list[str]) -> Callable[[str], list[str]]:
@@ -393,12 +397,12 @@ def _sharing(contents: set[str]) -> set[str]:
     beginnings = {content[:end] for content in contents for end in range(1, len(content))}
     endings = {content[start:] for content in contents for start in range(1, len(content))}
     inside = {ending[:end] for ending in endings for end in range(1, len(ending) + 1)} | beginnings
-    held = contents & inside
+    shared_members = contents & inside
     return {
         content
         for content in contents
-        if content in held
-        or any(other in content for other in held - {content})
+        if content in shared_members
+        or any(other in content for other in shared_members - {content})
         or not endings.isdisjoint(content[:end] for end in range(1, len(content)))
         or not beginnings.isdisjoint(content[start:] for start in range(1, len(content)))
     }

@@ -63,12 +63,12 @@ def _check(messages: list[Row], tools: Any, place: str, template: str, tokens: M
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     plain = _MARKER.sub(lambda found: f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}", template)
-    given = json.loads(tools) if isinstance(tools, str) else tools
+    tool_list = json.loads(tools) if isinstance(tools, str) else tools
     asks = messages[-1].get("role") != "assistant"
     try:
         with template_in_time(place):
             environment.from_string(plain).render(
-                messages=messages, tools=given, documents=None, add_generation_prompt=asks, **tokens
+                messages=messages, tools=tool_list, documents=None, add_generation_prompt=asks, **tokens
             )
     except TemplateError as error:
         # A subclass is Jinja's own, as of a name that is missing here.

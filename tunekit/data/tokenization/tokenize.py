@@ -189,19 +189,19 @@ class Account:
         counts = counts.copy()
         counts[firsts] = False
         num_counted = np.add.reduceat(counts, firsts, dtype=np.int64) if len(firsts) else np.zeros(0, np.int64)
-        kept = num_counted > 0
-        if not kept.all():
-            of_kept = np.repeat(kept, sizes)
-            ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[kept]
+        learned = num_counted > 0
+        if not learned.all():
+            of_kept = np.repeat(learned, sizes)
+            ids, counts, sizes = ids[of_kept], counts[of_kept], sizes[learned]
         self.num_rows += len(lengths)
         self.num_sequences += len(sizes)
         self.num_split += too_long if splits else 0
         self.num_truncated += 0 if splits else too_long
-        self.num_dropped += len(lengths) - len(np.unique(rows[kept]))
+        self.num_dropped += len(lengths) - len(np.unique(rows[learned]))
         self.num_tokens += len(ids)
         self.num_trainable_tokens += int(num_counted.sum())
         self.longest_tokens = max(self.longest_tokens, int(lengths.max(initial=0)))
-        return Batch(ids, counts, sizes.astype(np.int32)), rows[kept].astype(np.int32)
+        return Batch(ids, counts, sizes.astype(np.int32)), rows[learned].astype(np.int32)
 
     def report(self, notes: tuple[str, ...]) -> TokenReport:
         """The account of all rows."""
@@ -214,12 +214,12 @@ def _split(
     """Sequences of texts, the longer ones in several that share a token with the one before."""
     import numpy as np
 
-    found = [
+    pieces = [
         (row, start + offset, size - offset)
         for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True)
         for offset in (range(0, size - 1, max_length - 1) if size > max_length else (0,))
     ]
-    split = np.array(found, dtype=np.int64)
+    split = np.array(pieces, dtype=np.int64)
     return split[:, 0], split[:, 1], split[:, 2]
 
 

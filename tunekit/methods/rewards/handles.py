@@ -262,8 +262,8 @@ def _binary(action: str, *, reflected: bool = False) -> Callable[[Handle, Any], 
         if is_own and isinstance(other, Handle):
             result = _tests_of(value).ask(action, pair, {})
             return Handle(_tests_of(value), number_of(result), built=True) if isinstance(result, Handle) else result
-        data = [_data(one) for one in pair]
-        if not any(one is OPAQUE for one in data):
+        data = [_data(operand) for operand in pair]
+        if not any(operand is OPAQUE for operand in data):
             return vars(operator)[action](*data)
         result = _tests_of(value).ask(action, pair, {}) if is_own else None
         if _data(result) is not OPAQUE:
@@ -310,7 +310,7 @@ class Tests:
             try:
                 exec(compile(test, "<test>", "exec"), names)  # noqa: S102
             except BaseException as error:  # noqa: BLE001  (a test that raises anything has failed)
-                says = [one for one in error.args if type(one) is str]
+                says = [argument for argument in error.args if type(argument) is str]
                 reason = ": ".join([type(error).__name__, *says])
             os.write(verdicts, json.dumps((self.refused or reason)[:MAX_REASON]).encode() + b"\n")
 
@@ -353,10 +353,10 @@ class Tests:
 
     def answer(self, action: str, values: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Send an action to the program and return its reply."""
-        given = [encode(value, _given) for value in values]
+        encoded = [encode(value, _given) for value in values]
         named = {name: encode(value, _given) for name, value in keywords.items()}
         try:
-            send(self.requests, [action, given, named])
+            send(self.requests, [action, encoded, named])
             reply = receive(self.replies)
         except (Ended, OSError, json.JSONDecodeError) as error:
             self.refusal(str(error) if isinstance(error, Ended) else "the program has ended")

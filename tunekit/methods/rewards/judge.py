@@ -61,8 +61,8 @@ def judge(section: JudgeReward) -> Judge:
     rules = _RULES.format(instruction=section.instruction, max_score=section.max_score)
 
     def ask(index: int, prompt: Any, completion: Any) -> float:
-        said = json.dumps({"conversation": prompt, "answer": text_of(completion)}, ensure_ascii=False)
-        messages = [{"role": "system", "content": rules}, {"role": "user", "content": said}]
+        question = json.dumps({"conversation": prompt, "answer": text_of(completion)}, ensure_ascii=False)
+        messages = [{"role": "system", "content": rules}, {"role": "user", "content": question}]
         return _patiently(lambda: _ask(client, section, messages), index, section)
 
     def score(answers: Answers) -> list[float]:

@@ -66,7 +66,7 @@ def reward_names(rewards: Sequence[Reward]) -> list[str]:
         reward.path if isinstance(reward, FunctionReward) else f"{reward.type}_{short[:place].count(reward.type) + 1}"
         for place, reward in enumerate(rewards)
     ]
-    return [one if short.count(one) == 1 else other for one, other in zip(short, long, strict=True)]
+    return [first if short.count(first) == 1 else other for first, other in zip(short, long, strict=True)]
 
 
 def judge_of(reward: Reward) -> Judge:
@@ -106,14 +106,14 @@ def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
         def fault(index: int, what: str) -> RunError:
-            shown = _shown({"prompts": prompts, "completions": completions}, index)
-            return RunError(f"method.rewards: {name}: {what}, for {shown}")
+            example = _shown({"prompts": prompts, "completions": completions}, index)
+            return RunError(f"method.rewards: {name}: {what}, for {example}")
 
-        given = [None] * len(completions) if judge.column is None else columns.get(judge.column)
-        if given is None:
+        column_values = [None] * len(completions) if judge.column is None else columns.get(judge.column)
+        if column_values is None:
             raise fault(0, f"the rows have no column {judge.column!r}")
-        expected = list(given)
-        for index, value in enumerate(given if judge.column is not None else ()):
+        expected = list(column_values)
+        for index, value in enumerate(column_values if judge.column is not None else ()):
             try:
                 expected[index] = judge.read(value)
             except ValueError as error:
@@ -148,7 +148,7 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
     Raises:
         RunError: It is something else.
     """
-    wanted = len(columns["completions"])
+    num_expected = len(columns["completions"])
     try:
         values = list(returned)
     except TypeError:
@@ -156,9 +156,9 @@ def _values(path: str, returned: Any, columns: dict[str, Any]) -> list[float | N
             f"method.rewards: {path} returned a value of type {type(returned).__name__}, not a list",
             hint="return a list with a number for each completion",
         ) from None
-    if len(values) != wanted:
+    if len(values) != num_expected:
         raise RunError(
-            f"method.rewards: {path} returned {len(values)} values for {wanted} completions; the first was "
+            f"method.rewards: {path} returned {len(values)} values for {num_expected} completions; the first was "
             f"{_shown(columns, 0)}",
             hint="return one number for each completion, None where there is nothing to say",
         )
@@ -172,9 +172,9 @@ def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float
         number = math.nan
     if math.isfinite(number):
         return number
-    shown = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
+    shown_value = value if isinstance(value, int | float | str) else f"a value of type {type(value).__name__}"
     raise RunError(
-        f"method.rewards: {path} returned {shown} for {_shown(columns, index)}",
+        f"method.rewards: {path} returned {shown_value} for {_shown(columns, index)}",
         hint="return a finite number, or None where there is nothing to say",
     )
 
@@ -182,8 +182,8 @@ def _number(path: str, value: Any, columns: dict[str, Any], index: int) -> float
 def _raised(path: str, function: Callable[..., Any], columns: dict[str, Any], error: Exception) -> RunError:
     """A reward raised: where, why, and for which row, which is found by giving it one row after another."""
     where = traceback.extract_tb(error.__traceback__)[-1]
-    said = " ".join(str(error).split())[:_SHOWN]
-    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = " ".join(str(error).split())[:_SHOWN]
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return RunError(
         f"method.rewards: {path} raised {what} ({where.filename}:{where.lineno}) for {_culprit(function, columns)}",
         hint="a reward must take every completion; let it return 0 or None where it cannot judge",

@@ -32,11 +32,11 @@ def main() -> None:
         answer, expected = json.loads(line)
         delimited = expected if any(sign in expected for sign in _DELIMITERS) else f"${expected}$"
         # The process that reads this ends it when it takes too long, which an alarm could not.
-        wanted = parse(delimited, parsing_timeout=None)
-        if all(isinstance(one, str) for one in wanted):
+        expected_values = parse(delimited, parsing_timeout=None)
+        if all(isinstance(expected_value, str) for expected_value in expected_values):
             print("?", flush=True)
             continue
-        equal = verify(wanted, parse(answer, parsing_timeout=None), timeout_seconds=None)
+        equal = verify(expected_values, parse(answer, parsing_timeout=None), timeout_seconds=None)
         print(int(equal), flush=True)
 
 

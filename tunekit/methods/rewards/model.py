@@ -37,8 +37,8 @@ def reward_model(section: ModelReward) -> Judge:
             end = tokenizer.eos_token or ""  # TRL's RewardTrainer ends texts so
             return list(tokenizer((prompt + completion).removesuffix(end) + end)["input_ids"])
         with template_in_time("an answer"):
-            made = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
-        return list(made["input_ids"])
+            encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
+        return list(encoded["input_ids"])
 
     def score(answers: Answers) -> list[float]:
         import torch
@@ -79,10 +79,10 @@ def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "P
 
             model = AutoPeftModelForSequenceClassification.from_pretrained(folder, revision=section.revision, **how)
         else:
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, loading_info = AutoModelForSequenceClassification.from_pretrained(
                 folder, revision=section.revision, output_loading_info=True, **how
             )
-            _refuse_untrained(section, found["missing_keys"])
+            _refuse_untrained(section, loading_info["missing_keys"])
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"method.rewards: reward_model: {section.path!r} cannot be loaded: {str(error).strip().splitlines()[0]}",
@@ -90,8 +90,8 @@ def _load(section: ModelSection, device: str, *, pad_token_id: int | None) -> "P
         ) from error
     model.config.pad_token_id = pad_token_id
     model.requires_grad_(requires_grad=False)
-    made: PreTrainedModel = model.eval().to(device)
-    return made
+    on_device: PreTrainedModel = model.eval().to(device)
+    return on_device
 
 
 def _refuse_untrained(section: ModelSection, missing: Any) -> None:

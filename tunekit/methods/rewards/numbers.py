@@ -57,12 +57,12 @@ class Number:
 
     def is_near(self, expected: "Number", tolerance: float) -> bool:
         """Return whether it equals the expected number, up to a relative tolerance."""
-        ones, others = [self.value], [expected.value]
+        ones, other_readings = [self.value], [expected.value]
         if self.is_percentage != expected.is_percentage:
             ones += [self.value / 100] if self.is_percentage else []
-            others += [expected.value / 100] if expected.is_percentage else []
+            other_readings += [expected.value / 100] if expected.is_percentage else []
         allowed = Fraction(tolerance)
-        return any(abs(one - other) <= allowed * abs(other) for one in ones for other in others)
+        return any(abs(reading - other) <= allowed * abs(other) for reading in ones for other in other_readings)
 
 
 def last_number(text: str) -> Number | None:
@@ -71,15 +71,15 @@ def last_number(text: str) -> Number | None:
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return None
-    found = numbers[-1]
-    if found["divisor"] is not None and text[: found.start()].endswith("/"):
+    match = numbers[-1]
+    if match["divisor"] is not None and text[: match.start()].endswith("/"):
         return None  # 1/2/3, such as a date
     try:
-        value = _value(found)
+        value = _value(match)
     except ZeroDivisionError:
         return None
-    unit = _UNIT.match(text, found.end())
-    return Number(value, found["percent"] is not None, unit["unit"] if unit else None)
+    unit = _UNIT.match(text, match.end())
+    return Number(value, match["percent"] is not None, unit["unit"] if unit else None)
 
 
 def read_number(value: Any) -> Number:

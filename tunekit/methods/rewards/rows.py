@@ -36,17 +36,19 @@ def columns_read(rewards: Sequence[Reward]) -> dict[str, str]:
 
 def _check_row(name: str, judge: Judge, row: dict[str, object], place: str) -> None:
     if judge.column not in row:
-        known = ", ".join(column for column in row if column not in _PROMPT)
+        column_names = ", ".join(column for column in row if column not in _PROMPT)
         raise DataError(
             f"{place}: method.rewards: {name} reads the column {judge.column!r}, and the row has no such one",
-            hint=f"set its column: besides the prompt there is {known}" if known else "the row has a prompt alone",
+            hint=f"set its column: besides the prompt there is {column_names}"
+            if column_names
+            else "the row has a prompt alone",
         )
     try:
         judge.read(row[judge.column])
     except ValueError as error:
-        shown = str(row[judge.column])
-        shown = shown if len(shown) <= 60 else shown[:60] + "..."
+        text = str(row[judge.column])
+        text = text if len(text) <= 60 else text[:60] + "..."
         raise DataError(
-            f"{place}: method.rewards: {name} cannot use the column {judge.column!r}: {shown!r} {error}",
+            f"{place}: method.rewards: {name} cannot use the column {judge.column!r}: {text!r} {error}",
             hint="correct the row, or name another column",
         ) from None

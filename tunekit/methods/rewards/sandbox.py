@@ -195,7 +195,7 @@ def _started(task: dict[str, object]) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        pass_fds=[one for one in descriptors if isinstance(one, int)],
+        pass_fds=[descriptor for descriptor in descriptors if isinstance(descriptor, int)],
         env={},
         cwd="/",
         start_new_session=True,

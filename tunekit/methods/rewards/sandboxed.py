@@ -117,14 +117,14 @@ def _landlock(libc: ctypes.CDLL, readable: list[str]) -> None:
     handled += [0b11] if version >= _NETWORK_SINCE else []
     handled += [0b11] if version >= _SCOPES_SINCE else []
     ruleset = (ctypes.c_uint64 * len(handled))(*handled)
-    made = _check(libc.syscall(_LANDLOCK_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0), "Landlock")
+    ruleset_fd = _check(libc.syscall(_LANDLOCK_CREATE, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0), "Landlock")
     for path in readable:
         folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = _Beneath(_READ_FILE | _READ_DIR, folder)
-        _check(libc.syscall(_LANDLOCK_ADD, made, _LANDLOCK_PATH, ctypes.byref(rule), 0), "Landlock")
+        _check(libc.syscall(_LANDLOCK_ADD, ruleset_fd, _LANDLOCK_PATH, ctypes.byref(rule), 0), "Landlock")
         os.close(folder)
-    _check(libc.syscall(_LANDLOCK_RESTRICT, made, 0), "Landlock")
-    os.close(made)
+    _check(libc.syscall(_LANDLOCK_RESTRICT, ruleset_fd, 0), "Landlock")
+    os.close(ruleset_fd)
 
 
 def _check(returned: int, what: str) -> int:
@@ -201,27 +201,27 @@ def decode(message: Any, holding: Callable[[Any], Any], depth: int = 0) -> Any:
         return message
     if depth > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
-    ((kind, given),) = message.items()
+    ((kind, content),) = message.items()
     match kind:
         case "int":
-            return int(given, 16)
+            return int(content, 16)
         case "complex":
-            return complex(*given)
+            return complex(*content)
         case "bytes":
-            return bytes.fromhex(given)
+            return bytes.fromhex(content)
         case "dict":
-            return {decode(name, holding, depth + 1): decode(item, holding, depth + 1) for name, item in given}
+            return {decode(name, holding, depth + 1): decode(item, holding, depth + 1) for name, item in content}
         case "list" | "tuple" | "set" | "frozenset":
-            return vars(builtins)[kind](decode(item, holding, depth + 1) for item in given)
-        case "standard" if given[0] in STANDARD:
-            module, _, name = given[0].partition(".")
+            return vars(builtins)[kind](decode(item, holding, depth + 1) for item in content)
+        case "standard" if content[0] in STANDARD:
+            module, _, name = content[0].partition(".")
             kind = vars(importlib.import_module(module))[name]
-            value = kind(*(decode(part, holding, depth + 1) for part in given[1]))
+            value = kind(*(decode(part, holding, depth + 1) for part in content[1]))
             if kind is range and not _is_short(value):
                 raise ValueError("it is a range of too many values")
             return value
         case "handle":
-            return holding(given)
+            return holding(content)
     raise ValueError("it is of no such kind")
 
 
@@ -247,13 +247,13 @@ def serve(program: str, requests: int, replies: int) -> None:
     defined = {name: value for name, value in names.items() if not name.startswith("__")}
     send(replies, {name: encode(value, held) for name, value in defined.items()})
     while True:
-        action, given, named = receive(requests)
+        action, arguments, named = receive(requests)
         try:
-            values = [decode(one, holding) for one in given]
-            keywords = {name: decode(one, holding) for name, one in named.items()}
+            values = [decode(argument, holding) for argument in arguments]
+            keywords = {name: decode(argument, holding) for name, argument in named.items()}
             result = _action(action)(*values, **keywords)
             # What a program changes in place, it changes in a copy: so the arguments go back as well.
-            send(replies, [encode(result, held), [encode(one, held) for one in values[1:]]])
+            send(replies, [encode(result, held), [encode(argument, held) for argument in values[1:]]])
         except Exception as error:  # noqa: BLE001  (the program may raise anything)
             send(replies, {"raised": type(error).__name__, "says": str(error)[:1000]})
 
@@ -268,8 +268,8 @@ def _action(name: str) -> Callable[..., Any]:
         return _plain
     if name == "always_true":
         return lambda value: not hasattr(type(value), "__bool__") and not hasattr(type(value), "__len__")
-    found: Callable[..., Any] = vars(operator).get(name) or vars(builtins)[name]
-    return found
+    operation: Callable[..., Any] = vars(operator).get(name) or vars(builtins)[name]
+    return operation
 
 
 def _plain(value: Any) -> Any:

@@ -78,5 +78,5 @@ def _validator(value: Any) -> "Validator":
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"is no JSON schema: {error.message}") from None
-    made: Validator = kind(schema, registry=Registry())
-    return made
+    validator: Validator = kind(schema, registry=Registry())
+    return validator

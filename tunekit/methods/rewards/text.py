@@ -31,8 +31,8 @@ def exact_match(section: ExactMatchReward) -> Judge:
         part = extract(text, section.extract)
         if part is None:
             return 0.0
-        given, wanted = part.strip(), expected.strip()
-        return float(given.casefold() == wanted.casefold() if section.ignore_case else given == wanted)
+        answer, target = part.strip(), expected.strip()
+        return float(answer.casefold() == target.casefold() if section.ignore_case else answer == target)
 
     return Judge(each(same), section.column, _expected_text)
 

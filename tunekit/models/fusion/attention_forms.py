@@ -252,7 +252,7 @@ def _take(lines: list[str], forms: Part) -> str:
 
 
 def _same(lines: Sequence[str], form: tuple[str, ...]) -> Sequence[str]:
-    num = next((i for i, (line, known) in enumerate(zip(lines, form, strict=False)) if line != known), len(form))
+    num = next((i for i, (line, expected) in enumerate(zip(lines, form, strict=False)) if line != expected), len(form))
     return lines[:num]
 
 

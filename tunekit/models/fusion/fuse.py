@@ -82,8 +82,8 @@ class Report:
         for line in self.fused:
             nums[str(line.form)] += line.num_modules
         fused = ", ".join(f"{num} {form}" for form, num in nums.items()) or "nothing"
-        kept = ", ".join(dict.fromkeys(line.module for line in self.kept))
-        return f"tunekit's for {fused}{f'; torch for {kept}' if kept else ''}"
+        unfused = ", ".join(dict.fromkeys(line.module for line in self.kept))
+        return f"tunekit's for {fused}{f'; torch for {unfused}' if unfused else ''}"
 
 
 def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[Rule] = RULES) -> Report:
@@ -98,16 +98,16 @@ def fuse(model: nn.Module, *, dtype: torch.dtype | None = None, rules: Sequence[
     first = next(model.parameters())
     named = dict(model.named_modules())
     proofs: dict[Hashable, Difference | str] = {}
-    found: dict[str, _Found] = {}
+    outcomes: dict[str, _Found] = {}
     for rule in rules:
         for name, module in named.items():
-            fusion = rule(module) if name not in found else None
+            fusion = rule(module) if name not in outcomes else None
             if fusion is not None:
-                found[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
+                outcomes[name] = _fuse_one(module, fusion, proofs, first.device, dtype or first.dtype)
     for name, module in named.items():
-        if name not in found and _is_of_a_model(module):
-            found[name] = _Found(None, "no kernel for what it computes", None)
-    return _report(named, found)
+        if name not in outcomes and _is_of_a_model(module):
+            outcomes[name] = _Found(None, "no kernel for what it computes", None)
+    return _report(named, outcomes)
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def _is_of_a_model(module: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     own = type(module).__module__
-    others = ("torch.", "peft.", "bitsandbytes.", "transformers.activations")
-    return not own.startswith(others) and not isinstance(module, PreTrainedModel)
+    library_modules = ("torch.", "peft.", "bitsandbytes.", "transformers.activations")
+    return not own.startswith(library_modules) and not isinstance(module, PreTrainedModel)
 
 
 def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
@@ -178,7 +178,7 @@ def _report(named: dict[str, nn.Module], found: dict[str, _Found]) -> Report:
             groups.setdefault((type(module).__name__, found[name]), []).append(name)
     return Report(
         tuple(
-            Line(module, len(names), names[0], one.form, one.reason, one.difference)
-            for (module, one), names in groups.items()
+            Line(module, len(names), names[0], outcome.form, outcome.reason, outcome.difference)
+            for (module, outcome), names in groups.items()
         )
     )

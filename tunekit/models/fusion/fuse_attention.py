@@ -65,8 +65,8 @@ def forward(
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention.attend)
-    told = {name: OPTIONS[option](self) for name, option in attention.options}
-    attended, weights = attend(self, query, key, value, attention_mask, **told, **kwargs)
+    options = {name: OPTIONS[option](self) for name, option in attention.options}
+    attended, weights = attend(self, query, key, value, attention_mask, **options, **kwargs)
     attended = attended.reshape(*hidden_states.shape[:-1], -1).contiguous()
     (output,) = project(attended, [self.get_submodule(attention.output)])
     return output, weights

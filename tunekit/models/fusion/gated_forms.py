@@ -79,7 +79,7 @@ def gated_rule(module: nn.Module) -> Fusion | Kept | None:
     """Blocks with a gate, in separate projections or in one."""
     structure = structure_of(module)
     bound = (structure.bind(form) for form in FORMS) if structure is not None else ()
-    names = next((found for found in bound if found is not None), None)
+    names = next((binding for binding in bound if binding is not None), None)
     if names is None:
         return None
     act = getattr(module, names["act"]) if "act" in names else functional.silu
@@ -101,27 +101,29 @@ def activation_of(act: Callable[[Tensor], Tensor]) -> Activation | None:
         return None
     x = torch.linspace(-20, 20, 4001, dtype=torch.float64)
     with torch.no_grad():
-        given = act(x)
-        close = [name for name, wanted in ACTIVATIONS.items() if torch.allclose(given, wanted(x), rtol=0, atol=1e-6)]
+        output = act(x)
+        close = [
+            name for name, reference in ACTIVATIONS.items() if torch.allclose(output, reference(x), rtol=0, atol=1e-6)
+        ]
     return close[0] if close else None
 
 
 def _trial(module: nn.Module, how: Gated, width: int) -> Callable[[torch.Generator, torch.device, torch.dtype], Trial]:
     def make(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Trial:
         def linear(num_in: int, num_out: int) -> nn.Linear:
-            made = nn.Linear(num_in, num_out, bias=False)
-            made.weight = nn.Parameter(torch.randn(num_out, num_in, generator=generator) / num_in**0.5)
-            return made
+            layer = nn.Linear(num_in, num_out, bias=False)
+            layer.weight = nn.Parameter(torch.randn(num_out, num_in, generator=generator) / num_in**0.5)
+            return layer
 
         projections = {how.gate: linear(TRIED_COLUMNS, width)}
         if how.up is not None:
             projections[how.up] = linear(TRIED_COLUMNS, width)
         projections[how.down] = linear(width if how.up is not None else width // 2, TRIED_COLUMNS)
-        others = {name: part for name, part in module.named_children() if name not in projections}
+        children = {name: part for name, part in module.named_children() if name not in projections}
         if how.dropout is not None:
-            others[how.dropout] = nn.Identity()
-        made = stand_in(module, generator=generator, **projections, **others).to(device, dtype)
-        return Trial(made, (random_rows(TRIED_COLUMNS, device=device, dtype=dtype, generator=generator),), {})
+            children[how.dropout] = nn.Identity()
+        copy = stand_in(module, generator=generator, **projections, **children).to(device, dtype)
+        return Trial(copy, (random_rows(TRIED_COLUMNS, device=device, dtype=dtype, generator=generator),), {})
 
     return make
 

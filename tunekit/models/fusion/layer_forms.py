@@ -104,7 +104,7 @@ def layer_rule(module: nn.Module) -> Fusion | Kept | None:
         return None
     if structure.operations == WITHOUT.operations:
         return Kept("a layer whose norms come before its adds: no add is followed by a norm within it")
-    names = next((found for form in FORMS if (found := structure.bind(form)) is not None), None)
+    names = next((bound for form in FORMS if (bound := structure.bind(form)) is not None), None)
     if names is None:
         return None
     if "**" not in structure.passes[0]:
@@ -122,8 +122,8 @@ def layer_rule(module: nn.Module) -> Fusion | Kept | None:
 
 def _settings(owner: type[nn.Module], structure: Structure, names: dict[str, str]) -> Layer:
     """Return the form of a layer whose attributes have these names."""
-    others = list(inspect.signature(inspect.unwrap(owner.forward)).parameters.values())[2:]
-    named = [one for one in others if one.kind is not one.VAR_KEYWORD]
+    extra = list(inspect.signature(inspect.unwrap(owner.forward)).parameters.values())[2:]
+    named = [parameter for parameter in extra if parameter.kind is not parameter.VAR_KEYWORD]
     return Layer(
         norm=names["norm"],
         attention=names["attention"],
@@ -132,9 +132,11 @@ def _settings(owner: type[nn.Module], structure: Structure, names: dict[str, str
         behind_attention=names.get("behind_attention"),
         behind_block=names.get("behind_block"),
         scale=names.get("scale"),
-        parameters=tuple(one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD),
-        defaults=tuple((one.name, one.default) for one in named if one.default is not one.empty),
-        dropped=tuple(one.name for one in named if one.name not in structure.passes[0]),
+        parameters=tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD),
+        defaults=tuple(
+            (parameter.name, parameter.default) for parameter in named if parameter.default is not parameter.empty
+        ),
+        dropped=tuple(parameter.name for parameter in named if parameter.name not in structure.passes[0]),
         # Earlier versions of transformers checkpoint the call of a layer, which stays as it is.
         checkpoints=issubclass(owner, GradientCheckpointingLayer)
         and "__init_subclass__" in vars(GradientCheckpointingLayer),
@@ -144,18 +146,18 @@ def _settings(owner: type[nn.Module], structure: Structure, names: dict[str, str
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The layer, with its first add done by the norm that follows it."""
     how: Layer = self.fused_as
-    given = {**dict(how.defaults), **dict(zip(how.parameters, args, strict=False)), **kwargs}
+    arguments = {**dict(how.defaults), **dict(zip(how.parameters, args, strict=False)), **kwargs}
     for name in how.dropped:
-        given.pop(name, None)
+        arguments.pop(name, None)
     if how.checkpoints and self.gradient_checkpointing and self.training:
         # As transformers does: the pass that computes it again must not write to a cache.
-        given["use_cache"] = False
+        arguments["use_cache"] = False
         if not self._can_checkpoint_with_cache:
-            given["past_key_values"] = None
+            arguments["past_key_values"] = None
         return cast(
-            Tensor, self._gradient_checkpointing_func(functools.partial(_compute, self, **given), hidden_states)
+            Tensor, self._gradient_checkpointing_func(functools.partial(_compute, self, **arguments), hidden_states)
         )
-    return _compute(self, hidden_states, **given)
+    return _compute(self, hidden_states, **arguments)
 
 
 def _compute(self: Any, hidden_states: Tensor, **given: Any) -> Tensor:
@@ -197,11 +199,11 @@ def _trial(module: nn.Module, how: Layer) -> Callable[[torch.Generator, torch.de
                 part = module.get_submodule(name)
                 plain = isinstance(part, nn.Dropout)
                 parts[name] = nn.Identity() if plain else stand_in(part, generator=generator)
-        made = stand_in(module, generator=generator, **parts).to(device, dtype)
-        width = _width(made.get_submodule(how.middle_norm))
+        copy = stand_in(module, generator=generator, **parts).to(device, dtype)
+        width = _width(copy.get_submodule(how.middle_norm))
         x = random_rows(width, device=device, dtype=dtype, generator=generator)
-        vars(made)["gradient_checkpointing"] = False
-        return Trial(made, (x, *(0.25 + place / 8 for place in range(len(how.parameters)))), {"others": 0.5})
+        vars(copy)["gradient_checkpointing"] = False
+        return Trial(copy, (x, *(0.25 + place / 8 for place in range(len(how.parameters)))), {"others": 0.5})
 
     return make
 

@@ -39,7 +39,9 @@ def project(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         modules: The layers, in the order of the outputs.
     """
     linears = _together([read_linear(module, x) for module in modules])
-    outputs = iter(lora_linears(x, read) if (read := [one for one in linears if one is not None]) else ())
+    outputs = iter(
+        lora_linears(x, read) if (read := [readable for readable in linears if readable is not None]) else ()
+    )
     return tuple(
         module(x) if linear is None else next(outputs) for module, linear in zip(modules, linears, strict=True)
     )
@@ -53,7 +55,7 @@ def project_parts(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Part, ...]:
         modules: The layers, in the order of the outputs.
     """
     linears = _together([read_linear(module, x) for module in modules])
-    outputs = iter(lora_parts(x, read) if (read := [one for one in linears if one is not None]) else ())
+    outputs = iter(lora_parts(x, read) if (read := [readable for readable in linears if readable is not None]) else ())
     parts: list[Part] = []
     for module, linear in zip(modules, linears, strict=True):
         if linear is None:
@@ -67,7 +69,7 @@ def project_parts(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Part, ...]:
 
 def _together(linears: "list[Linear | None]") -> "list[Linear | None]":
     """The layers, or none of them where their updates have different types, which cannot be computed in one go."""
-    types = {one.low.a.dtype for one in linears if one is not None and one.low is not None}
+    types = {readable.low.a.dtype for readable in linears if readable is not None and readable.low is not None}
     return linears if len(types) < 2 else [None] * len(linears)
 
 
@@ -147,8 +149,8 @@ def _state(layer: Any) -> Any:
 def _read_low(layer: Any, name: str) -> Low | None:
     """The update that an adapter makes, None where it is more than a product of two matrices."""
     down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-    known = type(down) is nn.Linear and type(up) is nn.Linear and type(dropout) in (nn.Identity, nn.Dropout)
-    if not known or down.bias is not None or up.bias is not None or any(map(is_watched, (down, up, dropout))):
+    supported = type(down) is nn.Linear and type(up) is nn.Linear and type(dropout) in (nn.Identity, nn.Dropout)
+    if not supported or down.bias is not None or up.bias is not None or any(map(is_watched, (down, up, dropout))):
         return None
     if name in layer.lora_variant or layer.fan_in_fan_out or not layer.cast_input_dtype_enabled:
         return None

@@ -86,8 +86,8 @@ def stand_in(module: nn.Module, *, generator: torch.Generator, **submodules: nn.
     """A module of the same class and settings, with random weights of its own and other submodules."""
     copy = type(module).__new__(type(module))
     nn.Module.__init__(copy)
-    left = {*vars(copy), *FUSED}
-    vars(copy).update({name: held for name, held in vars(module).items() if name not in left})
+    excluded = {*vars(copy), *FUSED}
+    vars(copy).update({name: value for name, value in vars(module).items() if name not in excluded})
     for name, parameter in module.named_parameters(recurse=False):
         copy.register_parameter(name, nn.Parameter(torch.randn(whole_shape(parameter), generator=generator)))
     for name, submodule in submodules.items():
@@ -105,8 +105,8 @@ def differ(old: Trial, new: Trial, place: str, dtype: torch.dtype) -> Difference
     """Compare two modules of equal weights on equal input."""
     allowed = ROUNDING[dtype] * torch.finfo(dtype).eps
     worst, where = 0.0, "nothing"
-    for (name, wanted), (_, found) in zip(_results(old), _results(new), strict=True):
-        share = _share(wanted, found)
+    for (name, expected), (_, actual) in zip(_results(old), _results(new), strict=True):
+        share = _share(expected, actual)
         if not share <= worst:
             worst, where = share, name
     return Difference(worst, allowed, where, place)
@@ -167,7 +167,7 @@ def prove(
     places = [(torch.device("cpu"), torch.float32)]
     if device.type not in ("cpu", "meta"):
         places.append((device, dtype))
-    found = []
+    differences = []
     for there, type_there in places:
         # Layers are made with weights of torch's own, which are replaced: the run's random numbers are not touched.
         with torch.random.fork_rng(devices=[]):
@@ -175,5 +175,5 @@ def prove(
         replace(new.module)
         with torch.enable_grad(), torch.autocast(there.type, enabled=False):
             name = f"{str(type_there).removeprefix('torch.')} on {there.type}"
-            found.append(differ(old, new, name, type_there))
-    return next((one for one in found if not one.is_rounding), found[-1])
+            differences.append(differ(old, new, name, type_there))
+    return next((difference for difference in differences if not difference.is_rounding), differences[-1])

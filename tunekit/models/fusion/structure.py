@@ -61,7 +61,7 @@ class Structure:
 
 def structure_of(module: nn.Module) -> Structure | None:
     """Return the computation of a module; None where it cannot be read."""
-    settings = tuple((name, held) for name, held in vars(module).items() if _is_setting(name, held))
+    settings = tuple((name, value) for name, value in vars(module).items() if _is_setting(name, value))
     return _structure(cast(Any, type(module)), settings)
 
 
@@ -172,9 +172,9 @@ class _Reader:
             case ast.Expr(value=value):
                 self.value(value)
             case ast.Assign(targets=targets, value=value):
-                given = self.value(value)
+                result = self.value(value)
                 for target in targets:
-                    self.assign(target, given)
+                    self.assign(target, result)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self.assign(target, self.value(value))
             case ast.AugAssign(target=target, op=op, value=value):
@@ -231,14 +231,16 @@ class _Reader:
                 inner = self.decide(operand)
                 return None if inner is None else not inner
             case ast.Attribute():
-                known, setting = self.setting(test)
-                return bool(setting) if known else None
-            case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(value=wanted)]):
-                known, setting = self.setting(left)
-                return bool(setting == wanted) if known else None
-            case ast.Compare(left=left, ops=[ast.NotEq() | ast.IsNot()], comparators=[ast.Constant(value=wanted)]):
-                known, setting = self.setting(left)
-                return bool(setting != wanted) if known else None
+                is_setting, setting = self.setting(test)
+                return bool(setting) if is_setting else None
+            case ast.Compare(left=left_operand, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(value=constant)]):
+                is_setting, setting = self.setting(left_operand)
+                return bool(setting == constant) if is_setting else None
+            case ast.Compare(
+                left=left_operand, ops=[ast.NotEq() | ast.IsNot()], comparators=[ast.Constant(value=constant)]
+            ):
+                is_setting, setting = self.setting(left_operand)
+                return bool(setting != constant) if is_setting else None
         return None
 
     def setting(self, node: ast.expr) -> tuple[bool, Any]:
@@ -260,14 +262,17 @@ class _Reader:
                 return self.attribute(node)
             case ast.Call():
                 return self.call(node)
-            case ast.BinOp(left=left, op=op, right=right):
-                return self.emit(f"{_word(op)}({self.value(left)}, {self.value(right)})")
+            case ast.BinOp(left=first, op=op, right=right):
+                return self.emit(f"{_word(op)}({self.value(first)}, {self.value(right)})")
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=constant)):
                 return f"-{constant!r}"
             case ast.UnaryOp(op=op, operand=operand):
                 return self.emit(f"{_word(op)}({self.value(operand)})")
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                words = [self.value(left), *(f"{_word(op)} {self.value(o)}" for op, o in zip(ops, others, strict=True))]
+            case ast.Compare(left=first, ops=ops, comparators=comparators):
+                words = [
+                    self.value(first),
+                    *(f"{_word(op)} {self.value(o)}" for op, o in zip(ops, comparators, strict=True)),
+                ]
                 return self.emit(f"compare({' '.join(words)})")
             case ast.BoolOp(op=op, values=values):
                 return self.emit(f"{_word(op)}({', '.join(map(self.value, values))})")
@@ -316,9 +321,9 @@ class _Reader:
             if node.attr == "training":
                 return "self.training"
             return f"self.{self.attributes.setdefault(node.attr, len(self.attributes))}"
-        held = self.held(node)
-        if held is not None:
-            return self.known(held, ast.unparse(node))
+        target = self.held(node)
+        if target is not None:
+            return self.known(target, ast.unparse(node))
         return f"{self.value(node.value)}.{node.attr}"
 
     def is_outside(self, name: str) -> bool:
@@ -342,7 +347,7 @@ class _Reader:
             except Unreadable:
                 pass
         called = None if self.is_own(node.func) else self.callee(node.func)
-        given = [self.value(argument) for argument in node.args]
+        arguments = [self.value(argument) for argument in node.args]
         named: list[str] = []
         passed: list[str] = []
         for keyword in node.keywords:
@@ -357,7 +362,7 @@ class _Reader:
             self.passes.append(tuple(sorted(passed)))
         # Behind its arguments, which may use attributes before it does.
         called = called or self.attribute(cast(ast.Attribute, node.func))
-        words = [*given, *sorted(named), *(["**"] if passed else [])]
+        words = [*arguments, *sorted(named), *(["**"] if passed else [])]
         return self.emit(f"{called}({', '.join(words)})")
 
     def is_own(self, node: ast.expr) -> bool:
@@ -398,7 +403,7 @@ class _Reader:
             raise Unreadable("too deep, or called with what is not known")
         function = inspect.unwrap(function)
         source = _source(function)
-        kept = (
+        saved = (
             list(self.operations),
             dict(self.attributes),
             dict(self.parameters),
@@ -420,12 +425,12 @@ class _Reader:
             returned = [line for line in self.operations[start:] if line.startswith("return ")]
             if len(returned) != 1 or self.operations[-1] != returned[0]:
                 raise Unreadable("it returns from a branch")
-            self.names, self.globals, self.itself = kept[4:]
+            self.names, self.globals, self.itself = saved[4:]
             self.operations.pop()
             return self.returned
         except Unreadable:
-            self.operations, self.attributes, self.parameters, self.passes = kept[:4]
-            self.names, self.globals, self.itself = kept[4:]
+            self.operations, self.attributes, self.parameters, self.passes = saved[:4]
+            self.names, self.globals, self.itself = saved[4:]
             raise
 
     def arguments(self, node: ast.Call, function: FunctionType, is_method: bool) -> dict[str, str]:

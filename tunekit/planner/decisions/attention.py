@@ -29,11 +29,11 @@ def choose_attention(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtyp
     Raises:
         PlanError: What is asked for does not run, or is not installed.
     """
-    device, asked = hardware.device, recipe.model.attn_implementation
+    device, requested = hardware.device, recipe.model.attn_implementation
     without_flash = "eager" if model.model_type in WITHOUT_SDPA else "sdpa"
-    if asked != "auto":
+    if requested != "auto":
         _check_asked(recipe, hardware, model, dtype, use=without_flash)
-        return Reason(topic="attention", choice=asked, why="as in the recipe")
+        return Reason(topic="attention", choice=requested, why="as in the recipe")
     if _lies_apart(recipe, device) and why_no_varlen(recipe, hardware, model, dtype) is None:
         flash = flash_attention_of(hardware, model)
         if device.kind == "cpu":
@@ -107,8 +107,8 @@ def _lies_apart(recipe: Recipe, device: Device) -> bool:
     """
     if not isinstance(recipe.method, SFTMethod):
         return False
-    asked = recipe.data.padding_free
-    return recipe.data.packing or asked is True or (asked == "auto" and device.kind == "cuda")
+    requested = recipe.data.padding_free
+    return recipe.data.packing or requested is True or (requested == "auto" and device.kind == "cuda")
 
 
 def _has_flash(device: Device, dtype: Dtype) -> bool:
@@ -117,23 +117,23 @@ def _has_flash(device: Device, dtype: Dtype) -> bool:
 
 
 def _check_asked(recipe: Recipe, hardware: Hardware, model: ModelFacts, dtype: Dtype, *, use: str) -> None:
-    asked, device = recipe.model.attn_implementation, hardware.device
-    if asked.startswith("flash_attention") and not _has_flash(device, dtype):
+    requested, device = recipe.model.attn_implementation, hardware.device
+    if requested.startswith("flash_attention") and not _has_flash(device, dtype):
         raise PlanError(
-            f"model.attn_implementation: {asked} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
+            f"model.attn_implementation: {requested} needs a CUDA device of compute capability 8.0 or newer and 16-bit "
             f"products; this is {device.name} with {dtype}",
             hint=f"use {use}",
         )
-    if asked.startswith("flash_attention") and hardware.flash_attn is False:
+    if requested.startswith("flash_attention") and hardware.flash_attn is False:
         raise PlanError(
-            f"model.attn_implementation: {asked} is not installed", hint=f"install flash-attn, or use {use}"
+            f"model.attn_implementation: {requested} is not installed", hint=f"install flash-attn, or use {use}"
         )
-    if asked == "sdpa" and use != "sdpa":
+    if requested == "sdpa" and use != "sdpa":
         raise PlanError(
             f"model.attn_implementation: transformers has no sdpa for {model.model_type}", hint=f"use {use}"
         )
-    if asked == "flex_attention" and device.kind != "cuda":
+    if requested == "flex_attention" and device.kind != "cuda":
         raise PlanError("model.attn_implementation: flex_attention has no backward pass on a CPU", hint=f"use {use}")
-    why_not = why_no_varlen(recipe, hardware, model, dtype) if asked == VARLEN else None
+    why_not = why_no_varlen(recipe, hardware, model, dtype) if requested == VARLEN else None
     if why_not is not None:
         raise PlanError(f"model.attn_implementation: {VARLEN} cannot be used: {why_not}", hint=f"use {use}")

@@ -88,8 +88,8 @@ class Beyond(Facts):
 
     def words(self) -> list[str]:
         """The layout and its figures, in lines."""
-        asked = self.asked_nodes * self.devices_per_node
-        but = "" if self.num_nodes <= self.asked_nodes else f", but not on {asked:,} devices"
+        requested_devices = self.asked_nodes * self.devices_per_node
+        but = "" if self.num_nodes <= self.asked_nodes else f", but not on {requested_devices:,} devices"
         again = "recomputing layers" if self.recomputes else "without recomputing layers"
         size, limit = self.memory_bytes / 2**30, self.memory_limit_bytes / 2**30
         lines = [
@@ -219,17 +219,17 @@ class _Way:
         2205.05198, table 2, with fused attention), and the first stage keeps those of P micro-batches at once.
         """
         m, sizes, tp = self.model, self.sizes, self.tp
-        others = sizes.others / (tp * self.pp)
+        other_params = sizes.others / (tp * self.pp)
         table_here = sizes.table * (1 if self.pp > 1 else sizes.num_tables) / tp
         apart = sizes.experts / (self.ep * self.pp)
         copies = self.num_nodes * self.per_node / (self.ep * self.pp)
-        states = (others + table_here) * (WHOLE_BYTES + SHARDED_BYTES / (self.dp * self.cp))
+        states = (other_params + table_here) * (WHOLE_BYTES + SHARDED_BYTES / (self.dp * self.cp))
         states += apart * (WHOLE_BYTES + SHARDED_BYTES / copies)
         layer = self.tokens * (18 * m.hidden_size + 4 * m.intermediate_size) / tp
-        kept = 2 * self.tokens * m.hidden_size / tp if self.recomputes else layer
+        kept_bytes = 2 * self.tokens * m.hidden_size / tp if self.recomputes else layer
         in_flight = self.layers * min(self.pp, self.num_micro_batches)
         logits = 6 * self.tokens * m.vocab_size / tp if self.pp == 1 else 0
-        return states + kept * in_flight + (layer if self.recomputes else 0) + logits
+        return states + kept_bytes * in_flight + (layer if self.recomputes else 0) + logits
 
     def transfers(self) -> Iterator[Transfer]:
         """Yield the transfers of a device of a middle stage in a step."""
@@ -269,14 +269,14 @@ class _Way:
         fewer = 1 + (self.pp - 1) / (self.num_parts * self.num_micro_batches)
         rounds = 1 + (self.pp - 1) / self.num_micro_batches
         low, high = fewer * computing / (EFFICIENCY.high * peak), rounds * computing / (EFFICIENCY.low * peak)
-        for one in self.transfers():
-            span = one.seconds(self.figures)
-            if one.sent_bytes and span is None:
+        for transfer in self.transfers():
+            span = transfer.seconds(self.figures)
+            if transfer.sent_bytes and span is None:
                 return None
             # What goes to neighbours in the pipeline hides. A ring of keys and values or of gradients may or may not.
-            if span is not None and one.what in ("TP", "EP"):
+            if span is not None and transfer.what in ("TP", "EP"):
                 low, high = low + fewer * span.low, high + rounds * span.high
-            elif span is not None and one.what != "PP":
+            elif span is not None and transfer.what != "PP":
                 high += span.high
         return Range(low=low, high=high)
 
@@ -319,7 +319,7 @@ class _Way:
             memory_limit_bytes=_limit(hardware),
             bubble=bubble(stages, number),
             cut_bubble=bubble(stages, number, self.num_parts),
-            sent=tuple((one.what, one.sent_bytes) for one in self.transfers() if one.sent_bytes),
+            sent=tuple((transfer.what, transfer.sent_bytes) for transfer in self.transfers() if transfer.sent_bytes),
             tokens_per_second=speed,
             usd_per_billion_tokens=usd,
         )

@@ -74,25 +74,25 @@ def spread(setting: Setting, per_sequence: int = 1) -> Spread | None:
     """The most devices that get equal parts of the batch; None if there are too few for one sequence."""
     hardware, train = setting.hardware, setting.recipe.train
     batch = train.global_batch_size // (train.micro_batch_size or 1)
-    per_node, asked = len(hardware.accelerators), setting.recipe.parallel.num_processes
+    per_node, requested = len(hardware.accelerators), setting.recipe.parallel.num_processes
     least = 1 if train.micro_batch_size else setting.passes.least_rows
     nodes = ((num_nodes, per_node) for num_nodes in range(hardware.num_nodes, 1, -1))
     for num_nodes, used in (*nodes, *((1, used) for used in range(per_node, 0, -1))):
-        if asked not in (None, num_nodes * used):
+        if requested not in (None, num_nodes * used):
             continue
-        sequences, rest = divmod(num_nodes * used, per_sequence)
-        if sequences and not rest and batch % sequences == 0 and batch // sequences >= least:
+        sequences, remainder = divmod(num_nodes * used, per_sequence)
+        if sequences and not remainder and batch % sequences == 0 and batch // sequences >= least:
             return Spread(num_nodes, used)
     return None
 
 
 def candidates(setting: Setting) -> Iterator[Candidate]:
     """The layouts to try, the cheapest first, of those that the recipe allows."""
-    asked, passes = setting.recipe.parallel, setting.passes
+    requested, passes = setting.recipe.parallel, setting.passes
     divides_second = passes.keeps_reference or passes.teacher is not None
     for kind in KINDS:
         for candidate in kind(setting):
-            if _is_asked_for(asked, candidate.layout, divides_second=divides_second):
+            if _is_asked_for(requested, candidate.layout, divides_second=divides_second):
                 yield candidate
 
 
@@ -118,11 +118,11 @@ def _is_asked_for(asked: ParallelSection, layout: Layout, *, divides_second: boo
 
 
 def _single(setting: Setting) -> Iterator[Candidate]:
-    asked = setting.recipe.parallel
-    alone = setting.hardware.num_accelerators <= 1 or asked.strategy == "single"
-    if alone and asked.num_processes in (None, 1):
-        one = setting.hardware.num_accelerators <= 1
-        yield Candidate(Layout(), 1, "there is one device" if one else "one device, and no exchange")
+    requested = setting.recipe.parallel
+    alone = setting.hardware.num_accelerators <= 1 or requested.strategy == "single"
+    if alone and requested.num_processes in (None, 1):
+        is_single = setting.hardware.num_accelerators <= 1
+        yield Candidate(Layout(), 1, "there is one device" if is_single else "one device, and no exchange")
 
 
 def _ddp(setting: Setting) -> Iterator[Candidate]:
@@ -152,9 +152,9 @@ def _fsdp2(setting: Setting) -> Iterator[Candidate]:
 
 
 def _shard_sizes(setting: Setting, used: Spread) -> list[int]:
-    asked = setting.recipe.parallel.dp_shard_size
-    if asked is not None:
-        return [asked] if used.num_devices % asked == 0 else []
+    requested = setting.recipe.parallel.dp_shard_size
+    if requested is not None:
+        return [requested] if used.num_devices % requested == 0 else []
     return [used.per_node * nodes for nodes in reversed(divisors(used.num_nodes))]
 
 
@@ -218,8 +218,8 @@ def _sequence_sizes(setting: Setting, asked: int | None) -> list[int]:
 def _optimizer_offload(setting: Setting) -> Iterator[Candidate]:
     """Optimizer states in main memory, where all is trained: what an adapter needs of them is small."""
     used = spread(setting) if setting.hardware.accelerators else None
-    asked = setting.recipe.parallel.offload_optimizer_device == "cpu"
-    if not used or not (asked or isinstance(setting.recipe.adapter, FullAdapter)):
+    requested = setting.recipe.parallel.offload_optimizer_device == "cpu"
+    if not used or not (requested or isinstance(setting.recipe.adapter, FullAdapter)):
         return
     why = "the processor updates the weights: they cross to the host once a step"
     for strategy in ("zero2", "zero3") if used.num_devices > 1 else ("zero2",):
@@ -398,11 +398,11 @@ def _ring_refusal(setting: Setting) -> Refusal | None:
     """Context parallel passes keys and values on and keeps no mask but the causal one."""
     recipe, model = setting.recipe, setting.model
     if recipe.data.packing or recipe.data.padding_free is True:
-        asked = "data.packing" if recipe.data.packing else "data.padding_free"
+        key = "data.packing" if recipe.data.packing else "data.padding_free"
         why = "context parallel drops the mask that keeps packed documents apart"
-        return Refusal(why, f"set {asked}=false")
-    asked = recipe.model.attn_implementation
-    attention = of_rows(setting.attention, lie_apart=False) if asked == "auto" else setting.attention
+        return Refusal(why, f"set {key}=false")
+    key = recipe.model.attn_implementation
+    attention = of_rows(setting.attention, lie_apart=False) if key == "auto" else setting.attention
     if attention != "sdpa":
         why = f"context parallel divides sdpa, not {attention}"
         return Refusal(why, "set model.attn_implementation=sdpa")

@@ -39,14 +39,14 @@ def choose_dtype(recipe: Recipe, device: Device) -> tuple[Dtype, str]:
     Raises:
         PlanError: The device does not compute in the type that is asked for.
     """
-    asked = recipe.model.dtype
-    if asked == "float16" and device.kind == "cpu":
+    requested = recipe.model.dtype
+    if requested == "float16" and device.kind == "cpu":
         raise PlanError(
             "model.dtype: float16 does not run on a CPU: torch would silently compute in float32",
             hint="use bfloat16 or float32",
         )
-    if asked != "auto":
-        return asked, "as in the recipe"
+    if requested != "auto":
+        return requested, "as in the recipe"
     if device.kind == "cpu":
         return "float32", "exact, and no slower for small models on a CPU"
     if device.native_bfloat16:
@@ -77,8 +77,8 @@ def _check_optim(recipe: Recipe, device: Device) -> None:
 def _check_lr_scheduler(recipe: Recipe) -> None:
     name = recipe.train.lr_scheduler_type
     needed = LR_SCHEDULER_KWARGS.get(name)
-    given = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
-    if needed and not set(needed.one_of) & set(given):
+    scheduler_args = recipe.method.trainer_args.get("lr_scheduler_kwargs") or {}
+    if needed and not set(needed.one_of) & set(scheduler_args):
         raise PlanError(
             f"train.lr_scheduler_type: {name} needs {' or '.join(needed.one_of)}",
             hint=f"add to method.trainer_args: `lr_scheduler_kwargs: {{{needed.one_of[0]}: {needed.example}}}`",
@@ -86,10 +86,10 @@ def _check_lr_scheduler(recipe: Recipe) -> None:
 
 
 def _check_batch(recipe: Recipe) -> None:
-    batch, asked = recipe.train.global_batch_size, recipe.train.micro_batch_size
-    if asked is not None and batch % asked:
+    batch, requested = recipe.train.global_batch_size, recipe.train.micro_batch_size
+    if requested is not None and batch % requested:
         raise PlanError(
-            f"train.micro_batch_size: {asked} does not divide train.global_batch_size {batch}",
+            f"train.micro_batch_size: {requested} does not divide train.global_batch_size {batch}",
             hint=f"use one of {', '.join(str(size) for size in divisors(batch))}",
         )
 
@@ -160,34 +160,35 @@ def _those(hardware: Hardware) -> str:
 
 def _check_parallel(recipe: Recipe, hardware: Hardware, model: ModelFacts) -> None:
     """Refuse what contradicts itself or the machine; what a library cannot do is refused by layout."""
-    asked = recipe.parallel
-    if (asked.num_processes or 1) > max(1, hardware.num_accelerators):
+    requested = recipe.parallel
+    if (requested.num_processes or 1) > max(1, hardware.num_accelerators):
         raise PlanError(
-            f"parallel.num_processes: {asked.num_processes} processes need as many accelerators, of the same number "
+            f"parallel.num_processes: {requested.num_processes} processes need as many accelerators, of the "
+            "same number "
             f"in each node; {_those(hardware)}",
             hint="each process computes on one of its own",
         )
-    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(asked)[name] or 1) > 1]
-    if asked.strategy in ("ddp", "fsdp2", "zero1"):
+    several = [name for name in ("dp_shard_size", "tp_size", "cp_size", "sp_size") if (dict(requested)[name] or 1) > 1]
+    if requested.strategy in ("ddp", "fsdp2", "zero1"):
         several.insert(0, "strategy")
     if several and hardware.num_accelerators < 2:
-        what = f"parallel.{several[0]}: {dict(asked)[several[0]]} needs several accelerators"
+        what = f"parallel.{several[0]}: {dict(requested)[several[0]]} needs several accelerators"
         hint = "leave it to the plan" if hardware.accelerators else "set parallel.num_processes to share the processor"
         raise PlanError(f"{what}; this is {hardware.device.name}", hint=hint)
-    if asked.strategy not in ("auto", "single") and not hardware.accelerators:
+    if requested.strategy not in ("auto", "single") and not hardware.accelerators:
         raise PlanError(
-            f"parallel.strategy: {asked.strategy} needs accelerators; this is {hardware.device.name}",
+            f"parallel.strategy: {requested.strategy} needs accelerators; this is {hardware.device.name}",
             hint="leave it to the plan",
         )
     for name in ("tp_size", "sp_size"):
-        size = dict(asked)[name] or 1
+        size = dict(requested)[name] or 1
         if model.num_heads % size or (name == "tp_size" and model.num_kv_heads % size):
             heads = f"{model.num_heads} heads and {model.num_kv_heads} key-value heads"
             raise PlanError(f"parallel.{name}: {size} does not divide the {heads} of {model.path}")
-    if (asked.cp_size or 1) > 1 and (asked.sp_size or 1) > 1:
+    if (requested.cp_size or 1) > 1 and (requested.sp_size or 1) > 1:
         raise PlanError("parallel.cp_size and parallel.sp_size: Accelerate takes one of them", hint="leave one out")
-    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if dict(asked)[name] == "nvme"]
-    if on_disk and asked.nvme_path is None:
+    on_disk = [name for name in ("offload_param_device", "offload_optimizer_device") if dict(requested)[name] == "nvme"]
+    if on_disk and requested.nvme_path is None:
         raise PlanError(
             f"parallel.{on_disk[0]}: nvme needs parallel.nvme_path", hint="name a folder on a fast local disk"
         )
@@ -206,9 +207,9 @@ def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
     method = recipe.method
     if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm is not True:
         return
-    found = why_no_vllm(recipe, hardware)
-    if found is not None:
-        why, hint = found
+    refusal = why_no_vllm(recipe, hardware)
+    if refusal is not None:
+        why, hint = refusal
         raise PlanError(f"method.generation.use_vllm: {why}", hint=hint)
 
 
@@ -243,14 +244,14 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
     former = FORMER_LINEARS.get(model.model_type) if model.num_experts else None
     if former is None:
         return
-    asked = (
+    targets = (
         set() if adapter.target_modules == "all-linear" else {last_part(target) for target in adapter.target_modules}
     )
     for fused in sorted(set(former.values())):
         parts = [old for old, new in former.items() if new == fused]
-        missing = [part for part in parts if part not in asked]
+        missing = [part for part in parts if part not in targets]
         if missing and len(missing) < len(parts):
-            named = ", ".join(part for part in parts if part in asked)
+            named = ", ".join(part for part in parts if part in targets)
             raise PlanError(
                 f"adapter.target_modules: {named} without {', '.join(missing)}; the experts of {model.path} have them "
                 f"in one matrix, {fused}",
@@ -258,10 +259,10 @@ def check_adapted_experts(model: ModelFacts, adapter: LoraAdapter) -> None:
             )
     if not adapted_experts(model.tensors, former, adapter.target_modules):
         return
-    others = sorted({last_part(name) for name in model.linears} - set(former))
+    unfused = sorted({last_part(name) for name in model.linears} - set(former))
     for setting, is_set in (("dropout", adapter.dropout > 0), ("use_dora", adapter.use_dora)):
         if is_set:
             raise PlanError(
                 f"adapter.{setting}: PEFT has none for the fused matrices of experts and the routers of {model.path}",
-                hint=f"leave it out, or put adapters on {', '.join(others)} alone by adapter.target_modules",
+                hint=f"leave it out, or put adapters on {', '.join(unfused)} alone by adapter.target_modules",
             )

@@ -49,9 +49,9 @@ def why_not_compiled_in(layout: Layout) -> str | None:
 
 def choose_compile(recipe: Recipe, hardware: Hardware, kernels: Kernels, layout: Layout) -> tuple[bool, str]:
     """Return whether layers are compiled, and the reason."""
-    asked = recipe.train.torch_compile
-    if asked != "auto":
-        return asked, "as in the recipe"
+    requested = recipe.train.torch_compile
+    if requested != "auto":
+        return requested, "as in the recipe"
     device = hardware.device
     if device.kind != "cuda":
         return False, f"compiling takes longer than it saves on {device.name}"

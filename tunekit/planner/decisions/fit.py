@@ -174,20 +174,20 @@ class Fit:
 def fit(setting: Setting, layout: Layout, num_nodes: int) -> Fit | None:
     """The largest micro-batch that fits, without gradient checkpointing where that keeps the device busy."""
     recipe = setting.recipe
-    asked, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
+    requested, forced = recipe.train.micro_batch_size, recipe.train.gradient_checkpointing
     batch = recipe.train.global_batch_size // layout.num_batches
     devices_per_node = layout.num_processes // num_nodes
     sizes = _sizes(setting, batch // layout.sp_size)
     row_tokens = setting.passes.sequences_per_row * recipe.data.max_length
     enough = min(batch, math.ceil(ENOUGH_TOKENS * layout.devices_per_sequence / row_tokens))
     in_one_row = recipe.data.packing or recipe.data.padding_free is True
-    widens_mask = asked is None and in_one_row and needs_mask(setting.attention)
+    widens_mask = requested is None and in_one_row and needs_mask(setting.attention)
     if widens_mask:
         sizes = [size for size in sizes if size <= enough]
         enough = sizes[0]
     for checkpointing in [False, True] if forced == "auto" else [forced]:
         for size in sizes:
-            if not checkpointing and forced == "auto" and size < enough and asked is None:
+            if not checkpointing and forced == "auto" and size < enough and requested is None:
                 break
             for variant in _variants(layout, accumulates=size < batch):
                 memory = setting.memory(variant, num_nodes, size, checkpointing=checkpointing)
@@ -216,15 +216,15 @@ def least(setting: Setting, layout: Layout, num_nodes: int) -> MemoryEstimate:
     size = _sizes(setting, batch // layout.sp_size)[-1]
     variants = _variants(layout, accumulates=size < batch)
     kinds = [True, False] if forced == "auto" else [forced]
-    found = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
-    return min(found, key=lambda memory: memory.total_bytes)
+    estimates = [setting.memory(v, num_nodes, size, checkpointing=kind) for v in variants for kind in kinds]
+    return min(estimates, key=lambda memory: memory.total_bytes)
 
 
 def _sizes(setting: Setting, batch: int) -> list[int]:
     """Sizes of a micro-batch to try on each device, the largest first."""
-    asked = setting.recipe.train.micro_batch_size
-    if asked is not None:
-        return [asked]
+    requested = setting.recipe.train.micro_batch_size
+    if requested is not None:
+        return [requested]
     return [size for size in divisors(batch) if size >= setting.passes.least_rows]
 
 

@@ -249,16 +249,16 @@ def why_not_isolated(model: ModelFacts, attn_implementation: str) -> str | None:
         model: The model, of which its type and the types of its layers count.
         attn_implementation: Attention implementation by its transformers name.
     """
-    others = sorted(set(model.layer_types) - ATTENTION_LAYERS)
-    if others:
-        return f"its {' and '.join(others)} layers do not keep them apart"
+    layer_types = sorted(set(model.layer_types) - ATTENTION_LAYERS)
+    if layer_types:
+        return f"its {' and '.join(layer_types)} layers do not keep them apart"
     if model.model_type in CARRY_STATE and not model.layer_types:
         return f"{model.model_type} has layers that carry a state from one to the next"
     if model.model_type in NEVER_ISOLATE:
         return f"the code of {model.model_type} does not keep them apart"
     if attn_implementation == VARLEN:
-        known = model.model_type in VARLEN_TYPES
-        return None if known else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
+        is_supported = model.model_type in VARLEN_TYPES
+        return None if is_supported else f"{VARLEN} was not seen to keep them apart in {model.model_type}"
     flash = attn_implementation.startswith("flash_attention")
     if model.model_type in (ISOLATE_WITH_MASKS_ONLY if flash else ISOLATE_WITH_FLASH_ONLY):
         return f"the code of {model.model_type} does not keep them apart with {attn_implementation}"

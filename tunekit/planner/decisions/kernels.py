@@ -102,9 +102,9 @@ def why_no_kernels(kernels: Kernels, layout: Layout) -> str | None:
 
 def choose_kernels(recipe: Recipe, hardware: Hardware, layout: Layout) -> tuple[Kernels, str]:
     """Choose the kernels for a layout, with the reason; a requested kind was checked before."""
-    asked, device = recipe.model.kernels, hardware.device
-    if asked != "auto":
-        return asked, "as in the recipe" if asked != "tunekit" else f"as in the recipe; {_forms(hardware)}"
+    requested, device = recipe.model.kernels, hardware.device
+    if requested != "auto":
+        return requested, "as in the recipe" if requested != "tunekit" else f"as in the recipe; {_forms(hardware)}"
     why_not = why_no_kernels("tunekit", layout) or _why_not_on(device)
     if why_not is not None:
         return "torch", f"torch's own operations: {why_not}"
@@ -126,8 +126,8 @@ def head_kind(kind: HeadKind, method: Method, kernels: Kernels, layout: Layout) 
     """
     if kind != "tiles" or isinstance(method, DistillationMethod) or why_trl_head(kernels, layout) is not None:
         return kind
-    others = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
-    return "sums" if isinstance(method, SFTMethod) and not others else "chunks"
+    incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
+    return "sums" if isinstance(method, SFTMethod) and not incompatible else "chunks"
 
 
 def _why_not_on(device: Device) -> str | None:

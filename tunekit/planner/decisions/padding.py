@@ -40,22 +40,22 @@ def padding_of(
 ) -> Padding:
     """Choose the collation of the rows of a micro-batch, with the reason."""
     masks = needs_mask(attn_implementation)
-    one = micro_batch_size * passes.sequences_per_row == 1
+    is_single = micro_batch_size * passes.sequences_per_row == 1
     if passes.always_pads:
-        mask_length = data.max_length if masks and not one else None
+        mask_length = data.max_length if masks and not is_single else None
         return Padding(False, mask_length, f"TRL pads the batches of {passes.method}")
     whole = micro_batch_size * data.max_length
     apart = f"{attn_implementation} keeps them apart by a mask over the whole micro-batch" if masks else ""
     if data.packing:
         return Padding(True, whole if masks else None, f"packed; {apart}" if masks else "packed")
-    asked = data.padding_free
-    if asked is True:
-        masked = masks and not one
+    requested = data.padding_free
+    if requested is True:
+        masked = masks and not is_single
         return Padding(True, whole if masked else None, f"as in the recipe; {apart}" if masked else "as in the recipe")
-    padded = None if one else data.max_length
-    if asked is False:
+    padded = None if is_single else data.max_length
+    if requested is False:
         return Padding(False, padded, "as in the recipe")
-    if one:
+    if is_single:
         return Padding(False, padded, "one row at a time needs none")
     if masks:
         why = f"laid one behind the other, {attn_implementation} would need a mask that grows with their square"
@@ -85,8 +85,8 @@ def check_isolation(data: DataSection, model: ModelFacts, attn_implementation: s
     why = why_not_isolated(model, attn_implementation)
     if why is None:
         return
-    asked = "data.packing" if data.packing else "data.padding_free"
-    hint = f"set {asked}=false"
+    key = "data.packing" if data.packing else "data.padding_free"
+    hint = f"set {key}=false"
     if model.model_type in ISOLATE_WITH_FLASH_ONLY and why_not_isolated(model, "flash_attention_2") is None:
         hint += ", or use flash_attention_2 on a device that has it"
-    raise PlanError(f"{asked}: documents in one row would see each other in {model.path}: {why}", hint=hint)
+    raise PlanError(f"{key}: documents in one row would see each other in {model.path}: {why}", hint=hint)

@@ -75,9 +75,11 @@ def reserve_reasons(share: float, why: str | None) -> Iterator[Reason]:
 def precision_reason(recipe: Recipe, layout: Layout, dtype: Dtype, why: str) -> Reason:
     """In which types the run computes, keeps weights and sums gradients over devices."""
     full = isinstance(recipe.adapter, FullAdapter)
-    kept = "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
+    stored = (
+        "float32 weights" if full else "4-bit base" if isinstance(recipe.adapter, QloraAdapter) else f"{dtype} base"
+    )
     summed = f"; devices sum gradients in {layout.reduces_in(dtype)}" if layout.num_processes > 1 else ""
-    return Reason(topic="precision", choice=f"{dtype} products, {kept}", why=f"{why}{summed}")
+    return Reason(topic="precision", choice=f"{dtype} products, {stored}", why=f"{why}{summed}")
 
 
 def kernels_reason(kernels: Kernels, why: str) -> Reason:
@@ -114,13 +116,13 @@ def head_reason(
         choice = f"all logits at once, {size}" if passes.head == "whole" else "a score for each token"
         why = "TRL's head in tiles is not in its experimental trainers" if passes.head == "whole" else "one number each"
         return Reason(topic="head", choice=choice, why=f"{why}{experts}")
-    kept = "" if why_trl is None else f"; {why_trl}"
+    note = "" if why_trl is None else f"; {why_trl}"
     by = "Triton" if hardware.device.kind == "cuda" else "torch, as Triton needs an accelerator"
     return Reason(
         topic="head",
         choice="TRL's head in tiles",
         why=f"logits of a micro-batch would be {size}; tiles of {HEAD_TOKENS:,} tokens x {HEAD_COLUMNS:,} words are "
-        f"folded by {by}{kept}{experts}",
+        f"folded by {by}{note}{experts}",
     )
 
 
@@ -153,15 +155,15 @@ def adapter_reason(recipe: Recipe, model: ModelFacts) -> Reason:
 
 def optimizer_reason(recipe: Recipe) -> Reason:
     """Return the reason for the optimizer."""
-    given = "as in the recipe"
+    reason = "as in the recipe"
     if recipe.train.learning_rate is None:
         source = DEFAULT_LEARNING_RATES[recipe.method.type].source
         times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
-        given = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
+        reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     return Reason(
         topic="optimizer",
         choice=f"{recipe.train.optim}, learning rate {recipe.learning_rate:g}",
-        why=f"{given}; {recipe.train.lr_scheduler_type} schedule",
+        why=f"{reason}; {recipe.train.lr_scheduler_type} schedule",
     )
 
 
@@ -209,10 +211,10 @@ def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
             who = f"the code of {model.model_type} has no loss of its routers, and TRL"
         yield Reason(topic="experts", choice="not kept equally busy", why=f"{who} adds none")
     elif coefficient:
-        given = recipe.method.trainer_args.get("router_aux_loss_coef") is not None
-        why = f"the coefficient is {'as in the recipe' if given else 'of the config of the model'}; TRL adds the loss "
+        is_set = recipe.method.trainer_args.get("router_aux_loss_coef") is not None
+        why = f"the coefficient is {'as in the recipe' if is_set else 'of the config of the model'}; TRL adds the loss "
         why += "of the routers, a mean over micro-batches: how a batch is cut shows in it a little"
-        why += "" if given else f"; {ROUTER_ARG}=0.0 leaves it out"
+        why += "" if is_set else f"; {ROUTER_ARG}=0.0 leaves it out"
         yield Reason(topic="experts", choice=f"kept equally busy, router_aux_loss_coef {coefficient:g}", why=why)
 
 
@@ -229,14 +231,14 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
     Raises:
         PlanError: The recipe gives one, and the model has no such loss.
     """
-    asked: float | None = recipe.method.trainer_args.get("router_aux_loss_coef")
+    coefficient: float | None = recipe.method.trainer_args.get("router_aux_loss_coef")
     if not isinstance(recipe.method, BALANCED):
         return None
-    if asked and model.router_aux_loss_coef is None:
+    if coefficient and model.router_aux_loss_coef is None:
         raise PlanError(
             f"{ROUTER_ARG}: {model.path} ({model.model_type}) has no loss of routers to weight", hint="leave it out"
         )
-    return model.router_aux_loss_coef if asked is None else asked
+    return model.router_aux_loss_coef if coefficient is None else coefficient
 
 
 def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
@@ -299,8 +301,8 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     unknown = recipe.data.packing and not data.tokenized and not recipe.data.streaming
     if unknown and train.max_steps is None:
         return None
-    known = not unknown and not recipe.data.streaming
-    per_epoch = steps_per_epoch(recipe.method, data.num_train, train.global_batch_size) if known else None
+    is_known = not unknown and not recipe.data.streaming
+    per_epoch = steps_per_epoch(recipe.method, data.num_train, train.global_batch_size) if is_known else None
     steps = train.max_steps or math.ceil((train.num_epochs or 1) * (per_epoch or 0))
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
@@ -338,8 +340,8 @@ def balance_reason(method: KTOMethod, num_rows: int, num_good: int) -> Reason:
     if least * bad <= good <= most * bad:
         return Reason(topic="balance", choice=choice, why=f"{weighed} is within 1:1 and 4:3, as its paper advises")
     weights = [share * method.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
-    others = [method.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
-    field, (low, high) = ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", others)
+    suggested_weights = [method.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
+    field, (low, high) = ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", suggested_weights)
     advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
     return Reason(topic="balance", choice=choice, why=f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed)
 

@@ -57,16 +57,16 @@ class Shortage(Facts):
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         parts = dict(self.planned.parts)
-        context, rest = parts.pop("context"), self.taken_bytes
+        context, remaining = parts.pop("context"), self.taken_bytes
         for part in CONSTANT:
             planned, measured = parts.pop(part, 0), self.held.get(part)
             if planned:
-                rest -= measured or 0
+                remaining -= measured or 0
                 yield part, gib(planned), "not yet" if measured is None else gib(measured)
-        yield ", ".join(parts), gib(sum(parts.values())), gib(rest)
+        yield ", ".join(parts), gib(sum(parts.values())), gib(remaining)
         yield "context", gib(context), "not measured" if self.context_bytes is None else gib(self.context_bytes)
-        taken = self.taken_bytes + (self.context_bytes or 0)
-        yield "in all", gib(self.planned.total_bytes), gib(taken)
+        used = self.taken_bytes + (self.context_bytes or 0)
+        yield "in all", gib(self.planned.total_bytes), gib(used)
 
 
 def change_that_fits(plan: Plan, model: ModelFacts, limit_bytes: int, teacher: ModelFacts | None = None) -> Smaller:

@@ -65,17 +65,17 @@ def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -
     """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
     method = recipe.method
     assert isinstance(method, OnPolicyMethod)
-    asked = method.generation
-    if asked.vllm_mode == "server":
+    generation = method.generation
+    if generation.vllm_mode == "server":
         return VLLM(mode="server")
-    if asked.vllm_gpu_memory_utilization is not None:
-        return VLLM(mode="colocate", gpu_memory_utilization=asked.vllm_gpu_memory_utilization)
+    if generation.vllm_gpu_memory_utilization is not None:
+        return VLLM(mode="colocate", gpu_memory_utilization=generation.vllm_gpu_memory_utilization)
     num_sequences = -(-recipe.train.global_batch_size // layout.num_batches)
     fixed = _fixed_bytes(model, num_sequences)
     a_token = 2 * VALUE_BYTES * model.num_kv_heads * model.head_dim * model.num_layers
-    one = a_token * recipe.data.max_length
+    sequence_bytes = a_token * recipe.data.max_length
     usual = USUAL_SHARE * device.memory_total_bytes
-    needed = min(fixed + num_sequences * one, max(fixed + one, usual))
+    needed = min(fixed + num_sequences * sequence_bytes, max(fixed + sequence_bytes, usual))
     return VLLM(mode="colocate", gpu_memory_utilization=ceil(100 * needed / device.memory_total_bytes) / 100)
 
 

@@ -113,7 +113,7 @@ def pcie_bytes_per_second(generation: int, width: int) -> float | None:
 
 def reported_as(name: str) -> Accelerator | None:
     """The accelerator that a driver calls `name`, if it is known."""
-    return next((known for known in CATALOGUE if name in known.reported), None)
+    return next((figures for figures in CATALOGUE if name in figures.reported), None)
 
 
 def _times(number: float | None, unit: float) -> float | None:

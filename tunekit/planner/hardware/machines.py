@@ -141,9 +141,9 @@ def machines() -> list[str]:
 def _split(on: str) -> tuple[int, int, str]:
     """Nodes, accelerators in each and the accelerator's name, from a machine's name."""
     text = re.sub(r"\s", "", on).lower().replace("×", "x").replace("*", "x")
-    found = _NAME.fullmatch(text)
-    assert found is not None, "the pattern matches any text"
-    nodes, accelerators, name = int(found[1] or 1), int(found[2] or 1), found[3]
+    match = _NAME.fullmatch(text)
+    assert match is not None, "the pattern matches any text"
+    nodes, accelerators, name = int(match[1] or 1), int(match[2] or 1), match[3]
     if not nodes or not accelerators:
         raise PlanError(f"'{on}': a machine has at least one node and one accelerator", hint=_FORMS)
     if not name or re.match("[0-9]+x", name):
@@ -171,10 +171,13 @@ def _written(nodes: int, accelerators: int, name: str) -> str:
 def _refuse_name(on: str, nodes: int, accelerators: int, name: str) -> NoReturn:
     """Say which accelerators there are, the nearest first."""
     near = difflib.get_close_matches(_plain(name), _BY_NAME, n=3, cutoff=0.7)
-    meant = " or ".join(dict.fromkeys(f"'{_written(nodes, accelerators, _BY_NAME[other].name)}'" for other in near))
+    suggestion = " or ".join(
+        dict.fromkeys(f"'{_written(nodes, accelerators, _BY_NAME[other].name)}'" for other in near)
+    )
     there_are = f"there are {', '.join(kind.name for kind in CATALOGUE)}; or name a YAML file"
     raise PlanError(
-        f"'{on}': no accelerator '{name}' is known", hint=f"did you mean {meant}? {there_are}" if meant else there_are
+        f"'{on}': no accelerator '{name}' is known",
+        hint=f"did you mean {suggestion}? {there_are}" if suggestion else there_are,
     )
 
 
@@ -199,7 +202,7 @@ def _read(path: Path) -> Machine:
     try:
         described = MachineFile.model_validate(values)
     except ValidationError as error:
-        _raise([_problem(one, places) for one in error.errors(include_url=False)])
+        _raise([_problem(error_details, places) for error_details in error.errors(include_url=False)])
     return _described(path, described, places)
 
 
@@ -223,12 +226,12 @@ def _problem(error: ErrorDetails, places: Places) -> Problem:
 
 def _described(path: Path, file: MachineFile, places: Places) -> Machine:
     """The machine of a file, over what the catalogue knows of its accelerator."""
-    known = _known(file.accelerator)
-    if known is None and (file.memory_gib is None or file.compute_capability is None):
+    known_figures = _known(file.accelerator)
+    if known_figures is None and (file.memory_gib is None or file.compute_capability is None):
         what = f"'{file.accelerator}' is not in the catalogue, so memory_gib and compute_capability are needed"
         names = ", ".join(kind.name for kind in CATALOGUE)
         _raise([Problem(places.of_value(("accelerator",)), what, ("accelerator",), f"add them, or use one of {names}")])
-    base = known or Accelerator(
+    base = known_figures or Accelerator(
         name=file.accelerator, label=file.accelerator, memory_mib=0, max_per_node=file.num_accelerators
     )
     sheet = {name: value for name, value in file if name in Accelerator.model_fields and value is not None}

@@ -334,9 +334,9 @@ def layers_of(
     # Of the first and the last layer, the one that keeps more is what decides.
     sliding = model.num_sliding_layers
     one_attention = max(attention(mask_length), attention(sliding_mask_length) if sliding else 0)
-    one = one_attention + mlps.one
-    others = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
-    others += mlps.others - one_attention
+    layer_bytes = one_attention + mlps.one
+    other_layers = sliding * attention(sliding_mask_length) + (model.num_layers - sliding) * attention(mask_length)
+    other_layers += mlps.others - one_attention
     # The masks themselves, one for each kind of layer: a byte for each pair of tokens.
     kinds = (mask_length if sliding < model.num_layers else None, sliding_mask_length if sliding else None)
     shared = num_tokens * sum(length or 0 for length in kinds)
@@ -350,13 +350,13 @@ def layers_of(
     less = mlps.one + mlps.working - mlps.first
     if gradient_checkpointing:
         # The copy that a layer was recomputed from is kept already. Autocast remembers its casts until the pass ends.
-        again = one - (stream if e == 4 or products.wide else 0)
-        first, kept = stream + again, model.num_layers * stream + mlps.logits
-        return Layers(stream, kept, casts, first, first + working - less, again, mlps.passing, working, shared)
+        again = layer_bytes - (stream if e == 4 or products.wide else 0)
+        first, kept_bytes = stream + again, model.num_layers * stream + mlps.logits
+        return Layers(stream, kept_bytes, casts, first, first + working - less, again, mlps.passing, working, shared)
     # Nothing before the first adapter needs a gradient, so its norm keeps nothing, and dropout no mask.
     nothing = 0 if products.reads_trained else (4 + products.mask * products.num_attention_readers) * h * num_tokens
-    first = one - nothing
-    return Layers(stream, first + others, 0, first, first + working - less, 0, mlps.passing, working, shared)
+    first = layer_bytes - nothing
+    return Layers(stream, first + other_layers, 0, first, first + working - less, 0, mlps.passing, working, shared)
 
 
 @dataclass(frozen=True)
@@ -376,8 +376,8 @@ class _Mlps:
 
     def beside_scores(self, scores: Scores, num_scores: int, *, recomputes: bool) -> "_Mlps":
         """The same where attention needs more: before the MLP is computed, and when its own backward pass is over."""
-        kept = 0 if recomputes else scores.kept
-        passing = max(self.passing, (scores.forward - kept) * num_scores - (0 if recomputes else self.one))
+        kept_scores = 0 if recomputes else scores.kept
+        passing = max(self.passing, (scores.forward - kept_scores) * num_scores - (0 if recomputes else self.one))
         working = max(self.working, scores.backward * num_scores - self.one)
         return replace(self, passing=passing, working=working, first=self.first + working - self.working)
 
@@ -391,7 +391,7 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
 
     mixture = model.mixture
     if mixture is None:
-        one, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
+        layer_bytes, working = _mlp_bytes(products, i) * num_tokens, dense_working(i)
         passing = 0 if products.full or recomputes else _adapter_copy_bytes(model, products, i) * num_tokens
         if products.dora is not None:
             end = _dora_end_bytes(model, products, products.dora, num_tokens)
@@ -399,23 +399,23 @@ def _mlps(model: ModelFacts, products: _Products, num_tokens: int, *, recomputes
             gradients = (2 * 4 if products.casted else e) * h * num_tokens
             working = max(working, end + gradients if recomputes else 0)
             passing = 0 if recomputes else end
-        return _Mlps(one, (model.num_layers - 1) * one, one + working, passing, working)
+        return _Mlps(layer_bytes, (model.num_layers - 1) * layer_bytes, layer_bytes + working, passing, working)
     beside = _beside_experts_bytes(products, mixture.shared)
     # The forward pass goes through that MLP last, and the backward pass first: it leaves the gradient of what it read.
-    gone = 0
+    freed = 0
     if mixture.shared:
-        gone = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
-        gone -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
+        freed = (beside - _beside_experts_bytes(products, 0) - e * h) * num_tokens
+        freed -= 3 * _weight_gradient_bytes(products, mixture.shared, accumulates=accumulates)
     experts = sparse_mlp(
         mixture, model.model_type, h, products.experts, compute_bytes=e, casted=products.casted,
-        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=gone,
+        num_tokens=num_tokens, recomputes=recomputes, accumulates=accumulates, beside=freed,
     )  # fmt: skip
-    one = experts.kept + beside * num_tokens
+    layer_bytes = experts.kept + beside * num_tokens
     dense = _mlp_bytes(products, mixture.dense) * num_tokens
-    others = (mixture.num_layers - 1) * one + (model.num_layers - mixture.num_layers) * dense
+    remaining = (mixture.num_layers - 1) * layer_bytes + (model.num_layers - mixture.num_layers) * dense
     working = max(experts.working, 2 * e * mixture.shared * num_tokens)
-    first = dense + dense_working(mixture.dense) if mixture.dense else one + working
-    return _Mlps(one, others, first, experts.passing, working, mixture.num_layers * experts.logits)
+    first = dense + dense_working(mixture.dense) if mixture.dense else layer_bytes + working
+    return _Mlps(layer_bytes, remaining, first, experts.passing, working, mixture.num_layers * experts.logits)
 
 
 def _weight_gradient_bytes(products: _Products, width: int, *, accumulates: bool) -> int:
@@ -551,17 +551,17 @@ def head_of(
     tables, casted = trained_tables(model, adapter), autocast and e == 2
     wide = 4 if casted and tables.embedding else e
     # The norm's float32 input, the values that its trained weight was multiplied with, and what the head reads.
-    kept = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
+    kept_bytes = (4 + (wide if isinstance(adapter, FullAdapter) else 0)) * h * num_tokens + wide * h * scored
     # Autocast casts a tile of a float32 weight, and of what the head reads, while the last ones are there still.
     more_rows = scored > HEAD_TOKENS
     casts = e * h * rows * (1 + more_rows) if casted and wide == 4 else 0
-    held = 0
+    live = 0
     if casted and tables.head:
         casts += e * h * columns
-        held = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
+        live = min(model.vocab_size - columns, HEAD_COLUMNS) if model.vocab_size > columns else columns * more_rows
     # The gradient in float32, and in the type of what the head reads.
     gradient = (4 + (wide if wide == 2 else 0)) * h * scored
-    return Head(kept, tile + casts + wide * h * num_tokens, tile + casts + e * h * held + gradient)
+    return Head(kept_bytes, tile + casts + wide * h * num_tokens, tile + casts + e * h * live + gradient)
 
 
 def _chunked_head_of(
@@ -595,11 +595,11 @@ def _chunked_head_of(
     columns = 28 * scored + 12 * num_tokens
     computes_again = tables.head and not sums
     # The gradient of what was read, for each token that counts and then among all; of 16 bits by way of float32.
-    given = max(wide * h * (num_tokens + scored), (4 + wide) * h * scored if e == 2 else 0)
+    gradients = max(wide * h * (num_tokens + scored), (4 + wide) * h * scored if e == 2 else 0)
     if computes_again:
-        return Head(norm + wide * h * num_tokens + columns, chunk, max(chunk + e * h * scored, given))
+        return Head(norm + wide * h * num_tokens + columns, chunk, max(chunk + e * h * scored, gradients))
     of_weight = 4 * vocabulary * h if tables.head else 0
-    return Head(norm + e * h * scored + columns, chunk + of_weight + wide * h * num_tokens, given)
+    return Head(norm + e * h * scored + columns, chunk + of_weight + wide * h * num_tokens, gradients)
 
 
 def _norm_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, wide: int, num_tokens: int) -> int:
@@ -618,9 +618,9 @@ def _score_of(
     wide = 4 if casted and trained_tables(model, adapter).embedding else e
     # The score is trained, so that what it reads is kept, in the type of its product, until the norm's own backward
     # pass: in float32 its gradient, product, quotient and power, and of a frozen weight one more.
-    kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
+    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens
     norm = (16 if isinstance(adapter, FullAdapter) else 20) - e
-    return Head(kept, wide * h * num_tokens, norm * h * num_tokens)
+    return Head(kept_bytes, wide * h * num_tokens, norm * h * num_tokens)
 
 
 def _whole_head_of(
@@ -646,6 +646,6 @@ def _whole_head_of(
     cast = e * model.vocab_size * h if casted and tables.head else 0
     # Its weight has no gradient yet, which is counted beside.
     gradient = 4 * model.vocab_size * h if tables.head else 0
-    kept = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
+    kept_bytes = _norm_bytes(model, adapter, wide, num_tokens) + e * h * num_tokens * tables.head
     times = 3 if device == "cuda" else 4.5
-    return Head(kept, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))
+    return Head(kept_bytes, 2 * logits + cast, int(max(times * logits + cast - gradient, 2 * logits)))

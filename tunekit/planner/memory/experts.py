@@ -52,17 +52,17 @@ FORMER_LINEARS: dict[str, dict[str, str]] = {
 
 def fused_experts(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, with the experts that files store one by one as the two tensors for all of them."""
-    found: dict[str, tuple[int, ...]] = {}
+    fused: dict[str, tuple[int, ...]] = {}
     for name, shape in tensors.items():
-        layer, experts, rest = name.partition(".experts.")
-        number, _, leaf = rest.removesuffix(".weight").partition(".")
+        layer, experts, suffix = name.partition(".experts.")
+        number, _, leaf = suffix.removesuffix(".weight").partition(".")
         if not number.isdigit() or leaf not in _FUSED:
-            found[name] = shape
+            fused[name] = shape
             continue
         part = f"{layer}{experts}{_FUSED[leaf]}"
-        num, outputs, _ = found.get(part, (0, 0, 0))
-        found[part] = (max(num, int(number) + 1), outputs + (shape[0] if number == "0" else 0), shape[1])
-    return found
+        num, outputs, _ = fused.get(part, (0, 0, 0))
+        fused[part] = (max(num, int(number) + 1), outputs + (shape[0] if number == "0" else 0), shape[1])
+    return fused
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Mixture:
 
     def expert_params(self, hidden: int) -> tuple[int, int]:
         """Parameters of all gate and up projections of a layer, and of all down projections."""
-        one = self.num_experts * self.inner * hidden
-        return 2 * one, one
+        layer_params = self.num_experts * self.inner * hidden
+        return 2 * layer_params, layer_params
 
 
 def mixture_of(
@@ -133,18 +133,20 @@ def adapted_experts(
         former: What became of the former linear layers.
         targets: Names of modules, or `all-linear`.
     """
-    asked = set(former.values()) if targets == "all-linear" else {former.get(last_part(target)) for target in targets}
-    found: Sizes = {}
+    target_names = (
+        set(former.values()) if targets == "all-linear" else {former.get(last_part(target)) for target in targets}
+    )
+    sizes: Sizes = {}
     for name, shape in tensors.items():
         module = name.removesuffix(".weight")
         part = last_part(module)
-        if part not in asked or len(shape) < 2 or (part == "gate") == (".experts." in name):
+        if part not in target_names or len(shape) < 2 or (part == "gate") == (".experts." in name):
             continue
         *experts, outputs, inputs = shape
         # Gate and up projection together have twice the rank.
         times = math.prod(experts) * (2 if experts and part == "gate_up_proj" else 1)
-        found[module] = (times * outputs, times * inputs)
-    return found
+        sizes[module] = (times * outputs, times * inputs)
+    return sizes
 
 
 def expert_adapters(name: str, tensors: Mapping[str, tuple[int, ...]], num_experts: int) -> list[tuple[int, int, int]]:

@@ -143,11 +143,11 @@ def estimate(
         vllm_bytes: What vLLM takes of each device.
         scores_length: Length of a row of scores where attention keeps all of them, as eager attention does; None else.
     """
-    one = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
+    shard = model if layout.tp_size == 1 else model.divided_by(layout.tp_size)
     autocast = layout.strategy in ("single", "ddp")
     mine = -(-num_tokens // (layout.cp_size * layout.sp_size))
     layers = layers_of(
-        one,
+        shard,
         adapter,
         device,
         dtype,
@@ -160,9 +160,9 @@ def estimate(
         scores_length=scores_length,
     )
     if layout.cp_size > 1:
-        layers = with_gathered_keys(one, layers, dtype, num_tokens)
+        layers = with_gathered_keys(shard, layers, dtype, num_tokens)
     head = head_of(
-        one,
+        shard,
         adapter,
         device,
         dtype,
@@ -172,8 +172,8 @@ def estimate(
         kind=passes.head,
         widens=not layout.strategy.startswith("zero"),
     )
-    kept, needs, trained = _engine(
-        one,
+    kept_state, needs, trained = _engine(
+        shard,
         adapter,
         layers,
         head,
@@ -184,8 +184,8 @@ def estimate(
         accumulates=accumulates,
     )
     # Where the optimizer's states are offloaded, its step is not computed here.
-    copied = 4 * trained if optim in FOREACH and device == "cuda" and kept.optimizer else 0
-    dequantised = dequantised_bytes(one, adapter, dtype)
+    copied = 4 * trained if optim in FOREACH and device == "cuda" and kept_state.optimizer else 0
+    dequantised = dequantised_bytes(shard, adapter, dtype)
     highest: dict[Phase, Need] = {}
     for phase, need in needs:
         more = need
@@ -195,19 +195,24 @@ def estimate(
             more = replace(need, gathered=need.gathered + dequantised)
         if phase not in highest or more.total > highest[phase].total:
             highest[phase] = more
-    kept = with_reference(kept, one, passes, dtype, layout, devices_per_node=devices_per_node)
-    kept = replace(kept, vllm=vllm_bytes)
-    highest |= method_needs(one, adapter, passes, dtype, layout, layers, head, mine, highest)
-    phases = {phase: need.total + (kept.loaded if phase == "load" else kept.total) for phase, need in highest.items()}
+    kept_state = with_reference(kept_state, shard, passes, dtype, layout, devices_per_node=devices_per_node)
+    kept_state = replace(kept_state, vllm=vllm_bytes)
+    highest |= method_needs(shard, adapter, passes, dtype, layout, layers, head, mine, highest)
+    phases = {
+        phase: need.total + (kept_state.loaded if phase == "load" else kept_state.total)
+        for phase, need in highest.items()
+    }
     phase = max(phases, key=phases.__getitem__)
     if phase == "load":
-        kept = replace(kept, optimizer=0)
+        kept_state = replace(kept_state, optimizer=0)
     return MemoryEstimate(
-        parts=_parts(kept, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))),
+        parts=_parts(
+            kept_state, highest[phase], CONTEXT_BYTES[device], int(reserve_share * (phases[phase] - vllm_bytes))
+        ),
         phase=phase,
         phases=phases,
-        host_bytes=kept.host_bytes,
-        nvme_bytes=kept.nvme_bytes,
+        host_bytes=kept_state.host_bytes,
+        nvme_bytes=kept_state.nvme_bytes,
         confidence=_confidence(model, adapter, layout, passes),
     )
 
@@ -229,11 +234,11 @@ def _engine(
     """
     trained, optimizer_bytes = num_trainable_params(model, adapter), OPTIMIZER_BYTES[optim]
     if layout.strategy in ("single", "ddp"):
-        kept = _kept(model, adapter, dtype, optim)
-        return kept, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
+        kept_state = _kept(model, adapter, dtype, optim)
+        return kept_state, _needs(model, adapter, layers, head, layout, accumulates=accumulates), trained
     if layout.strategy == "fsdp2":
         units, full = units_of(model, adapter, layout.num_shards), isinstance(adapter, FullAdapter)
-        kept = fsdp2_kept(
+        kept_state = fsdp2_kept(
             units,
             dtype,
             undivided=quantised_bytes(model, adapter),
@@ -244,8 +249,8 @@ def _engine(
         )
         tied = model.has_tied_head and not unties_head(model, adapter)
         needs = fsdp2_needs(units, layers, head, dtype, full=full, tied=tied, layout=layout, accumulates=accumulates)
-        return kept, needs, units.all.trained
-    kept = zero_kept(
+        return kept_state, needs, units.all.trained
+    kept_state = zero_kept(
         model,
         adapter,
         dtype,
@@ -254,7 +259,7 @@ def _engine(
         devices_per_node=devices_per_node,
     )
     needs = zero_needs(model, adapter, layers, head, dtype, layout=layout, accumulates=accumulates)
-    return kept, needs, trained // layout.num_shards
+    return kept_state, needs, trained // layout.num_shards
 
 
 def _parts(kept: Kept, need: Need, context: int, reserve: int) -> dict[Part, int]:
@@ -290,8 +295,8 @@ def _confidence(model: ModelFacts, adapter: FullAdapter | LoraAdapter, layout: L
         # Tables that are trained beside an adapter are counted on one device only as they are traced.
         return "closed form"
     alone = layout.tp_size == layout.cp_size == layout.sp_size == 1 and layout.offload_param_device == "none"
-    others = () if model.num_experts else ("single", "ddp")
-    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else others)
+    traced = () if model.num_experts else ("single", "ddp")
+    engine = layout.strategy in (("single", "ddp", "fsdp2") if passes.method == "sft" else traced)
     return "traced" if alone and engine else "closed form"
 
 

@@ -107,12 +107,12 @@ def saving_of(
         metric, greater = None, False
     size = checkpoint_bytes(recipe, model, layout, dtype)
     fits = spare_bytes is not None and copied_bytes(size, layout) <= spare_bytes
-    kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1
+    num_kept = 0 if layout.why_not_resumed else recipe.train.save_total_limit + (metric is not None) + 1
     result = result_bytes(recipe, model)
     return Saving(
         checkpoint_bytes=size,
         result_bytes=result,
-        run_bytes=kept * size + result + ROW_BYTES * (data.num_train_tokens or 0),
+        run_bytes=num_kept * size + result + ROW_BYTES * (data.num_train_tokens or 0),
         in_background=divides_files(layout) and fits,
         metric_for_best_model=metric,
         greater_is_better=greater,

@@ -78,8 +78,8 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
     full = isinstance(adapter, FullAdapter)
 
     def unit(tensors: Count) -> Unit:
-        held = _padded(tensors, num_shards)
-        return Unit(trained=held, whole=_size(tensors)) if full else Unit(frozen=held)
+        padded = _padded(tensors, num_shards)
+        return Unit(trained=padded, whole=_size(tensors)) if full else Unit(frozen=padded)
 
     def divided(layer: Count) -> Count:
         """Accelerate divides no 4-bit weights: they lie whole on each device."""
@@ -98,8 +98,8 @@ def units_of(model: ModelFacts, adapter: FullAdapter | LoraAdapter, num_shards: 
     kinds = [*(kind for kind, _ in shapes.layers), shapes.embedding, shapes.head]
     # Experts that are stored apart have their gate and their up projections in one tensor, two of a shape.
     tensors = [{shape: times if len(shape) > 2 else 1} for kind in kinds for shape, times in kind.items()]
-    held = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
-    tensor = max(held, key=lambda unit: unit.frozen)
+    units = [Unit(frozen=_padded(tensor, num_shards), whole=_size(tensor)) for tensor in tensors]
+    tensor = max(units, key=lambda unit: unit.frozen)
     return Units(first, largest, whole, unit(shapes.embedding), tail, tensor, model.num_layers, num_shards)
 
 
@@ -110,8 +110,8 @@ def _adapters(model: ModelFacts, adapter: LoraAdapter, num_shards: int) -> Unit:
         matrices[each * adapter.rank, inputs] += times
         matrices[outputs, each * adapter.rank] += times
     trained = num_trainable_params(model, adapter)
-    others = trained - _size(matrices)
-    return Unit(trained=_padded(matrices, num_shards) + -(-others // num_shards), whole=trained)
+    remaining = trained - _size(matrices)
+    return Unit(trained=_padded(matrices, num_shards) + -(-remaining // num_shards), whole=trained)
 
 
 def _padded(tensors: Count, num_shards: int) -> int:
@@ -211,7 +211,7 @@ class _Backward:
 
     def needs(self) -> Iterator[tuple[Phase, Need]]:
         """Yield the needs of its phases."""
-        kept = self.layers.kept + self.layers.shared
+        kept_bytes = self.layers.kept + self.layers.shared
         tail, ahead = self._tail, self._layer
         stays = 0 if self.layout.reshard_after_forward else self._staying(self.units.num_layers)
         yield from self._unsharding()
@@ -221,7 +221,7 @@ class _Backward:
             "forward",
             Need(
                 gradients=self.whole + self.held,
-                activations=kept + self.layers.forward_only + self.head.kept,
+                activations=kept_bytes + self.layers.forward_only + self.head.kept,
                 logits=self.head.forward,
                 gathered=tail + arrived + stays,
             ),
@@ -232,7 +232,7 @@ class _Backward:
             "head",
             Need(
                 gradients=self.whole + self.held,
-                activations=kept + self.head.kept,
+                activations=kept_bytes + self.head.kept,
                 logits=self.head.backward,
                 gathered=tail + vocabulary + (stays or ahead),
             ),
@@ -256,8 +256,8 @@ class _Backward:
         if self.full and not self.tied:
             # The head's.
             moments.append((layers.kept, self._layer + 2 * self._tail + (self._staying(num_layers) if keeps else 0)))
-        for kept, gathered in moments:
-            yield "forward", Need(self.whole + self.held, kept + layers.shared, 0, gathered)
+        for stored, gathered in moments:
+            yield "forward", Need(self.whole + self.held, stored + layers.shared, 0, gathered)
 
     def _layer_needs(self) -> Iterator[tuple[Phase, Need]]:
         layers, num_layers = self.layers, self.units.num_layers
@@ -276,36 +276,44 @@ class _Backward:
             # or rises evenly between them.
             lefts = {num_layers - 1, min(3, num_layers - 1), 2}
             moments += [
-                ("middle layers", left, before_first + self.units.layer * (1 - left), reducing) for left in lefts
+                ("middle layers", num_left, before_first + self.units.layer * (1 - num_left), reducing)
+                for num_left in lefts
             ]
-        for phase, left, done, reducing in moments:
-            following = self._first if left == 2 else self._layer
-            kept = layers.kept * left // num_layers + layers.recomputed + layers.working if left > 1 else layers.leading
+        for phase, num_left, finished, reducing in moments:
+            following = self._first if num_left == 2 else self._layer
+            stored = (
+                layers.kept * num_left // num_layers + layers.recomputed + layers.working
+                if num_left > 1
+                else layers.leading
+            )
             # This layer, and the next unit; or all that have not been freed.
-            keeps = not self.layout.reshard_after_forward or left == 1
-            gathered = self._staying(left) if keeps else self._layer + following
-            done += Unit() if self.tied else self.units.head
+            keeps = not self.layout.reshard_after_forward or num_left == 1
+            gathered = self._staying(num_left) if keeps else self._layer + following
+            finished += Unit() if self.tied else self.units.head
             yield (
                 phase,
                 Need(
-                    gradients=self._gradients(done),
-                    activations=kept + layers.shared,
+                    gradients=self._gradients(finished),
+                    activations=stored + layers.shared,
                     gathered=gathered + reducing + waits,
                 ),
             )
 
     def _embedding_needs(self) -> Iterator[tuple[Phase, Need]]:
         table = self.e * self._vocabulary
-        done = self.units.layers + (Unit() if self.tied else self.units.head)
+        finished = self.units.layers + (Unit() if self.tied else self.units.head)
         reducing = self._reducing(self.units.first)
         if self.tied:
             # Gathered; the gradients of both uses, and their sum.
-            yield "embedding", Need(gradients=self._gradients(done), gathered=self._embedding + 3 * table + reducing)
+            yield (
+                "embedding",
+                Need(gradients=self._gradients(finished), gathered=self._embedding + 3 * table + reducing),
+            )
             return
         yield (
             "embedding",
             Need(
-                gradients=self._gradients(done),
+                gradients=self._gradients(finished),
                 activations=self.layers.stream,
                 gathered=self._embedding + table + reducing,
             ),
@@ -316,7 +324,7 @@ class _Backward:
             yield (
                 "embedding",
                 Need(
-                    gradients=self._gradients(done + self.units.embedding),
+                    gradients=self._gradients(finished + self.units.embedding),
                     gathered=table + self._reducing(self.units.embedding) + after,
                 ),
             )
@@ -333,8 +341,8 @@ class _Backward:
 
     def _staying(self, num_layers: int) -> int:
         """Bytes of the first layers and the embedding, gathered."""
-        embedding, others = 0 if self.tied else self._embedding, self._gathered(self.units.layers) - self._first
-        return self._first + others * (num_layers - 1) // max(1, self.units.num_layers - 1) + embedding
+        embedding, gathered = 0 if self.tied else self._embedding, self._gathered(self.units.layers) - self._first
+        return self._first + gathered * (num_layers - 1) // max(1, self.units.num_layers - 1) + embedding
 
     def _gathered(self, unit: Unit) -> int:
         return self.e * self.units.gathered(unit)

@@ -105,14 +105,14 @@ def sparse_mlp(
     # GPT-OSS bounds gate and up, and takes its activation apart, so that it keeps twice as many.
     selected, product = x * h * rows, x * inner
     gates = (6 if model_type == "gpt_oss" else 3) * product
-    kept = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
+    kept_bytes = (trained.gate_up * selected) + gates + trained.down * product + x * h * rows
     # The router's logits, softmax and choice, and the loss that balances experts.
-    kept += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
+    kept_bytes += num_tokens * ((4 + e) * mixture.num_experts + 56 * mixture.per_token)
     logits = 0 if model_type in _SIGMOID else e * mixture.num_experts * num_tokens
-    kept += (e * h * num_tokens) if trained.router and not trained.whole else 0
+    kept_bytes += (e * h * num_tokens) if trained.router and not trained.whole else 0
     merged_gate_up = 0 if trained.whole or not trained.gate_up else x * gate_up
     merged_down = 0 if trained.whole or not trained.down else x * down
-    kept += merged_gate_up + merged_down
+    kept_bytes += merged_gate_up + merged_down
     # What the rows are, and that they are weighted, and put back into the order of the tokens.
     unkept_rows = 0 if trained.gate_up else selected
     passing = 2 * w * h * rows + unkept_rows
@@ -138,4 +138,4 @@ def sparse_mlp(
         2 * product + selected - gates - gone_down - merged_down
         + (x * gate_up if trained.gate_up else 0) + (x * down if stays else 0),
     )  # fmt: skip
-    return SparseMlp(kept=kept, logits=logits, passing=passing, working=max(moments) - beside)
+    return SparseMlp(kept=kept_bytes, logits=logits, passing=passing, working=max(moments) - beside)

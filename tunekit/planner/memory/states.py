@@ -180,11 +180,11 @@ def dequantised_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dty
 
 def trained_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, optim: Optim) -> tuple[int, int]:
     """Bytes of what is trained besides the model's own weights, and of the optimizer's states; counted once of each."""
-    asked = (repr(adapter), optim)
-    if asked not in model.trained_bytes:
+    key = (repr(adapter), optim)
+    if key not in model.trained_bytes:
         tensors = trained_tensors(model, adapter)
-        model.trained_bytes[asked] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim)
-    return model.trained_bytes[asked]
+        model.trained_bytes[key] = adapters_bytes(tensors, adapter), states_bytes(tensors, optim)
+    return model.trained_bytes[key]
 
 
 def adapters_bytes(trained: Mapping[str, Shape], adapter: FullAdapter | LoraAdapter) -> int:
@@ -212,24 +212,24 @@ def states_bytes(trained: Mapping[str, Shape], optim: Optim) -> int:
     tensors = {name: shape for name, shape in trained.items() if gets_gradient(name)}
     if optim == "adafactor":
         return sum(_factored_bytes(shape) for shape in tensors.values())
-    kept = _STATES[optim]
+    states = _STATES[optim]
     total, quantised = 0, False
     for name, shape in tensors.items():
         size = math.prod(shape)
-        if kept.bits == 8 and size >= MIN_8BIT_VALUES and not is_embedding(name):
-            total += kept.values * (size + 4 * math.ceil(size / BLOCK_8BIT))
+        if states.bits == 8 and size >= MIN_8BIT_VALUES and not is_embedding(name):
+            total += states.values * (size + 4 * math.ceil(size / BLOCK_8BIT))
             quantised = True
         else:
-            total += 4 * kept.values * size + (4 if kept.step else 0)
-    return total + (min(kept.values, 2) * CODE_8BIT_BYTES if quantised else 0)
+            total += 4 * states.values * size + (4 if states.step else 0)
+    return total + (min(states.values, 2) * CODE_8BIT_BYTES if quantised else 0)
 
 
 def _factored_bytes(shape: Shape) -> int:
     """Bytes that Adafactor keeps: of a matrix its rows and columns (arXiv 1804.04235), and the weight's size."""
     if len(shape) < 2:
         return 4 * math.prod(shape) + 4
-    *others, rows, columns = shape
-    return 4 * math.prod(others) * (rows + columns) + 4
+    *leading, rows, columns = shape
+    return 4 * math.prod(leading) * (rows + columns) + 4
 
 
 _LARGE = {"": (4096, 4096)}

@@ -42,7 +42,7 @@ def teacher_needs(
     layer = 3 * e * teacher.intermediate_size + 4 * e * teacher.hidden_size
     rows = min(num_scored, HEAD_TOKENS)
     # The tile of the model alone is in its head already.
-    kept, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
+    kept_bytes, more = e * teacher.hidden_size * num_scored, (2 * 4 - e) * rows * HEAD_COLUMNS
     cast = e * rows * min(teacher.vocab_size, HEAD_COLUMNS) if e == 2 else 0
     gathered = forward.gathered + (e * teacher.num_params if layout.strategy == "zero3" else 0)
     passing = replace(
@@ -51,14 +51,16 @@ def teacher_needs(
         logits=0,
         gathered=gathered,
     )
-    comparing = replace(forward, activations=forward.activations + kept, logits=head.forward + more, gathered=gathered)
+    comparing = replace(
+        forward, activations=forward.activations + kept_bytes, logits=head.forward + more, gathered=gathered
+    )
     yield "reference", max(passing, comparing, key=lambda need: need.total)
     # Gradients of the tile are cast from float32.
     yield (
         "head",
         replace(
             backward,
-            activations=backward.activations + kept,
+            activations=backward.activations + kept_bytes,
             logits=max(backward.logits, head.backward) + more + cast,
             gathered=backward.gathered + gathered - forward.gathered,
         ),

@@ -114,16 +114,16 @@ def zero_needs(
         layer, ahead, gathered_table = e * whole // model.num_layers, e * sizes.prefetched, e * table
     layer_gradients = e * (trained - (table if full else 0)) // model.num_layers if layout.strategy != "zero1" else 0
     around = layer + ahead + layer_gradients + buckets
-    kept = layers.kept + layers.shared
+    kept_bytes = layers.kept + layers.shared
     vocabulary = (4 + e) * table if full and not model.judges else 0
     yield "load", Need(gathered=gathered_table)
     yield (
         "forward",
-        Need(before, kept + layers.forward_only + head.kept, head.forward, gathered_table + ahead + buckets),
+        Need(before, kept_bytes + layers.forward_only + head.kept, head.forward, gathered_table + ahead + buckets),
     )
-    yield "head", Need(before, kept + head.kept, head.backward, gathered_table + vocabulary + ahead + buckets)
+    yield "head", Need(before, kept_bytes + head.kept, head.backward, gathered_table + vocabulary + ahead + buckets)
     waits = e * table if full and model.has_tied_head else 0
-    yield "last layer", Need(before, kept + layers.recomputed + layers.working, 0, around + waits)
+    yield "last layer", Need(before, kept_bytes + layers.recomputed + layers.working, 0, around + waits)
     first = layers.first + layers.working + layers.shared
     yield "first layer", Need(gradients, first, 0, around + waits)
     if full:

@@ -211,8 +211,8 @@ def _first_count(config: Config, *names: str) -> int:
 def router_aux_loss_coef_of(config: Config) -> float | None:
     """Coefficient of the routers' auxiliary loss by config.json; None where the model's code has none."""
     default = ROUTER_AUX_LOSS_COEF.get(config.get("model_type", ""))
-    given = config.get("router_aux_loss_coef")
-    return default if given is None or default is None else float(given)
+    coefficient = config.get("router_aux_loss_coef")
+    return default if coefficient is None or default is None else float(coefficient)
 
 
 def head_dim_of(config: Config) -> int:
@@ -228,7 +228,7 @@ def number(config: Config, name: str) -> int:
     Raises:
         ModelError: It is none.
     """
-    found = config.get(name)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise ModelError(f"{name} of a {config.get('model_type')!r} model is {found!r}", hint="mend its config.json")
-    return found
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} of a {config.get('model_type')!r} model is {value!r}", hint="mend its config.json")
+    return value

@@ -46,11 +46,11 @@ class Goodput(Facts):
             failures = f"a failure with a chance of {1 - math.exp(-self.num_failures):.0%}"
         else:
             failures = f"{self.num_failures:,.1f} failures to be expected"
-        said = f"{self.share:.1%} of the time is useful: {failures} (one in {_hours(self.hours_between_failures)})"
+        sentence = f"{self.share:.1%} of the time is useful: {failures} (one in {_hours(self.hours_between_failures)})"
         loses = f"a checkpoint every {self.best_save_steps:,} steps loses least"
         if self.save_steps != self.best_save_steps:
             loses = f"with a checkpoint every {self.save_steps:,} steps; {loses}"
-        return f"{said}, {loses}, if it stops the training for {self.save_seconds:,.1f} s"
+        return f"{sentence}, {loses}, if it stops the training for {self.save_seconds:,.1f} s"
 
 
 def goodput_of(

@@ -255,7 +255,7 @@ def speed_of(
         save_steps: Steps between checkpoints, None for as many as lose least.
     """
     peak = peak_of(step, device, figures)
-    known = Speed(
+    speed = Speed(
         model_type=step.model_type,
         flops_per_token=step.flops_per_token,
         model_flops_per_token=step.model_flops_per_token,
@@ -265,7 +265,7 @@ def speed_of(
     )
     timed = _timed(step, device, figures or Figures(), records)
     if isinstance(timed, str):
-        return known.model_copy(update={"basis": timed})
+        return speed.model_copy(update={"basis": timed})
     seconds = timed.seconds
     tokens = Range(low=step.num_tokens / seconds.high, high=step.num_tokens / seconds.low)
     goodput = None
@@ -282,7 +282,7 @@ def speed_of(
     total = None if num_steps is None else seconds.times(num_steps * lost).plus(timed.before)
     price = None if figures is None else figures.usd_per_hour
     a_second = None if price is None else step.num_devices * price / 3600
-    return known.model_copy(
+    return speed.model_copy(
         update={
             "tokens_per_second": tokens,
             "mfu": None if peak is None else tokens.times(step.model_flops_per_token / step.num_devices / peak),
@@ -319,19 +319,21 @@ def _generation_share(step: Step, timed: _Timed) -> Range | None:
     """The least of generating in the longest of the rest, and the other way round."""
     if step.generating is None:
         return None
-    made, whole = timed.generating, timed.seconds
-    rest = Range(low=whole.low - made.low, high=whole.high - made.high)
-    return Range(low=made.low / (made.low + rest.high), high=made.high / (made.high + rest.low))
+    generating, whole = timed.generating, timed.seconds
+    remainder = Range(low=whole.low - generating.low, high=whole.high - generating.high)
+    return Range(
+        low=generating.low / (generating.low + remainder.high), high=generating.high / (generating.high + remainder.low)
+    )
 
 
 def _parts_words(step: Step, timed: _Timed) -> str:
     """Describe the share of time that is no training."""
-    said = ""
+    text = ""
     if step.generating is not None:
-        said += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
+        text += f"; {_between(timed.generating, duration)} of {_between(timed.seconds, duration)} a step is generating"
     if step.before is not None:
-        said += f"; {_between(timed.before, duration)} for the reference before the first step"
-    return said
+        text += f"; {_between(timed.before, duration)} for the reference before the first step"
+    return text
 
 
 def _timed(step: Step, device: Device, figures: Figures, records: Sequence[RunRecord]) -> _Timed | str:
@@ -380,8 +382,8 @@ def _is_similar(record: RunRecord, step: Step, device: Device) -> bool:
     kind = (record.device, record.model_type, record.method, record.adapter, record.dtype)
     of_a_size = 1 / SIMILAR_SIZE <= record.num_params / step.num_params <= SIMILAR_SIZE
     alike = record.by_vllm == (step.generating is not None and not step.generating.is_launched)
-    asked = (device.name, step.model_type, step.method, step.adapter, step.dtype)
-    return kind == asked and of_a_size and alike
+    wanted_key = (device.name, step.model_type, step.method, step.adapter, step.dtype)
+    return kind == wanted_key and of_a_size and alike
 
 
 def _rate_of(achieved: Sequence[float]) -> Range:

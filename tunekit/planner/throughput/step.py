@@ -212,8 +212,12 @@ def seconds_of(step: Step, rate: Range, figures: Figures) -> Range | None:
         return None
     computing = step.computing(rate)
     hidden, exposed = waiting(step, figures)
-    behind = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "compute"), figures)
-    after = _sum((one for one in step.transfers if one.per_step and one.hides_behind == "nothing"), figures)
+    behind = _sum(
+        (transfer for transfer in step.transfers if transfer.per_step and transfer.hides_behind == "compute"), figures
+    )
+    after = _sum(
+        (transfer for transfer in step.transfers if transfer.per_step and transfer.hides_behind == "nothing"), figures
+    )
     number = step.num_micro_batches
     workers = num_workers(step, rate, figures)
     collating = step.tokens_of_micro_batch / COLLATED_TOKENS_PER_SECOND / max(1, workers)
@@ -270,7 +274,7 @@ def generating(step: Step, rate: Range, figures: Figures) -> Range | None:
     launching = FORWARD_SECONDS.times(step.num_layers * work.num_tokens)
     if not work.is_launched:
         launching = Range(low=0.0, high=launching.high)
-    sending = _sum((one for one in step.transfers if one.hides_behind == "generation"), figures)
+    sending = _sum((transfer for transfer in step.transfers if transfer.hides_behind == "generation"), figures)
     computing = work.flops / step.num_devices
     return Range(
         low=max(work.read_bytes / reading.high, launching.low, sending.low, computing / rate.high),
@@ -289,14 +293,14 @@ def seconds_before(step: Step, rate: Range) -> Range:
 
 def waiting(step: Step, figures: Figures) -> tuple[Range, Range]:
     """Seconds of a micro-batch in which is sent what may hide behind computing, and what may not."""
-    each = [one for one in step.transfers if not one.per_step]
+    each = [transfer for transfer in step.transfers if not transfer.per_step]
     # Different links work at the same time.
     by_link = [
-        _sum((one for one in each if one.hides_behind == "compute" and one.link == link), figures)
+        _sum((transfer for transfer in each if transfer.hides_behind == "compute" and transfer.link == link), figures)
         for link in ("devices", "host", "disk")
     ]
-    attention = _sum((one for one in each if one.hides_behind == "attention"), figures)
-    nothing = _sum((one for one in each if one.hides_behind == "nothing"), figures)
+    attention = _sum((transfer for transfer in each if transfer.hides_behind == "attention"), figures)
+    nothing = _sum((transfer for transfer in each if transfer.hides_behind == "nothing"), figures)
     return (
         Range(low=max(link.low for link in by_link), high=max(link.high for link in by_link)),
         Range(low=nothing.low, high=nothing.high + attention.high),
@@ -311,13 +315,13 @@ def communication_words(step: Step, rate: Range, figures: Figures) -> str | None
     if unknown is not None:
         return f"how fast the link {unknown} is, is not known, so neither is how long devices wait"
     return "; ".join(
-        said
-        for said in (
+        sentence
+        for sentence in (
             _hiding_words(step, rate, figures),
             _waiting_words(step, rate, figures),
             _once_words(step),
         )
-        if said
+        if sentence
     )
 
 
@@ -326,7 +330,7 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
 
     It takes as long for few tokens as for many, and so needs as many as a device computes while it lasts.
     """
-    sent = [one for one in step.transfers if not one.per_step and one.hides_behind == "compute"]
+    sent = [transfer for transfer in step.transfers if not transfer.per_step and transfer.hides_behind == "compute"]
     if not sent:
         return None
     hidden, _ = waiting(step, figures)
@@ -335,7 +339,7 @@ def _hiding_words(step: Step, rate: Range, figures: Figures) -> str | None:
     least, most = hidden.low * rate.low / a_token, hidden.high * rate.high / a_token
     how = "hidden" if tokens >= most else "not hidden" if tokens < least else "perhaps hidden"
     slowest = max(sent, key=lambda one: (one.seconds(figures) or hidden).high)
-    size = sum(one.sent_bytes for one in sent) / 1e9
+    size = sum(transfer.sent_bytes for transfer in sent) / 1e9
     needed = f"{_rounded(least)} to {_rounded(most)} are needed"
     return f"{size:,.1f} GB a micro-batch {slowest.link_name}, {how} by its {tokens:,.0f} tokens ({needed})"
 
@@ -357,16 +361,16 @@ def _waiting_words(step: Step, rate: Range, figures: Figures) -> str | None:
 
 def _once_words(step: Step) -> str | None:
     """Describe the communication once a step, and that of generating answers."""
-    once = [one for one in step.transfers if one.per_step]
-    said = []
+    once = [transfer for transfer in step.transfers if transfer.per_step]
+    sentences = []
     for when, sent in (
-        ("once a step", [one for one in once if one.hides_behind != "generation"]),
-        ("a step to generate", [one for one in once if one.hides_behind == "generation"]),
+        ("once a step", [transfer for transfer in once if transfer.hides_behind != "generation"]),
+        ("a step to generate", [transfer for transfer in once if transfer.hides_behind == "generation"]),
     ):
-        links = " and ".join(dict.fromkeys(one.link_name for one in sent))
+        links = " and ".join(dict.fromkeys(transfer.link_name for transfer in sent))
         if sent:
-            said.append(f"{_in_gb(sum(one.sent_bytes for one in sent))} {when} {links}")
-    return "; ".join(said) or None
+            sentences.append(f"{_in_gb(sum(transfer.sent_bytes for transfer in sent))} {when} {links}")
+    return "; ".join(sentences) or None
 
 
 def _in_gb(size_bytes: float) -> str:
@@ -388,7 +392,7 @@ def _updating(step: Step, figures: Figures) -> Range | None:
 
 
 def _sum(transfers: Iterable[Transfer], figures: Figures) -> Range:
-    spans = [span for one in transfers if (span := one.seconds(figures)) is not None]
+    spans = [span for transfer in transfers if (span := transfer.seconds(figures)) is not None]
     return Range(low=sum(span.low for span in spans), high=sum(span.high for span in spans))
 
 

@@ -60,7 +60,7 @@ def _sent_to(text: str, name: str) -> str | None:
     if _WHOLE.match(match[2]) and not is_secret(match[2][2:-1]):
         # The user's own: the recipe does not know it.
         return None
-    trusted = {one.strip().lower() for one in os.environ.get(TRUSTED_HOSTS, "").split(",")}
+    trusted = {trusted_host.strip().lower() for trusted_host in os.environ.get(TRUSTED_HOSTS, "").split(",")}
     of_service = scheme in ("https", "hf") and host in SERVICES.get(name, ())
     return None if host in trusted or of_service else host
 

@@ -116,8 +116,8 @@ class Overrides:
             whole = dotted(key[: next(depth for depth, part in enumerate(key) if isinstance(part, int))])
             self._refuse(key, f"{whole} is not a list of sections", f"write {whole}=...")
         elif path and takes_list(fields[-1]) and _POSITION.fullmatch(beyond[0]):
-            meant = (*key[: len(path)], int(beyond[0]), *beyond[1:])
-            self._refuse(key, "a position in a list stands in brackets", f"write {dotted(meant)}=...")
+            path_meant = (*key[: len(path)], int(beyond[0]), *beyond[1:])
+            self._refuse(key, "a position in a list stands in brackets", f"write {dotted(path_meant)}=...")
         elif sections:
             unknown = key[: len(path) + 1]
             what, hint = unknown_key(unknown, sections)
@@ -202,9 +202,9 @@ class Overrides:
         train = self.values.get("train")
         if not isinstance(train, dict):
             return
-        for given, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
-            if ("train", given) in self.commanded and train.get(given) is not None and train.get(other) is not None:
-                self._leave_out(("train", other), f"train.{given}={to_inline_yaml(train[given])} takes its place")
+        for first, other in (ONE_LENGTH, ONE_LENGTH[::-1]):
+            if ("train", first) in self.commanded and train.get(first) is not None and train.get(other) is not None:
+                self._leave_out(("train", other), f"train.{first}={to_inline_yaml(train[first])} takes its place")
 
     def _leave_out_mixing(self) -> None:
         """Leave out how the file mixes sources where an override of `data.train` leaves nothing to mix."""

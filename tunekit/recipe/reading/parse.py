@@ -148,22 +148,22 @@ class _Reading:
                 for name, pair in self.merged_pairs(value_node, key).items():
                     merged.setdefault(name, pair)
                 continue
-            known = self.key_name(name_node, key)
-            if known is None:
+            key_name = self.key_name(name_node, key)
+            if key_name is None:
                 continue
-            if known in own:
-                first = own[known][0].start_mark
+            if key_name in own:
+                first = own[key_name][0].start_mark
                 where = f"line {first.line + 1}, column {first.column + 1}"
                 self.problems.append(
                     Problem(
                         self.at(name_node.start_mark),
                         f"given twice, first at {where}",
-                        (*key, known),
+                        (*key, key_name),
                         "keep one of them",
                     )
                 )
                 continue
-            own[known] = (name_node, value_node)
+            own[key_name] = (name_node, value_node)
         result = {}
         for name, (name_node, value_node) in {**merged, **own}.items():
             self.places.keys[(*key, name)] = self.at(name_node.start_mark)
@@ -201,9 +201,9 @@ class _Reading:
                     for name, pair in self.merged_pairs(value_node, key).items():
                         pairs.setdefault(name, pair)
                     continue
-                known = self.key_name(name_node, key)
-                if known is not None:
-                    pairs.setdefault(known, (name_node, value_node))
+                key_name = self.key_name(name_node, key)
+                if key_name is not None:
+                    pairs.setdefault(key_name, (name_node, value_node))
             self.open_nodes.discard(id(source))
         return pairs
 
@@ -308,8 +308,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, place: Place) -> Problem:
         mark = error.context_mark
     at = place if mark is None else _at(place, mark.line, mark.column)
     for pattern, what, hint in _SYNTAX:
-        found = re.search(pattern, complaint)
-        if found is not None:
+        match = re.search(pattern, complaint)
+        if match is not None:
             until = "" if end is None else f" before line {end.line + 1}, column {end.column + 1}"
-            return Problem(at, found.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
+            return Problem(at, match.expand(what).replace(_UNTIL, until if place.line else ""), hint=hint)
     return Problem(at, f"not YAML: {complaint}", hint="put a value with special characters in quotes")

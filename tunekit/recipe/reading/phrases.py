@@ -31,8 +31,8 @@ def near(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     longer = [plain[other] for other in plain if other.startswith(plain_word(word)) and len(word) >= _WHOLE_WORD]
     if longer:
         return longer[0]
-    found = difflib.get_close_matches(plain_word(word), list(plain), n=1, cutoff=cutoff)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(plain_word(word), list(plain), n=1, cutoff=cutoff)
+    return plain[matches[0]] if matches else None
 
 
 def plain_word(word: str) -> str:

@@ -190,8 +190,8 @@ def _leave_out_other_variants(values: dict[str, Any], key: Key, field: FieldInfo
         at.update(_beginning(key[:-1]))
     variants = sections_of(field)
     chosen = variant(variants, at)
-    known = {name for section in variants for name in section.model_fields}
-    for name in [name for name in at if chosen is not None and name in known and name not in chosen.model_fields]:
+    fields = {name for section in variants for name in section.model_fields}
+    for name in [name for name in at if chosen is not None and name in fields and name not in chosen.model_fields]:
         del at[name]
 
 
@@ -255,8 +255,8 @@ def _item(value: Any, indent: int) -> list[str]:
     """The lines of an item of a list."""
     if not isinstance(value, dict) or not value:
         return [f"{' ' * indent}- {_inline(value)}"]
-    first, *rest = _block(value, indent + 2)
-    return [f"{' ' * indent}- {first.strip()}", *rest]
+    first, *remainder = _block(value, indent + 2)
+    return [f"{' ' * indent}- {first.strip()}", *remainder]
 
 
 # Where the text differs
@@ -284,7 +284,7 @@ class _Rewriting:
         pairs = {str(name.value): (name, value) for name, value in node.value}
         short = _short_values(want, sections)
         chosen = variant(sections, want)
-        kept = [name for name in pairs if name in want]
+        retained = [name for name in pairs if name in want]
         for name, (name_node, value_node) in pairs.items():
             if name not in want:
                 following = [other for other, _ in node.value if other.start_mark.index > name_node.start_mark.index]
@@ -295,9 +295,9 @@ class _Rewriting:
         order = list(chosen.model_fields) if chosen is not None else []
         added: dict[str, list[str]] = {}
         for name in [name for name in want if name not in pairs]:
-            before = order[: order.index(name)] if name in order else kept
-            anchor = next((other for other in reversed(before) if other in kept), None)
-            added.setdefault(anchor or kept[0 if name in order else -1], []).append(name)
+            before = order[: order.index(name)] if name in order else retained
+            anchor = next((other for other in reversed(before) if other in retained), None)
+            added.setdefault(anchor or retained[0 if name in order else -1], []).append(name)
         for anchor, names in added.items():
             end = self.line_end(self.end(pairs[anchor][1]))
             lines = _block(

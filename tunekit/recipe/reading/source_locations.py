@@ -116,9 +116,9 @@ class Places:
 
     def forget(self, key: Key) -> None:
         """Drop the places of a key and of everything below it, because something else takes its place."""
-        for known in (self.keys, self.values):
-            for other in [other for other in known if other[: len(key)] == key]:
-                del known[other]
+        for locations in (self.keys, self.values):
+            for other in [other for other in locations if other[: len(key)] == key]:
+                del locations[other]
 
 
 def dotted(key: Key) -> str:
@@ -133,10 +133,10 @@ def undotted(text: str) -> Key | None:
     """The key that `dotted` writes so, with spaces around names allowed; None where the text is no key."""
     key: Key = ()
     for part in text.split("."):
-        found = _PART.fullmatch(part.strip())
-        if found is None:
+        match = _PART.fullmatch(part.strip())
+        if match is None:
             return None
-        key = (*key, found[1].strip(), *(int(position) for position in re.findall("[0-9]+", found[2])))
+        key = (*key, match[1].strip(), *(int(position) for position in re.findall("[0-9]+", match[2])))
     return key
 
 

@@ -144,7 +144,7 @@ def unknown_key(
             f"{dotted(above)}.type={tag_of(sections[0])} has no '{name}'",
             f"it goes with {dotted(above)}.type={owners}",
         )
-    here = [known for section in sections for known in section.model_fields]
+    here = [field_name for section in sections for field_name in section.model_fields]
     elsewhere = _elsewhere(name)
     if len(elsewhere) == 1:
         return "unknown key", f"it belongs in {elsewhere[0].rpartition('.')[0]}: {elsewhere[0]}"

@@ -49,18 +49,22 @@ _MANY = 8
 
 def to_problems(errors: Iterable[ErrorDetails], places: Places) -> list[Problem]:
     """Convert pydantic's errors of a recipe to problems, one a key."""
-    found: dict[Key, Problem] = {}
+    problems: dict[Key, Problem] = {}
     for error in errors:
         key, section, field = _locate(error["loc"])
         conflicts = error.get("ctx", {}).get("error")
         if isinstance(conflicts, Conflicts):
-            for one in conflicts.found:
-                place = places.of_key((*key, *one.key))
-                found.setdefault((*key, *one.key), Problem(place, one.what, (*key, *one.key), one.hint))
+            for conflict in conflicts.found:
+                place = places.of_key((*key, *conflict.key))
+                problems.setdefault(
+                    (*key, *conflict.key), Problem(place, conflict.what, (*key, *conflict.key), conflict.hint)
+                )
             continue
-        found.setdefault(key, _problem(error, key, section, field, places))
+        problems.setdefault(key, _problem(error, key, section, field, places))
     # A union complains once for each of its branches; the branch that went deepest is the one that was meant.
-    return [bad for key, bad in found.items() if not any(key != other and key == other[: len(key)] for other in found)]
+    return [
+        bad for key, bad in problems.items() if not any(key != other and key == other[: len(key)] for other in problems)
+    ]
 
 
 def _locate(loc: tuple[int | str, ...]) -> tuple[Key, type[Section] | None, FieldInfo | None]:
@@ -134,20 +138,20 @@ def _complaint(
     kind: str, value: Any, context: dict[str, Any], message: str, key: Key, field: FieldInfo | None
 ) -> tuple[str, str | None]:
     """Return the problem of a value, and the hint."""
-    got = f"got {show(value)}"
+    actual = f"got {show(value)}"
     match kind:
         case _ if kind in _TYPE_ERRORS:
             return _wrong_kind(value, key, field)
         case "greater_than":
-            return f"must be greater than {context['gt']:g}, {got}", None
+            return f"must be greater than {context['gt']:g}, {actual}", None
         case "greater_than_equal":
-            return f"must be at least {context['ge']:g}, {got}", None
+            return f"must be at least {context['ge']:g}, {actual}", None
         case "less_than":
-            return f"must be less than {context['lt']:g}, {got}", None
+            return f"must be less than {context['lt']:g}, {actual}", None
         case "less_than_equal":
-            return f"must be at most {context['le']:g}, {got}", None
+            return f"must be at most {context['le']:g}, {actual}", None
         case "finite_number":
-            return f"must be a finite number, {got}", None
+            return f"must be a finite number, {actual}", None
         case "too_short":
             return "must not be an empty list", None
         case "string_too_short":
@@ -155,12 +159,12 @@ def _complaint(
         case "string_too_long":
             return f"must be at most {context['max_length']} characters long, got {len(value)}", None
         case "string_pattern_mismatch" if context["pattern"] == NAME_PATTERN:
-            return f"may hold letters, digits, '.', '_' and '-', a letter or digit first, {got}", None
+            return f"may hold letters, digits, '.', '_' and '-', a letter or digit first, {actual}", None
         case "string_pattern_mismatch" if context["pattern"] == FUNCTION_PATTERN:
-            return f"{_FUNCTION}, {got}", None
+            return f"{_FUNCTION}, {actual}", None
         case "value_error":
             return str(context["error"]), None
-    return f"{message[0].lower()}{message[1:]}, {got}", None
+    return f"{message[0].lower()}{message[1:]}, {actual}", None
 
 
 def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str | None]:
@@ -175,10 +179,10 @@ def _wrong_kind(value: Any, key: Key, field: FieldInfo | None) -> tuple[str, str
         return f"must be a list of sections, got {show(value)}", spelling_hint(builtin_names(kinds), value)
     if sections:
         keys = list(dict.fromkeys(name for section in sections for name in section.model_fields))
-        shown = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
+        keys_text = ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")
         glued = re.match(r"(\w+)[ :]", value) if isinstance(value, str) else None
         hint = f"write `{glued[1]}: ...`, a ':' and a space after the key" if glued and glued[1] in keys else None
-        takes = f"a section (with {shown})" + (" or a list of sections" if several else "")
+        takes = f"a section (with {keys_text})" + (" or a list of sections" if several else "")
         return f"must be {takes}, got {show(value)}", hint
     choices = [] if field is None or isinstance(key[-1], int) else choices_of(field)
     takes = expected(kinds)

@@ -36,7 +36,7 @@ class Conflicts(ValueError):
 
     def __init__(self, found: list[Conflict]) -> None:
         self.found = found
-        super().__init__("\n".join(f"{dotted(one.key)}: {one.what}; {one.hint}" for one in found))
+        super().__init__("\n".join(f"{dotted(item.key)}: {item.what}; {item.hint}" for item in found))
 
 
 class Section(BaseModel):

@@ -145,17 +145,17 @@ def publish(run_folder: Path, manifest: Manifest) -> Path:
     One of the same step that is there already is taken away only then.
     """
     draft, to = draft_of(run_folder, manifest.step), checkpoint_of(run_folder, manifest.step)
-    made = draft / to.name
-    sketch = made / f".{MANIFEST}"
+    target = draft / to.name
+    sketch = target / f".{MANIFEST}"
     sketch.write_text(json.dumps(manifest.model_dump(mode="json"), indent=2), encoding="utf-8")
     to_disk(sketch)
-    sketch.replace(made / MANIFEST)
-    for folder in (*(path for path in made.rglob("*") if path.is_dir()), made):
+    sketch.replace(target / MANIFEST)
+    for folder in (*(path for path in target.rglob("*") if path.is_dir()), target):
         to_disk(folder)
     before = to.with_name(f".replaced-{manifest.step}")
     if to.exists():
         to.rename(before)
-    made.rename(to)
+    target.rename(to)
     to_disk(to.parent)
     draft.rmdir()
     shutil.rmtree(before, ignore_errors=True)
@@ -226,8 +226,8 @@ def delete_superseded(run_folder: Path, limit: int, best: Best | None) -> list[s
     for folder in superseded(run_folder, limit, best):
         try:
             # What is deleted in part is none that was damaged.
-            gone = folder.rename(folder.with_name(folder.name.replace("checkpoint-", ".superseded-")))
-            shutil.rmtree(gone)
+            renamed = folder.rename(folder.with_name(folder.name.replace("checkpoint-", ".superseded-")))
+            shutil.rmtree(renamed)
         except OSError as error:
             problems.append(f"{folder.name} is superseded and cannot be deleted: {error.strerror}")
     return problems
@@ -267,15 +267,15 @@ def _newest(run_folder: Path, *, contents: bool) -> Newest:
         fault = fault_of(folder, contents=contents)
         if fault is None:
             return Newest(step, folder, tuple(skipped), manifest_of(folder).best)
-        kept = f"; kept as {_set_aside(folder).name}" if contents else ""
-        skipped.append(f"{folder.name}: {fault}{kept}")
+        note = f"; kept as {_set_aside(folder).name}" if contents else ""
+        skipped.append(f"{folder.name}: {fault}{note}")
     return Newest(skipped=tuple(skipped))
 
 
 def _found(run_folder: Path) -> list[tuple[int, Path]]:
     """Checkpoints by their names, the newest first."""
-    found = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
-    return sorted(((step, folder) for step, folder in found if step is not None), reverse=True)
+    folders = ((_step_of(folder), folder) for folder in (run_folder / CHECKPOINTS).glob("checkpoint-*"))
+    return sorted(((step, folder) for step, folder in folders if step is not None), reverse=True)
 
 
 def _step_of(folder: Path) -> int | None:
@@ -316,10 +316,10 @@ def _fault_of_contents(folder: Path, manifest: Manifest, names: Sequence[str]) -
 
     def fault(name: str) -> str | None:
         try:
-            found = as_written(folder / name)
+            written = as_written(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        return None if found == manifest.files[name] else f"{name} does not hold what was written"
+        return None if written == manifest.files[name] else f"{name} does not hold what was written"
 
     with ThreadPoolExecutor(READERS) as readers:
         return next((words for words in readers.map(fault, names) if words is not None), None)

@@ -42,15 +42,15 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
         run: The run.
         history: What happened in it, by whoever has read that already; it is read where left out.
     """
-    found = folders_of(run)
-    if found and history is None:
+    folders = folders_of(run)
+    if folders and history is None:
         history = EventReader(run.path / "events.jsonl")
         history.read()
     best = _best_name(run)
-    kept = []
-    for name, path in found.items():
+    checkpoints_list = []
+    for name, path in folders.items():
         loss, eval_loss = (None, None) if history is None else history.losses_at(steps_of(path))
-        kept.append(
+        checkpoints_list.append(
             Checkpoint(
                 name=name,
                 path=path,
@@ -62,15 +62,15 @@ def checkpoints(run: Run, history: EventReader | None = None) -> list[Checkpoint
                 fault=_fault_of(path),
             )
         )
-    return kept
+    return checkpoints_list
 
 
 def folders_of(run: Run) -> dict[str, Path]:
     """The folders of a run's checkpoints by their names, the newest first, and last those that were set aside."""
     root = run.path / CHECKPOINTS
-    found = [path for path in (*root.glob("checkpoint-*"), *root.glob("aside-*/checkpoint-*")) if steps_of(path) >= 0]
-    found.sort(key=lambda path: (path.parent != root, path.suffix != "", -steps_of(path)))
-    return {path.relative_to(root).as_posix(): path for path in found}
+    folders = [path for path in (*root.glob("checkpoint-*"), *root.glob("aside-*/checkpoint-*")) if steps_of(path) >= 0]
+    folders.sort(key=lambda path: (path.parent != root, path.suffix != "", -steps_of(path)))
+    return {path.relative_to(root).as_posix(): path for path in folders}
 
 
 def _fault_of(path: Path) -> str | None:

@@ -50,9 +50,9 @@ def effects_of(
     Raises:
         TunekitError: There is no such checkpoint, or the edits are no valid ones.
     """
-    found = _meant(run, from_)
-    before = recipe_of(run, found)
-    strategy = plan_of(run, found, before).layout.strategy
+    checkpoint = _meant(run, from_)
+    before = recipe_of(run, checkpoint)
+    strategy = plan_of(run, checkpoint, before).layout.strategy
     effects = []
     for edit in edits(before, reload_recipe(run.path / "recipe.yaml", overrides)):
         effect, why, replans = ruling(edit, before, strategy)
@@ -70,7 +70,7 @@ def _meant(run: Run, name: str | None) -> Found:
         if newest is None:
             raise RunError(f"{run.name} has no checkpoint to go on from", hint=f"begin anew: {begin_anew(run)}")
         return Found(steps_of(newest), newest)
-    found = folders.get(f"checkpoint-{name}" if name.isdigit() else name)
-    if found is None:
+    folder = folders.get(f"checkpoint-{name}" if name.isdigit() else name)
+    if folder is None:
         raise RunError(f"{run.name} has no checkpoint {name}", hint=f"there is {', '.join(folders) or 'none'}")
-    return Found(steps_of(found), found)
+    return Found(steps_of(folder), folder)

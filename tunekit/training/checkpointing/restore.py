@@ -89,13 +89,13 @@ class Start:
 
 def start_of(run: Run, place: Place) -> Start:
     """Return the start of a run's training as the main process sees it; all call it together."""
-    newest, left = same_everywhere(
+    newest, leftover = same_everywhere(
         (take_newest(run.path) if place.is_main else Newest(), read_continuation(run)), place
     )
-    begun = None if left.weights is None else run.path / left.weights
+    begun = None if leftover.weights is None else run.path / leftover.weights
     weights = begun if newest.path is None else None
     # Of a run that began with weights, a checkpoint has all that was changed then.
-    return Start(newest, weights, left.changes if weights is not None or begun is None else ())
+    return Start(newest, weights, leftover.changes if weights is not None or begun is None else ())
 
 
 def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, place: Place) -> None:
@@ -179,11 +179,11 @@ def _weights_of_parts(model: "Module", folder: Path) -> None:
 def _parts_of_weights(model: "Module", folder: Path) -> None:
     from safetensors import safe_open
 
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as stream:
-            found |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
-    _fill(model, found)
+            weights |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
+    _fill(model, weights)
 
 
 def _fill(model: "Module", found: "dict[str, Tensor]") -> None:

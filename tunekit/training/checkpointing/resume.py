@@ -86,12 +86,12 @@ def decide(
     """
     _check_ended(run)
     _check_writable(run)
-    found, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
-    before = recipe_of(run, found)
-    saved = plan_of(run, found, before)
+    chosen_checkpoint, weights_only = _chosen(run, checkpoint, weights_only=weights_only)
+    before = recipe_of(run, chosen_checkpoint)
+    saved = plan_of(run, chosen_checkpoint, before)
     recipe = recipe or reload_recipe(run.path / "recipe.yaml", overrides)
     edited = edits(before, recipe)
-    again = _another_run(run, found)
+    again = _another_run(run, chosen_checkpoint)
     _refuse_edits(run, edited, before, saved, again=again, weights_only=weights_only)
     _refuse_changes(run, before, again)
     replans = weights_only or any(ruling(edit, before, saved.layout.strategy).replans for edit in edited)
@@ -100,42 +100,42 @@ def decide(
     else:
         plan = rescheduled(saved, recipe) if edited else saved
     _refuse_plan(run, saved, plan, again=again, weights_only=weights_only)
-    _check_length(run, found, plan, edited, went_back=checkpoint is not None, weights_only=weights_only)
+    _check_length(run, chosen_checkpoint, plan, edited, went_back=checkpoint is not None, weights_only=weights_only)
     changed = (*_given(edited), *differences(saved, plan))
     return Decision(
         run=run,
-        checkpoint=found,
+        checkpoint=chosen_checkpoint,
         before=before,
         recipe=recipe,
         plan=plan,
         changes=changed,
-        notes=tuple(_notes(found, saved, plan, changed, edited, weights_only=weights_only)),
+        notes=tuple(_notes(chosen_checkpoint, saved, plan, changed, edited, weights_only=weights_only)),
         weights_only=weights_only,
-        aside=tuple(_superseded(run, found, went_back=checkpoint is not None, weights_only=weights_only)),
+        aside=tuple(_superseded(run, chosen_checkpoint, went_back=checkpoint is not None, weights_only=weights_only)),
     )
 
 
 def carry_out(decision: Decision) -> tuple[str, ...]:
     """Make the folder of a run ready to go on, and return what the user should know."""
-    run, found, notes = decision.run, decision.checkpoint, decision.notes
-    checkpoints, kept = run.path / CHECKPOINTS, found.path
+    run, checkpoint, notes = decision.run, decision.checkpoint, decision.notes
+    checkpoints, checkpoint_path = run.path / CHECKPOINTS, checkpoint.path
     if decision.aside:
         aside = _free(checkpoints, "aside")
         aside.mkdir()
         for folder in decision.aside:
             folder.rename(aside / folder.name)
-        if found.path in decision.aside:
-            kept = aside / found.path.name
+        if checkpoint.path in decision.aside:
+            checkpoint_path = aside / checkpoint.path.name
         names = ", ".join(folder.name for folder in decision.aside)
         notes += (f"set aside in {aside.relative_to(run.path)}: {names}",)
-    if not decision.weights_only and kept.parent != checkpoints:
-        kept = kept.rename(checkpoints / kept.name)
-    weights = kept.relative_to(run.path).as_posix() if decision.weights_only else None
+    if not decision.weights_only and checkpoint_path.parent != checkpoints:
+        checkpoint_path = checkpoint_path.rename(checkpoints / checkpoint_path.name)
+    weights = checkpoint_path.relative_to(run.path).as_posix() if decision.weights_only else None
     # First what does no harm where the recipe and the plan are still the earlier ones.
-    write_continuation(run, Continuation(found.step, decision.changes, weights))
+    write_continuation(run, Continuation(checkpoint.step, decision.changes, weights))
     _replace(run, decision)
     num_steps = decision.plan.schedule.num_steps if decision.plan.schedule is not None else None
-    run.update_status(num_steps=num_steps, step=0 if weights is not None else found.step)
+    run.update_status(num_steps=num_steps, step=0 if weights is not None else checkpoint.step)
     return notes
 
 
@@ -191,8 +191,8 @@ def _chosen(run: Run, name: str | None, *, weights_only: bool) -> tuple[Found, b
     if why is not None:
         raise RunError(f"{run.name} has no checkpoints: {why}", hint=anew)
     if name is not None:
-        found = named(run, name, weights_only=weights_only)
-        return found, weights_only
+        checkpoint = named(run, name, weights_only=weights_only)
+        return checkpoint, weights_only
     newest = newest_complete(run.path)
     begun = read_continuation(run).weights
     if newest.path is None and begun is not None and (run.path / begun).is_dir():
@@ -237,10 +237,10 @@ def _refuse_edits(
 ) -> None:
     lines, all_in_state = [], True
     for edit in edited:
-        found = ruling(edit, before, plan.layout.strategy)
-        if found.effect == "refused" or (found.effect == "saved state" and not weights_only):
-            lines.append(f"{edit.words}: {found.why}")
-            all_in_state = all_in_state and found.effect == "saved state"
+        effect = ruling(edit, before, plan.layout.strategy)
+        if effect.effect == "refused" or (effect.effect == "saved state" and not weights_only):
+            lines.append(f"{edit.words}: {effect.why}")
+            all_in_state = all_in_state and effect.effect == "saved state"
     if lines:
         hint = again
         if all_in_state:
@@ -264,9 +264,11 @@ def _refuse_plan(run: Run, saved: Plan, plan: Plan, *, again: str, weights_only:
             f"{run.name}: ZeRO-3 divides weights before any of a checkpoint could be read into them",
             hint="use parallel.strategy=fsdp2, or zero2",
         )
-    found = None if weights_only else obstacle(saved.layout, plan.layout)
-    if found is not None:
-        raise RunError(f"{run.name} cannot go on by {_spread(plan.layout)}: {found.why}", hint=found.hint)
+    obstacle_found = None if weights_only else obstacle(saved.layout, plan.layout)
+    if obstacle_found is not None:
+        raise RunError(
+            f"{run.name} cannot go on by {_spread(plan.layout)}: {obstacle_found.why}", hint=obstacle_found.hint
+        )
     if plan.reference != saved.reference:
         raise RunError(
             f"{run.name} was held to {saved.reference}, and would be held to {plan.reference}",

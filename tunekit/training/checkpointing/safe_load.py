@@ -128,11 +128,11 @@ def _naming(file: Path) -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         # The rest of torch's words tells how to open it nevertheless.
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise _refused(file, f"holds {found[1].rstrip('.,`')}" if found else "is no state of training") from None
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        raise _refused(file, f"holds {match[1].rstrip('.,`')}" if match else "is no state of training") from None
     except (RuntimeError, ValueError, EOFError, OSError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise RunError(f"{file} cannot be read: {said[0]}", hint="go on from another checkpoint") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise RunError(f"{file} cannot be read: {lines[0]}", hint="go on from another checkpoint") from error
 
 
 class _TableUnpickler(pickle.Unpickler):

@@ -263,24 +263,24 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self, saving: _Save) -> None:
         clear_drafts(self.run.path)
-        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
-        free = free_bytes(made)
+        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        free = free_bytes(target)
         if self._bytes is not None and free < self._bytes:
             saving.problem = "the disk is too full"
         else:
             # Not the run's folder again, where somebody has deleted it.
             (self.run.path / CHECKPOINTS).mkdir(exist_ok=True)
-            made.mkdir(parents=True)
+            target.mkdir(parents=True)
 
     def _add_own(self, saving: _Save) -> None:
-        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
         # A pickle, which nobody reads.
-        (made / "training_args.bin").unlink(missing_ok=True)
+        (target / "training_args.bin").unlink(missing_ok=True)
         for name in COPIES:
             if (self.run.path / name).is_file():
-                shutil.copyfile(self.run.path / name, made / name)
+                shutil.copyfile(self.run.path / name, target / name)
         if self.plan.layout.strategy.startswith("zero"):
-            deepspeed.write_latest(self.trainer, made)
+            deepspeed.write_latest(self.trainer, target)
 
     def _save_main_files(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the weights and the tokenizer, in place of `Trainer._save`: what goes wrong is told later."""
@@ -326,17 +326,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         saving.done.set()
 
     def _write(self, saving: _Save) -> None:
-        made = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
+        target = draft_of(self.run.path, saving.step) / checkpoint_of(self.run.path, saving.step).name
         for write in saving.writes:
             self._keep(saving, write)
         if self._hear_problem(saving):
             return
-        seen: list[str] = []
-        self._keep(saving, lambda: seen.extend(files_in(made)))
-        self._keep(saving, lambda: self._bring_to_disk(made, seen))
-        told = self._tell_all(seen)
+        problems: list[str] = []
+        self._keep(saving, lambda: problems.extend(files_in(target)))
+        self._keep(saving, lambda: self._bring_to_disk(target, problems))
+        gathered = self._tell_all(problems)
         files: dict[str, Written] = {}
-        self._keep(saving, lambda: files.update(_read_back(made, _share(told, self.record.place.rank))))
+        self._keep(saving, lambda: files.update(_read_back(target, _share(gathered, self.record.place.rank))))
         if self._hear_problem(saving):
             return
         all_files = {name: file for part in self._tell_all(files) for name, file in part.items()}
@@ -424,8 +424,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             return f"rank {rank}: {self._words(first)}"
         try:
             is_full = not isinstance(error, OSError) and free_bytes(self.run.path) < FULL_BYTES
-        except OSError as gone:
-            return words_of(gone)
+        except OSError as missing:
+            return words_of(missing)
         return "No space left on device" if is_full else words_of(error)
 
     def _agree(self, saving: _Save) -> None:
@@ -439,12 +439,12 @@ class Saver(TrainerCallback):  # type: ignore[misc]
 
     def _hear_problem(self, saving: _Save) -> bool:
         """Return whether any process failed; then all know why."""
-        told = [problem for problem in self._tell_all(saving.problem) if problem is not None]
-        saving.problem = told[0] if told else None
-        if told and self.record.place.is_main:
+        problems = [problem for problem in self._tell_all(saving.problem) if problem is not None]
+        saving.problem = problems[0] if problems else None
+        if problems and self.record.place.is_main:
             # Nobody writes any more: what was written makes room for the words about it.
             shutil.rmtree(draft_of(self.run.path, saving.step), ignore_errors=True)
-        return bool(told)
+        return bool(problems)
 
     def _raise(self, saving: _Save) -> None:
         if saving.problem is None:
@@ -460,9 +460,9 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Gather the values of all processes by rank. Called by those that save, and not while a thread does."""
         if self._group is None:
             return [value]
-        told: list[Any] = [None] * distributed.get_world_size(self._group)
-        distributed.all_gather_object(told, value, group=self._group)
-        return told
+        gathered: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
 
 @contextlib.contextmanager

@@ -67,14 +67,14 @@ class Carried:
             return own
         files = [source / carried_name(Place(rank=rank)) for rank in range(saved.num_processes)]
         first: dict[str, Any]
-        first, *others = (torch.load(file, weights_only=True) for file in files)
+        first, *remaining = (torch.load(file, weights_only=True) for file in files)
         if "answers" in first and saved.num_processes != self.place.num_processes:
             raise RunError(
                 f"{source.name} holds answers of {saved.num_processes} processes that are not used up",
                 hint=f"go on with as many: parallel.num_processes={saved.num_processes}",
             )
         # It is what is logged next: the mean of all processes.
-        first["loss"] = sum((other["loss"] for other in others), first["loss"]) / saved.num_processes
+        first["loss"] = sum((other["loss"] for other in remaining), first["loss"]) / saved.num_processes
         return first
 
     @property
@@ -106,8 +106,8 @@ class Carried:
             "logged_step": trainer._globalstep_last_logged,
             "num_tokens": self.num_tokens,
             "measured": {
-                mode: {name: [_plain(value) for value in values] for name, values in found.items()}
-                for mode, found in self._measured().items()
+                mode: {name: [_plain(value) for value in values] for name, values in metrics.items()}
+                for mode, metrics in self._measured().items()
             },
         }
         if isinstance(self.method, RewardedMethod) and state.global_step % self.method.num_iterations:
@@ -125,9 +125,9 @@ class Carried:
         trainer, carried = self.trainer, self.state
         trainer._tr_loss = carried["loss"].to(trainer.args.device)
         trainer._globalstep_last_logged = carried["logged_step"]
-        for mode, found in carried["measured"].items():
+        for mode, metrics in carried["measured"].items():
             self._measured()[mode].clear()
-            self._measured()[mode].update(found)
+            self._measured()[mode].update(metrics)
         if isinstance(self.method, ORPOMethod | CPOMethod):
             trainer._num_tokens = carried["num_tokens"]
         elif not isinstance(self.method, OnPolicyMethod):

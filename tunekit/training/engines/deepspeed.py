@@ -145,9 +145,9 @@ def loading(plan: Plan) -> Iterator[None]:
     from transformers.integrations import HfDeepSpeedConfig
 
     # It is known to transformers as long as somebody holds it.
-    held = HfDeepSpeedConfig(config(plan))
+    ds_config = HfDeepSpeedConfig(config(plan))
     yield
-    del held
+    del ds_config
 
 
 def planned(plan: Plan) -> dict[str, Any]:
@@ -172,13 +172,13 @@ def open_states_as_data(trainer: "Trainer") -> None:
     prepare = accelerator.prepare
 
     def prepared(*given: Any, **how: Any) -> Any:
-        made = prepare(*given, **how)
+        result = prepare(*given, **how)
         # None while rows are all that is prepared.
         if accelerator.deepspeed_engine_wrapped is not None:
             states = accelerator.deepspeed_engine_wrapped.engine.checkpoint_engine
             assert type(states) is TorchCheckpointEngine and callable(states.load), type(states)
             states.load = load_states
-        return made
+        return result
 
     accelerator.prepare = prepared
 
@@ -194,18 +194,20 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     size, sequences = engine.seq_dp_world_size, engine.sequence_parallel_size
     if stage == 3:
         groups, masters = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
-        sizes = {name: (one.ds_tensor.ds_numel, one.ds_numel) for name, one in named}
+        sizes = {
+            name: (named_parameter.ds_tensor.ds_numel, named_parameter.ds_numel) for name, named_parameter in named
+        }
         misplaced = [name for name, (part, whole) in sizes.items() if part != -(-whole // size)]
         local_share = sum(part for part, _ in sizes.values()) / sum(whole for _, whole in sizes.values())
     else:
         groups, masters = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
         misplaced = []
-        trained = sum(one.numel() for _, one in named if one.requires_grad)
+        trained = sum(named_parameter.numel() for _, named_parameter in named if named_parameter.requires_grad)
         local_share = sum(master.numel() for master in masters) / trained
     updated = {id(parameter) for group in groups for parameter in group}
     param, states = engine.zero_offload_param(), engine.zero_offload_optimizer()
     computed, _ = engine.get_data_types()
-    asked, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    optimizer_class, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args)
     mesh = {"dp_shard": size // sequences, "sp": sequences}
     return {
         "engine": f"zero{stage}",
@@ -216,13 +218,17 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
         "compute_dtype": _name(computed),
         "reduce_dtype": _name(engine.communication_data_type),
         "optimizer": type(engine.basic_optimizer).__name__,
-        "is_recipes_optimizer": type(engine.basic_optimizer) is asked,
+        "is_recipes_optimizer": type(engine.basic_optimizer) is optimizer_class,
         "offload_param_device": "none" if param is None else param.device,
         "offload_optimizer_device": "none" if states is None else states.device,
         # Of all weights in stage 3; below, of the float32 copies that the optimizer updates.
         "local_share": round(local_share, 4),
         "misplaced": misplaced,
-        "not_updated": [name for name, one in named if one.requires_grad and id(one) not in updated],
+        "not_updated": [
+            name
+            for name, named_parameter in named
+            if named_parameter.requires_grad and id(named_parameter) not in updated
+        ],
     }
 
 
@@ -237,20 +243,26 @@ def held(trainer: "Trainer", plan: Plan) -> "dict[Part, list[Tensor]]":
     if engine.zero_optimization_stage() == 3:
         masters, gradients = optimizer.fp32_partitioned_groups_flat, [optimizer.grad_partitions_flat_buffer]
         # Small ones stay whole besides their parts.
-        stored = {one: [one.ds_tensor, one.detach()] for one in parameters}
+        stored = {parameter: [parameter.ds_tensor, parameter.detach()] for parameter in parameters}
     else:
         masters, gradients = optimizer.single_partition_of_fp32_groups, []
-        stored = {one: [one.detach()] for one in parameters}
+        stored = {parameter: [parameter.detach()] for parameter in parameters}
     states = [value for states in engine.basic_optimizer.state.values() for value in states.values()]
     parts: dict[Part, list[Tensor]] = {
-        "weights": [tensor for one in parameters if full or not one.requires_grad for tensor in stored[one]],
-        "adapters": [tensor for one in parameters if not full and one.requires_grad for tensor in stored[one]],
+        "weights": [
+            tensor for parameter in parameters if full or not parameter.requires_grad for tensor in stored[parameter]
+        ],
+        "adapters": [
+            tensor for parameter in parameters if not full and parameter.requires_grad for tensor in stored[parameter]
+        ],
         "masters": masters,
         "gradients": gradients,
         "optimizer": [state for state in states if not isinstance(state, (int, float))],
     }
     kind = plan.device.kind
-    return {part: [one for one in tensors if one.device.type == kind] for part, tensors in parts.items()}
+    return {
+        part: [parameter for parameter in tensors if parameter.device.type == kind] for part, tensors in parts.items()
+    }
 
 
 def write_through(trainer: "Trainer", write: Callable[[Callable[[Any, str], None], Any, str], None]) -> None:
@@ -301,10 +313,10 @@ def full_state(trainer: "Trainer", plan: Plan) -> "dict[str, Tensor]":
     full, is_main = isinstance(plan.recipe.adapter, FullAdapter), trainer.accelerator.is_main_process
     wholes: dict[Parameter, Tensor] = {}
     state: dict[str, Tensor] = {}
-    for name, held in model.state_dict().items():
+    for name, tensor in model.state_dict().items():
         parameter = parameters.get(name)
         if parameter is None:
-            state[name] = held.cpu()
+            state[name] = tensor.cpu()
         elif full or parameter.requires_grad:
             if parameter not in wholes:
                 wholes[parameter] = _whole(parameter, keep=is_main)

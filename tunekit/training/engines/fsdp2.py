@@ -196,14 +196,14 @@ def found(trainer: "Trainer", plan: Plan) -> dict[str, Any]:
     policies = {unit._get_fsdp_state()._mp_policy for unit in units}
     compute = {policy.param_dtype or torch.float32 for policy in policies}
     reduce = {policy.reduce_dtype or policy.param_dtype or torch.float32 for policy in policies}
-    held, total = held_bytes(model)
+    held_count, total = held_bytes(model)
     return {
         "engine": "fsdp2",
         "mesh": _found_mesh(trainer),
         "compute_dtype": _names(compute),
         "reduce_dtype": _names(reduce),
         "reshard_after_forward": _reshards(model),
-        "local_share": round(held / total, 4),
+        "local_share": round(held_count / total, 4),
         "misplaced": [name for name, parameter in model.named_parameters() if not _is_divided(parameter, plan.layout)],
     }
 
@@ -216,8 +216,8 @@ def _is_divided(parameter: "Parameter", layout: Layout) -> bool:
         return False
     sizes = (layout.dp_replicate_size, layout.num_shards) if layout.dp_replicate_size > 1 else (layout.num_shards,)
     places = (Replicate(), Shard(0))[-len(sizes) :]
-    rows, *others = parameter.shape or (1,)
-    part = math.ceil(rows / layout.num_shards) * math.prod(others)
+    rows, *trailing = parameter.shape or (1,)
+    part = math.ceil(rows / layout.num_shards) * math.prod(trailing)
     is_placed = tuple(parameter.device_mesh.shape) == sizes and tuple(parameter.placements) == places
     return is_placed and parameter.to_local().numel() <= part
 
@@ -226,11 +226,11 @@ def held_bytes(model: "Module") -> tuple[int, int]:
     """Bytes of parameters that this process holds, and of all."""
     from torch.distributed.tensor import DTensor
 
-    held = total = 0
+    num_bytes = total = 0
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        held, total = held + local.nbytes, total + parameter.numel() * parameter.itemsize
-    return held, total
+        num_bytes, total = num_bytes + local.nbytes, total + parameter.numel() * parameter.itemsize
+    return num_bytes, total
 
 
 def _names(dtypes: "set[torch.dtype]") -> str:
