@@ -79,7 +79,7 @@ def test_a_refusal_of_the_hub_is_one_clear_line(hub, source, message, tmp_path, 
 
 LOAD = """
 import json, sys
-from tunekit.data import hub
+from tunekit.data.sources import hub
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.recipe.schema import DataSection, DataSource

@@ -69,7 +69,7 @@ LETTERS: Mapping[Part, str] = {
 """Letter for each part of memory where there is no colour."""
 
 FREE, OTHERS, LIMIT = "·", "░", "│"
-"""What is drawn for free memory, for what other programs hold, and where the limit is."""
+"""Symbols for free memory, for memory of other programs, and for the limit."""
 
 
 def plan_view(plan: Plan) -> RenderableType:

@@ -31,7 +31,7 @@ class SweepProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._seconds: list[float] = []
-        """What each run took that has finished here."""
+        """Seconds of each run that has finished here."""
         self._parallel = 1
 
     def __call__(self, event: Event) -> None:

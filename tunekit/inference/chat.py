@@ -80,7 +80,7 @@ class Talk:
             raise absent
         self.name = trained.name
         self.last: Said | None = None
-        """How the last answer ended."""
+        """End of the last answer."""
         self._turn = threading.Lock()
         self._writing = threading.Lock()
         name = str(trained.run.path if trained.run is not None else run)

@@ -28,7 +28,7 @@ SCRIPT = "job.sbatch"
 """Name of the job's script in the run folder."""
 
 FIRST_PORT, NUM_PORTS = 15000, 15000
-"""Where nodes meet: ports that programs are not given by chance, by the number of the job."""
+"""Rendezvous of nodes: ports that programs are not given by chance, by the number of the job."""
 
 NOTICE_SECONDS = 60
 """Between the signal and the limit, besides a step and a save."""

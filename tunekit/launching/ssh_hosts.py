@@ -57,7 +57,7 @@ class Host:
     def __init__(self, name: str | None, inbox: "queue.Queue[tuple[Host, Message]]") -> None:
         self.name = name or "this machine"
         self.facts: Message = {}
-        """What it has; empty until it answers."""
+        """Facts about the host; empty until it answers."""
         self.environment: dict[str, str] = {}
         """Variables that its processes were given."""
         self.codes: list[int | None] = []

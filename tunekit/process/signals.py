@@ -78,15 +78,15 @@ class Wishes:
         self.asked: Request | None = None
         """The first wish."""
         self.now = False
-        """Whether the run is to end at once."""
+        """True if the run is to end at once."""
         self.is_late = False
-        """Whether it is because no time was left."""
+        """True if that is because no time was left."""
         self.at_boundaries = False
-        """Whether a wish waits for the end of a step, or of another part that all processes share."""
+        """True if a request waits for the end of a step, or of another part that all processes share."""
         self.is_saving = False
-        """Whether a checkpoint is being written."""
+        """True while a checkpoint is being written."""
         self.save_seconds = 0.0
-        """How long that takes."""
+        """Seconds that that takes."""
         self._run = run
         self._grace_seconds = grace_seconds
         self._tell = tell

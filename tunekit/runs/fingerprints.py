@@ -36,7 +36,7 @@ WHOLE_BYTES = 64 * 2**20
 """Largest file that is read wholly."""
 
 HEAD_BYTES, PIECE_BYTES, NUM_PIECES = 2**20, 2**16, 32
-"""What is read of a larger one: its beginning, and pieces of it."""
+"""Parts of a larger one that are read: its beginning, and pieces of it."""
 
 MODEL_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json")
 """Files of a model or an adapter that training starts from."""

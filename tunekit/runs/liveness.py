@@ -22,7 +22,7 @@ SETTLE_SECONDS = 30
 """Seconds for a supervisor to report the end of the processes that it started."""
 
 DIED, STUCK = "died", "stuck"
-"""What a run is at whose process is gone, and one whose process is there and does nothing for those that are gone."""
+"""States of a run whose process is gone, and of one whose process is alive but waits for others that are gone."""
 
 
 def state_of_processes(folder: Path, status: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 """Seconds between two looks for new events."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 60.0
-"""How long a tracker that failed is left alone: at first, and at most."""
+"""Seconds until a tracker that failed is tried again: at first, and at most."""
 
 EXIT_CODES = {"finished": 0, "interrupted": 130}
 """Exit codes for Weights & Biases by the end of a run; 1 of any other."""

@@ -49,7 +49,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         """Bytes held by part: those of the model when training begins, all of them after the first step."""
         self._held_in_step = False
         self.context_bytes: int | None = None
-        """What was resident when training began, besides the model."""
+        """Resident bytes when training began, besides the model."""
         self.timing = Timing(record.run.plan)
         self.trace = Trace(record.run.plan)
         self.ranks = Ranks(self.timing, self.trace)

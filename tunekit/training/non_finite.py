@@ -60,7 +60,7 @@ class Guard:
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
         self.leaves_out = False
-        """Whether the step at hand changes nothing."""
+        """True if the current step changes nothing."""
         self._left_out = same_everywhere(left_out(record.run.path), record.place)
         self._scales = plan.autocast and plan.dtype == "float16"
         experimental = isinstance(plan.recipe.method, ORPOMethod | CPOMethod)

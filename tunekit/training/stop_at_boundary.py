@@ -52,7 +52,7 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, plan: Plan, wishes: Wishes, saver: Saver) -> None:
         self.has_stopped = False
-        """Whether the training was ended; alike in all processes."""
+        """True once the training was ended; alike in all processes."""
         self._plan = plan
         self._wishes = wishes
         self._saver = saver

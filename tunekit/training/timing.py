@@ -71,7 +71,7 @@ class Timing:
         self.optimizer_seconds = 0.0
         """Of the steps, updating weights. What ZeRO gathers afterwards is not in it."""
         self.generates = isinstance(plan.recipe.method, OnPolicyMethod)
-        """Whether the model learns from answers that it gives."""
+        """True if the model learns from answers that it generates."""
         self.generation_seconds = 0.0
         """Of the steps, generating answers. Where weights are divided, waiting for other processes is in it."""
         self.forward_seconds = 0.0
@@ -82,7 +82,7 @@ class Timing:
         self.own: list[float] = []
         """Seconds of each step that a process had to itself, since they were last told to the others."""
         self.is_in_step = False
-        """Whether a step is being computed, rather than an evaluation."""
+        """True during a step, rather than an evaluation."""
         self._marked = 0.0
         self._update_began = 0.0
         self._row_seconds = 0.0

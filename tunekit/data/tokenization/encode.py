@@ -111,7 +111,7 @@ class Encoder:
         self._chat: ChatRenderer | None = None
         self._affixes: tuple[list[int], list[int]] = ([], [])
         self.notes: list[str] = []
-        """What the user should know before the rows are encoded."""
+        """Notes for the user before the rows are encoded."""
         first = rows.rows[0]
         if rows.format == "tokens":
             return

@@ -32,7 +32,7 @@ class UnjudgedError(Exception):
 
     def __init__(self, index: int, what: str) -> None:
         self.index = index
-        """Which one."""
+        """Index of the answer."""
 
         self.what = what
         super().__init__(what)

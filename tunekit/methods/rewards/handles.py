@@ -291,7 +291,7 @@ class Tests:
         self.requests = requests
         self.replies = replies
         self.refused = ""
-        """Why the test that runs fails, even if it catches that."""
+        """Reason that the running test fails, even if it catches that."""
 
         self.data: dict[int, Any] = {}
         """Data of objects by their numbers, as far as they are known since the program was last asked."""
@@ -300,7 +300,7 @@ class Tests:
         """Objects that are made of no plain data, and never will be."""
 
         self.taken: dict[int, int] = {}
-        """How many values each iterator gave."""
+        """Number of values that each iterator gave."""
 
     def run(self, tests: list[str], verdicts: int) -> None:
         """Run the tests, and write a line for each: why it fails, or an empty text."""

@@ -26,7 +26,7 @@ NEVER_READ = "training_args.bin"
 """File of a checkpoint that holds a pickle of a trainer's arguments, which the recipe has."""
 
 TABLE, PARTS = ".metadata", ".distcp"
-"""What the names of the files of torch's distributed checkpoints end in."""
+"""Suffixes of the files of torch's distributed checkpoints."""
 
 _DCP = "torch.distributed.checkpoint"
 _TABLE_CLASSES = {

@@ -130,11 +130,11 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self.total_bytes = 0
         """Of all of them together."""
         self.wait_seconds = 0.0
-        """How long the training waited for them."""
+        """Seconds that the training waited for them."""
         self.seconds = 0.0
-        """How long they took."""
+        """Seconds that they took."""
         self._bytes = self.plan.saving.checkpoint_bytes
-        """What one takes: first as planned, then as the last one did."""
+        """Bytes of one: first as planned, then of the last one."""
         self._evaluation: dict[str, float] = {}
         self._saving: _Save | None = None
         self._num_steps = 0
