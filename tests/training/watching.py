@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from tunekit.api import verbs
 from tunekit.launching.local import launch
 from tunekit.runs.run import Run
@@ -77,6 +78,7 @@ import os, sys, time
 
 def hold(event, args):
     if event == "open" and {words!r} in str(args[0]):
+        os.makedirs({held!r}, exist_ok=True)
         while not os.path.exists({go_on!r}):
             time.sleep(0.02)
 
@@ -98,15 +100,21 @@ class Hold:
 
     def __init__(self, folder: Path, words: str, *, supervised: bool = False) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self._go_on = folder, folder / "goes-on"
+        self.folder, self._go_on, self._held = folder, folder / "goes-on", folder / "held"
         self._go_on.unlink(missing_ok=True)
-        text = HOLD.format(words=words, go_on=str(self._go_on), supervised=supervised)
+        if self._held.exists():
+            self._held.rmdir()
+        text = HOLD.format(words=words, go_on=str(self._go_on), held=str(self._held), supervised=supervised)
         (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
 
     @property
     def holds(self) -> bool:
         """Whether it still does."""
         return not self._go_on.exists()
+
+    def wait(self) -> None:
+        """Wait until a process is held up."""
+        until(self._held.exists)
 
     def go_on(self) -> None:
         """Let them go on, now and later."""
