@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md names is there."""
+"""Paths and rooms that CONTRIBUTING.md names."""
 
 import re
 from pathlib import Path

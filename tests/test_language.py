@@ -23,10 +23,9 @@ MAX_VAGUE = 0.005
 def docstrings(tree: ast.Module) -> Iterator[str]:
     """Yield the docstrings of modules, classes and functions, and the strings under fields and constants."""
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list) or isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        texts = (statement.value for statement in body if isinstance(statement, ast.Expr))
+        texts = (statement.value for statement in node.body if isinstance(statement, ast.Expr))
         constants = (text.value for text in texts if isinstance(text, ast.Constant))
         yield from (text.strip() for text in constants if isinstance(text, str))
 

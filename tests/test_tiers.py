@@ -46,17 +46,17 @@ def test_quarantine_says_why_and_since_when():
 
 
 def test_the_tests_of_a_changed_module_come_first_and_those_of_its_importers_follow():
-    found = affected.distances(["tunekit/planner/memory/zero.py"])
-    assert found["tests/planner/test_zero.py"] == 0
-    assert found["tests/planner/test_candidates.py"] <= 3
-    assert found["tests/training/test_options.py"] > 1
-    assert "tests/kernels/test_rope.py" not in found
+    distances = affected.distances(["tunekit/planner/memory/zero.py"])
+    assert distances["tests/planner/test_zero.py"] == 0
+    assert distances["tests/planner/test_candidates.py"] <= 3
+    assert distances["tests/training/test_options.py"] > 1
+    assert "tests/kernels/test_rope.py" not in distances
 
 
 def test_a_changed_test_helper_affects_the_tests_that_import_it():
-    found = affected.distances(["tests/training/folders.py"])
-    assert found["tests/webui/test_controls.py"] == 1
-    assert "tests/kernels/test_rope.py" not in found
+    distances = affected.distances(["tests/training/folders.py"])
+    assert distances["tests/webui/test_controls.py"] == 1
+    assert "tests/kernels/test_rope.py" not in distances
 
 
 def test_data_files_recipes_and_the_readme_affect_what_reads_them():

@@ -150,8 +150,10 @@ def test_what_ssh_is_told_to_do_there_is_one_command(folder, here, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"/x/{folder}")
     *options, there = ssh_hosts._command("ada@host")
     assert options[:2] == ["ssh", "-T"] and options[-2:] == ["--", "ada@host"]
-    told = there.replace(shlex.quote(ssh_hosts.sys.executable), "printenv PYTHONPATH; pwd; :")
-    shown = subprocess.run(["bash", "-c", told.replace("exec env", "env")], capture_output=True, text=True, check=True)
+    command = there.replace(shlex.quote(ssh_hosts.sys.executable), "printenv PYTHONPATH; pwd; :")
+    shown = subprocess.run(
+        ["bash", "-c", command.replace("exec env", "env")], capture_output=True, text=True, check=True
+    )
     assert shown.stdout.splitlines() == [f"/x/{folder}", str(here / folder)]
     assert not (here / folder / "pwned").exists()
 

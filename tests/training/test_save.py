@@ -288,8 +288,8 @@ def work_on_a_disk_that_is_full(path):
     """Work as one process with a disk that says that there is room, and return what all end with."""
     import tunekit.training.checkpointing.save
 
-    told = tunekit.training.checkpointing.save.free_bytes
-    tunekit.training.checkpointing.save.free_bytes = lambda folder: told(folder) if folder == path else 2**40
+    free_bytes = tunekit.training.checkpointing.save.free_bytes
+    tunekit.training.checkpointing.save.free_bytes = lambda folder: free_bytes(folder) if folder == path else 2**40
     try:
         worked(path)
     except RunError as error:
