@@ -96,7 +96,7 @@ def prepare_with_tunekit(path: Path, length: int) -> tuple[Any, float, PeakMemor
     from tunekit.data.prepare import prepare_rows, tokens_of
     from tunekit.data.sources.load import load_rows
     from tunekit.models.load import load_tokenizer
-    from tunekit.recipe.schema import DataSource
+    from tunekit.recipe.sections.data import DataSource
     from tunekit.recipe.sections.model import ModelSection
 
     tokenizer = load_tokenizer(ModelSection(path="pico"))

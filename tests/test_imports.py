@@ -12,8 +12,9 @@ from types import UnionType
 import pytest
 
 from tunekit.recipe import schema
-from tunekit.recipe.schema import HANDED_DOWN, CompleteSource, DataSection, Recipe
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections import rewards
+from tunekit.recipe.sections.data import HANDED_DOWN, CompleteSource, DataSection
 from tunekit.recipe.sections.section import Section
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +143,14 @@ class Reads(ast.NodeVisitor):
         self.names: set[str] = set()
         self.annotated: list[dict[str, set[str]]] = [{}]
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.annotated.append({**self.annotated[-1], "self": {node.name}})
+        self.generic_visit(node)
+        self.annotated.pop()
+
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.name.lstrip("_").startswith("conflicts"):
+            return  # A field that is only checked does nothing.
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         known = {each.arg: words(each.annotation) for each in arguments if each.annotation is not None}
         self.annotated.append({**self.annotated[-1], **known})
@@ -247,6 +255,8 @@ def test_every_field_of_the_recipe_is_read_somewhere() -> None:
 
 def test_field_check_notices_a_field_that_nobody_reads() -> None:
     visitor = Reads()
+    visitor.visit(ast.parse("class Way:\n def use(self): return self.beta\n def conflicts(self): return self.gamma"))
+    assert ("Way", "beta") in visitor.found and ("Way", "gamma") not in visitor.found
     visitor.visit(ast.parse("def build(adapter: LoraAdapter, other: Thing): return adapter.rank + other.alpha"))
     visitor.visit(ast.parse("section = recipe.data; section.packing"))
     assert {("LoraAdapter", "rank"), ("data", "packing")} <= visitor.found

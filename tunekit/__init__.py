@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tunekit.recipe.entries import UNSET, Entry, recipe_entries
     from tunekit.recipe.library import ShippedRecipe, list_examples, list_recipes, recipe_text
     from tunekit.recipe.load import load_recipe, read_text
+    from tunekit.recipe.methods import MethodInfo, list_methods
     from tunekit.recipe.reach import named_paths
     from tunekit.recipe.reading.rewrite import edit_text, short_recipe
     from tunekit.recipe.reading.source_locations import Fault
@@ -95,6 +96,7 @@ __all__ = [
     "Export",
     "Fault",
     "Generated",
+    "MethodInfo",
     "Migration",
     "Plan",
     "PlanError",
@@ -138,6 +140,7 @@ __all__ = [
     "last_events",
     "launch",
     "list_examples",
+    "list_methods",
     "list_recipes",
     "list_runs",
     "list_sweeps",
@@ -190,6 +193,7 @@ _HOMES = {
     "Export": "tunekit.exporting.export",
     "Fault": "tunekit.recipe.reading.source_locations",
     "Generated": "tunekit.inference.generate",
+    "MethodInfo": "tunekit.recipe.methods",
     "Migration": "tunekit.migration.report",
     "Plan": "tunekit.planner.plan",
     "PlanError": "tunekit.errors",
@@ -234,6 +238,7 @@ _HOMES = {
     "last_events": "tunekit.runs.reader",
     "launch": "tunekit.api.verbs",
     "list_examples": "tunekit.recipe.library",
+    "list_methods": "tunekit.recipe.methods",
     "list_recipes": "tunekit.recipe.library",
     "migrate": "tunekit.migration.migration",
     "list_runs": "tunekit.runs.run",

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -15,12 +16,6 @@ import yaml
 import tunekit
 from webui.reach import check_reach
 from webui.site import Site
-
-METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation")
-"""Methods that may learn from the data."""
-
-REWARDED = ("grpo", "rloo")
-"""Methods that learn from rewards."""
 
 EXAMPLE = "example:"
 """Prefix of a shipped file's name."""
@@ -32,6 +27,12 @@ MOST_ANSWER_TOKENS = 512
 
 MOST_RECIPE_BYTES = 2**20
 """A recipe with more is none, and is refused as too large."""
+
+
+@cache
+def methods() -> Mapping[str, tunekit.MethodInfo]:
+    """Return the methods that may learn from the data, by name."""
+    return {method.name: method for method in tunekit.list_methods()}
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,12 @@ def _text(asked: Asked) -> str:
         raise tunekit.TunekitError("there is nothing to look at yet", hint="choose a file, or name a dataset")
     data = {"train": asked.path.strip(), "max_length": asked.max_length, "format": asked.format}
     method: dict[str, object] = {"type": asked.method}
-    if asked.method in (*REWARDED, "distillation"):
+    learns = methods()[asked.method]
+    if learns.generates:
         method["max_completion_length"] = max(1, min(MOST_ANSWER_TOKENS, asked.max_length // 2))
-    if asked.method in REWARDED and asked.rewards.strip():
+    if learns.is_rewarded and asked.rewards.strip():
         method["rewards"] = _rewards(asked.rewards)
-    if asked.method == "distillation":
+    if learns.has_teacher:
         method["teacher"] = asked.model
     recipe = {"model": asked.model or "pico", "data": {**data, "columns": dict(asked.columns)}, "method": method}
     return yaml.safe_dump(recipe, allow_unicode=True, sort_keys=False)
@@ -207,7 +209,7 @@ def asked_in(query: Mapping[str, str], changes: Sequence[str]) -> Asked:
     columns = columns if isinstance(columns, dict) else {}
     return Asked(
         path=query.get("path", ""),
-        method=query.get("method", "sft") if query.get("method") in METHODS else "sft",
+        method=query.get("method", "sft") if query.get("method") in methods() else "sft",
         model=query.get("model", "pico"),
         max_length=int(length) if length.isdecimal() and len(length) < 8 else Asked.max_length,
         format=query.get("format", "auto"),

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 import tunekit
-from webui.data_asked import EXAMPLE, METHODS, REWARDED, Asked, data_files
+from webui.data_asked import EXAMPLE, Asked, data_files, methods
 from webui.site import Site
 from webui.words import Words
 
@@ -40,7 +40,10 @@ class Fields:
             )
             with gr.Row():
                 self.method = gr.Dropdown(
-                    [(words(f"data.method_{name}"), name) for name in METHODS],
+                    [
+                        (words.label(f"data.method_{name}", f"{name}: {info.title}"), name)
+                        for name, info in methods().items()
+                    ],
                     value="sft",
                     label=words("data.method"),
                     elem_id="data-method",
@@ -141,7 +144,7 @@ class Fields:
             asked.method,
             asked.model,
             asked.max_length,
-            gr.Textbox(asked.rewards, visible=asked.method in REWARDED),
+            gr.Textbox(asked.rewards, visible=methods()[asked.method].is_rewarded),
             gr.Dropdown(choices=[asked.key] if asked.key else [], value=asked.key),
             asked.origin,
             list(asked.changes),
@@ -184,7 +187,7 @@ class Fields:
             list(needed),
             *columns,
             gr.Dropdown(choices=sources, value=preview.key, visible=len(sources) > 1),
-            gr.Textbox(visible=preview.method in REWARDED and not asked.origin),
+            gr.Textbox(visible=methods()[preview.method].is_rewarded and not asked.origin),
             preview.method,
         ]
 

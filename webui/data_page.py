@@ -17,7 +17,7 @@ import gradio as gr
 
 import tunekit
 from webui import data_charts, data_view, work
-from webui.data_asked import REWARDED, Asked, address_of, asked_in, is_remote, recipe_of
+from webui.data_asked import Asked, address_of, asked_in, is_remote, methods, recipe_of
 from webui.data_fields import Fields, anew, choices
 from webui.failures import told_by
 from webui.site import Site
@@ -154,7 +154,7 @@ def _look(site: Site, words: Words, fields: Fields, asked: Asked, start: int) ->
         use=data_view.use_link(words, _new_run(site, words, asked)) if preview.problem is None else "",
         address=site.link(words.language, "data", **address_of(asked)),
         measuring=gr.Column(visible=bool(preview.rows) and preview.problem is None),
-        trial=gr.Column(visible=bool(preview.rows) and preview.method in REWARDED),
+        trial=gr.Column(visible=bool(preview.rows) and methods()[preview.method].is_rewarded),
         **({"said": gr.skip(), "chart": gr.skip(), "numbers": gr.skip(), "tried": gr.skip()} if start else {}),
         found=fields.update(asked, preview),
     )

@@ -41,6 +41,10 @@ class Words:
         text = texts_of(self.language)[key]
         return text.format(**values) if values else text
 
+    def label(self, key: str, otherwise: str) -> str:
+        """Return the text of a key, or another where no language has one."""
+        return texts_of(self.language).get(key, otherwise)
+
 
 def told(error: tunekit.TunekitError) -> str:
     """An error as a card of HTML: what is wrong, and what to do about it."""

@@ -3,7 +3,7 @@
 from tunekit.api.plan_inputs import AFTER_READING, Lookup
 from tunekit.planner.hardware.machines import find_machine
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 QUICKSTART = load_recipe("sft/quickstart")
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.methods.sft import LEARNER
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 
 TURN = '{"role":"user","content":"hi"}'
 GOOD = '{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"ho"}]}'
@@ -547,13 +547,13 @@ def test_a_broken_file_is_told_in_full(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(train=DataSource(path=file)), LEARNER)
+        load_data(DataSection(train=DataSource(path=file)), learner_of("sft"))
     assert str(caught.value) == message
 
 
 def refusal(**section) -> str:
     with pytest.raises(DataError) as caught:
-        load_data(DataSection(**section), LEARNER)
+        load_data(DataSection(**section), learner_of("sft"))
     return str(caught.value)
 
 
@@ -730,7 +730,7 @@ attempts = []
 sys.addaudithook(lambda event, args: attempts.append(args[1]) if event == "socket.connect" else None)
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 try:
     load_data(DataSection(train=DataSource(path="no-such-owner/chats")))
 except DataError as error:

@@ -14,7 +14,7 @@ from tunekit.data import prepare as preparing
 from tunekit.data.packing.mixture import Mixing
 from tunekit.data.prepare import prepare_rows, read_dataset, tokens_of
 from tunekit.data.sources.load import load_rows
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 
 
 @pytest.fixture(autouse=True)

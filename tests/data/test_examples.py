@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.api.plan_inputs import LEARNERS
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.sources.load import load_data
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 FILES = (
@@ -43,7 +43,7 @@ def test_the_script_makes_the_files_as_they_are(tmp_path):
     ],
 )
 def test_an_example_is_read_without_complaint(name, format, num_rows):
-    learner = LEARNERS[{"preference": "dpo", "prompts": "grpo"}.get(format, "sft")]
+    learner = learner_of({"preference": "dpo", "prompts": "grpo"}.get(format, "sft"))
     rows = load_data(DataSection(train=str(EXAMPLES / name)), learner).train[0]
     assert (rows.format, len(rows)) == (format, num_rows)
 

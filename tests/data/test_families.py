@@ -17,7 +17,7 @@ from tests.data.tokenised import Tokenised, tokenised
 from tests.data.tokenizers import CHATML, byte_tokenizer
 from tunekit.data.formats.convert import check_row
 from tunekit.data.sources.rows import Rows, RowStore
-from tunekit.recipe.schema import LossOn
+from tunekit.recipe.sections.data import LossOn
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

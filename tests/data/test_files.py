@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tunekit.data.sources.load import load_data
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 

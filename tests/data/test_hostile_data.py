@@ -21,7 +21,7 @@ import json, sys
 from tests.data.memory import STATUS, peak_mib
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 before = peak_mib() if STATUS.exists() else 0
 try:
     rows = load_data(DataSection(train=sys.argv[1])).train[0]
@@ -157,7 +157,7 @@ def test_deep_nesting_is_read_or_refused_but_breaks_nothing(depth, where, tmp_pa
     (tmp_path / "a.jsonl").write_text(rows[where])
     from tunekit.data.sources.load import load_data
     from tunekit.errors import DataError
-    from tunekit.recipe.schema import DataSection
+    from tunekit.recipe.sections.data import DataSection
 
     try:
         assert len(load_data(DataSection(train=str(tmp_path / "a.jsonl"))).train[0]) == 1

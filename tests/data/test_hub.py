@@ -14,7 +14,7 @@ from tests.data import servers
 from tests.data.servers import serving
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 
 ANSWERS = {
     "/api/datasets/org/none": (404, "RepoNotFound"),
@@ -82,7 +82,7 @@ import json, sys
 from tunekit.data.sources import hub
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 answers = []
 for source in json.load(sys.stdin):
     streaming = source.pop("streaming", False)

@@ -8,7 +8,7 @@ from tunekit.data.sources import rows as stored
 from tunekit.data.sources.hub import open_dataset
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.rows import RowStore
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 
 @pytest.fixture(autouse=True)

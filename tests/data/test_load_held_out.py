@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tunekit.data.packing.holdout import fraction, hold_out
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.rows import Rows, RowStore
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 TEXTS = st.lists(st.sampled_from([f"text {i}" for i in range(40)]), max_size=60)
 ALWAYS = ["text 3", "text 6"]

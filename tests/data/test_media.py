@@ -13,7 +13,7 @@ from tunekit.data.reports.look import look_at
 from tunekit.data.sources.hub import open_dataset, open_stream
 from tunekit.data.sources.load import load_data, stream_rows
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 ASK, SAY = {"role": "user", "content": "<image>what is it?"}, {"role": "assistant", "content": "a cat"}
 CHAT = {"messages": [ASK, SAY]}

@@ -12,7 +12,7 @@ from tunekit.data.formats.preferences import pair
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 

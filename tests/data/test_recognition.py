@@ -11,7 +11,7 @@ from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
 from tunekit.planner.facts import DataFacts
 from tunekit.recipe.fields import choices_of
-from tunekit.recipe.schema import DataSection, SourceFormat
+from tunekit.recipe.sections.data import DataSection, SourceFormat
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 ROWS: dict[str, dict] = {

@@ -16,7 +16,7 @@ from tests.processes import own_port
 from tunekit.data.sources.load import load_data
 from tunekit.data.sources.remote import clear_downloads, downloads_root, is_url, list_downloads, shown, without_user
 from tunekit.errors import DataError, DependencyError
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.prepared_data import record
 
 ROWS = b'{"text":"a"}\n{"text":"b"}\n'
@@ -366,7 +366,7 @@ LOOK = """
 import resource, sys
 from tunekit.data.sources.files import OPENERS
 from tunekit.data.sources.find_files import find_files
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 num_rows = num_chars = 0

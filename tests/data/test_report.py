@@ -21,7 +21,7 @@ from tunekit.data.reports.measure import histogram, padded_share, quantile, repo
 from tunekit.data.reports.report import Bin, Quantiles, Repeats, visible
 from tunekit.data.sources.load import load_data
 from tunekit.display.data import sample_text
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 CHATS = [("ab", "c"), ("ab", "c"), ("abc", "def"), ("x" * 10, "y" * 9)]
 """24, 24, 27 and 40 tokens."""

@@ -6,7 +6,7 @@ import pytest
 
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 FUNCTIONS = '''
 def answers(row):

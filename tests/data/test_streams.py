@@ -14,7 +14,7 @@ from tunekit.data.sources.files import OPENERS
 from tunekit.data.sources.find_files import find_files
 from tunekit.data.sources.remote import list_downloads
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 
 ROWS = b'{"text":"a"}\n\n{"text":"b"}\n'
 
@@ -162,7 +162,7 @@ import sys
 from tests.data.memory import STATUS, peak_mib
 from tunekit.data.sources.files import OPENERS
 from tunekit.data.sources.find_files import find_files
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 files = find_files(DataSource(path=sys.argv[1]), key="data.train", streaming=True)
 table = OPENERS[files.kind](files.found[0])
 next(table.read(("text",)))

@@ -7,7 +7,7 @@ import pytest
 from tunekit.data.formats.convert import check_row
 from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import load_data
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 
 @pytest.mark.parametrize(

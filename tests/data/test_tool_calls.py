@@ -8,7 +8,7 @@ from tunekit.data.reports.preview import answered_sequences
 from tunekit.data.sources.load import LoadedData
 from tunekit.data.tokenization.alignment import Room, measure_data
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 WRITTEN = (
     "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}({{ c.function.arguments | tojson }})"

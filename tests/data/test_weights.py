@@ -14,7 +14,7 @@ from tunekit.data.formats.row_formats import BadRow
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.tokenization.chat import ChatRenderer
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 SHOWS_WEIGHTS = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.weight }}")
 CALLS_MARKED = CHATML_MARKED.replace(

@@ -1,5 +1,7 @@
 """What a plan has decided is what TRL's trainer gets."""
 
+from typing import NoReturn
+
 import pytest
 from datasets import Dataset
 
@@ -8,6 +10,10 @@ from tunekit.api import verbs
 from tunekit.methods import sft
 from tunekit.methods.arguments import Parts
 from tunekit.models.load import load_model
+
+
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("supervised fine-tuning has neither a reference nor a teacher")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +46,8 @@ def test_the_trainer_weighs_the_loss_of_routers_as_its_plan_says(folder, tmp_pat
         checkpoints=tmp_path,
         callbacks=[],
         engine={},
+        load_reference=unused,
+        load_teacher=unused,
     )
     trainer = sft.build(plan.recipe.method, parts)
     assert (trainer.router_aux_loss_coef, trainer.aux_loss_enabled) == (wanted, True)

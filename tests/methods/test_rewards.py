@@ -27,7 +27,7 @@ from tunekit.methods.rewards.code import program_in
 from tunekit.methods.rewards.load import load_rewards, reward_names
 from tunekit.methods.rewards.rows import check_rows
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.methods import GRPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.sections.rewards import Reward
 
 

@@ -21,7 +21,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.probe.model import _from_config, probe_model
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 

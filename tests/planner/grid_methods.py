@@ -5,7 +5,8 @@ import random
 from tests.planner.grid import SHAPES
 from tests.planner.oracle import Step
 from tests.planner.oracle_methods import MethodStep
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 NUM_STEPS, SEED = 30, 2027

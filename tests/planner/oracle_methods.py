@@ -47,19 +47,17 @@ from tunekit.methods.distillation import compute_under_autocast
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
-from tunekit.recipe.methods import (
-    DistillationMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    Method,
-    OnPolicyMethod,
-    ORPOMethod,
-    RewardMethod,
-    RLOOMethod,
-)
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.methods import Method
+from tunekit.recipe.methods.distillation import DistillationMethod
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.methods.kto import KTOMethod
+from tunekit.recipe.methods.on_policy import OnPolicyMethod
+from tunekit.recipe.methods.orpo import ORPOMethod
+from tunekit.recipe.methods.reward import RewardMethod
+from tunekit.recipe.methods.rloo import RLOOMethod
 from tunekit.recipe.sections.adapters import FullAdapter
+from tunekit.recipe.sections.data import DataSection
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from tunekit.planner.throughput.step import (
     seconds_before,
     seconds_of,
 )
-from tunekit.recipe.methods import DPOMethod, GRPOMethod
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
 

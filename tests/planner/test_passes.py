@@ -23,19 +23,17 @@ from tunekit.planner.passes import (
     with_reference,
 )
 from tunekit.planner.throughput.flops import forward_flops_per_token
-from tunekit.recipe.methods import (
-    CPOMethod,
-    DistillationMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    ORPOMethod,
-    RewardMethod,
-    RLOOMethod,
-    SFTMethod,
-)
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.methods.cpo import CPOMethod
+from tunekit.recipe.methods.distillation import DistillationMethod
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.methods.kto import KTOMethod
+from tunekit.recipe.methods.orpo import ORPOMethod
+from tunekit.recipe.methods.reward import RewardMethod
+from tunekit.recipe.methods.rloo import RLOOMethod
+from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.data import DataSection
 from tunekit.recipe.sections.model import ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

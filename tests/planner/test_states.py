@@ -1,6 +1,6 @@
 """What a plan says of weights, adapters, gradients and optimizer states, to the byte what real runs hold on a CPU."""
 
-from typing import get_args
+from typing import NoReturn, get_args
 from unittest import mock
 
 import pytest
@@ -68,6 +68,10 @@ ADAPTERS = {
     "qlora fp4 once": QloraAdapter(rank=8, double_quant=False, quant_type="fp4"),
     "qlora and embedding": QloraAdapter(rank=8, modules_to_save=["embed_tokens"]),
 }
+
+
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("supervised fine-tuning has neither a reference nor a teacher")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,8 @@ def held_after_a_step(section, adapter, optim, tmp_path) -> Held:
         checkpoints=tmp_path,
         callbacks=[held],
         engine={},
+        load_reference=unused,
+        load_teacher=unused,
     )
     trainer = sft.build(recipe.method, parts)
     keep_trained_in_float32(trainer.model)

@@ -1,5 +1,7 @@
 """Kernels and workers: which are used and why, and that the trainer has the workers of its plan."""
 
+from typing import NoReturn
+
 import pytest
 from datasets import Dataset
 
@@ -20,6 +22,10 @@ from tunekit.probe.model import probe_model
 from tunekit.recipe.schema import Recipe
 
 ROWS = DataFacts(num_train=128)
+
+
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("supervised fine-tuning has neither a reference nor a teacher")
 
 
 def reason(plan: Plan, topic: str) -> str:
@@ -104,6 +110,8 @@ def test_the_trainer_has_the_workers_of_its_plan(folder, tmp_path):
         checkpoints=tmp_path,
         callbacks=[],
         engine={},
+        load_reference=unused,
+        load_teacher=unused,
     )
     trainer = sft.build(plan.recipe.method, parts)
     loader = trainer.get_train_dataloader()

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.methods import SFTMethod
+from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.recipe.reading.parse import plain_scalar, read_yaml
 from tunekit.recipe.reading.source_locations import MAPPING
-from tunekit.recipe.schema import DataSection, DataSource, OutputSection, Recipe
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
+from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.recipe.sections.model import ModelSection
+from tunekit.recipe.sections.output import OutputSection
 from tunekit.recipe.sections.train import TrainSection
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from tunekit.errors import RecipeError
-from tunekit.planner.passes import likelihood_weight
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.methods import CPOMethod
+from tunekit.recipe.methods.cpo import CPOMethod
 
 SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
 
@@ -69,7 +68,7 @@ def test_what_a_loss_does_not_read_is_refused(method: dict[str, Any], changes: l
     ],
 )
 def test_simpo_has_no_likelihood_unless_it_is_asked_for(method: CPOMethod, weight: float) -> None:
-    assert likelihood_weight(method) == weight
+    assert method.likelihood_weight == weight
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 from tunekit.errors import RecipeError
 from tunekit.recipe.explain import explain
 from tunekit.recipe.load import dump_recipe, load_recipe
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
-from tunekit.recipe.sections.train import DEFAULT_LEARNING_RATES
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.methods.sft import SFTMethod
 
 SOURCE: dict[str, Any] = {"model": "pico", "data": {"train": "x.jsonl"}}
 
@@ -77,7 +79,7 @@ def test_a_source_of_its_own_is_held_to_the_method_too() -> None:
         load_recipe({**SOURCE, "data": data, "method": "dpo"})
 
 
-@pytest.mark.parametrize(("method", "rates"), DEFAULT_LEARNING_RATES.items())
+@pytest.mark.parametrize(("method", "rates"), [(name, section.spec.learning_rate) for name, section in METHODS.items()])
 def test_a_default_learning_rate_from_a_config_of_trl_is_that_of_the_config(method: str, rates: Any) -> None:
     if not rates.source.startswith("TRL's "):
         assert re.search(r"arXiv \d{4}\.\d{5}$", rates.source)
@@ -92,4 +94,4 @@ def test_the_default_learning_rates_are_described() -> None:
     text = " ".join(explain("train.learning_rate").split())
     described = re.findall(r"(\de-\d) for ([a-z]+(?:(?:, | and )[a-z]+)*)", text)
     rates = {method: float(rate) for rate, methods in described for method in re.split(", | and ", methods)}
-    assert rates == {method: default.full for method, default in DEFAULT_LEARNING_RATES.items()}
+    assert rates == {name: section.spec.learning_rate.full for name, section in METHODS.items()}

@@ -10,7 +10,7 @@ import yaml
 from tunekit.errors import RecipeError
 from tunekit.recipe.explain import explain, json_schema
 from tunekit.recipe.load import dump_recipe, load_recipe, load_recipe_with_notes
-from tunekit.recipe.methods import GRPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import ExactMatchReward, FunctionReward, ModelReward, NumericMatchReward
 

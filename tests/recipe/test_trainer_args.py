@@ -13,18 +13,18 @@ from tunekit.errors import DependencyError, RecipeError
 from tunekit.recipe import trainer_args
 from tunekit.recipe.fields import holders_along
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.methods import GenerationSection
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.methods.on_policy import GenerationSection
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.trainer_args import (
     OWNED,
-    OWNED_BY_METHOD,
     OWNED_PREFIXES,
     check_trainer_args,
     config_fields,
     owner_hint,
 )
 
-METHODS = Path(__file__).parents[2] / "tunekit" / "methods"
+BUILDERS = Path(__file__).parents[2] / "tunekit" / "methods"
 SOURCE = {"model": "pico", "data": {"train": "x.jsonl"}}
 
 
@@ -133,14 +133,14 @@ def test_families_of_arguments_are_refused_whole(name: str) -> None:
 
 def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     """Else the argument would be given twice, and the run would end in a traceback."""
-    shared = ast.parse((METHODS / "arguments.py").read_text())
+    shared = ast.parse((BUILDERS / "arguments.py").read_text())
     (arguments,) = (node for node in ast.walk(shared) if isinstance(node, ast.FunctionDef) and node.name == "arguments")
     (returned,) = (node.value for node in ast.walk(arguments) if isinstance(node, ast.Return))
     assert isinstance(returned, ast.Dict)
     to_all = {key.value for key in returned.keys if isinstance(key, ast.Constant)}
     assert len(to_all) > 20
     for method, (_, _, config) in trainer_args.CONFIGS.items():
-        tree = ast.parse((METHODS / f"{method}.py").read_text())
+        tree = ast.parse((BUILDERS / f"{method}.py").read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == config]
         given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
         assert calls, method
@@ -150,15 +150,16 @@ def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
 def test_every_owned_name_is_one_that_trl_knows_now_or_knew() -> None:
     gone = {"warmup_ratio"}
     assert set(OWNED) - set(config_fields("sft")) <= gone
-    for method, owned in OWNED_BY_METHOD.items():
+    for method, section in METHODS.items():
+        owned = section.spec.owned_args
         assert set(owned) <= set(config_fields(method))
-    known = set().union(*(config_fields(method) for method in OWNED_BY_METHOD))
+    known = set().union(*(config_fields(method) for method in METHODS))
     for prefix in OWNED_PREFIXES:
         assert any(name.startswith(prefix) for name in known)
 
 
 def test_every_recipe_key_that_a_hint_names_exists() -> None:
-    by_method = [hint for owned in OWNED_BY_METHOD.values() for hint in owned.values()]
+    by_method = [hint for section in METHODS.values() for hint in section.spec.owned_args.values()]
     hints = [*OWNED.values(), *by_method, *OWNED_PREFIXES.values()]
     for word in " ".join(hints).replace(":", " ").replace(",", " ").split():
         key = tuple(word.split("."))

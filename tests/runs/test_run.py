@@ -18,7 +18,7 @@ from tunekit.cli.app import app
 from tunekit.data.sources.load import load_data
 from tunekit.errors import DataError, DependencyError, RunError
 from tunekit.recipe.load import load_recipe
-from tunekit.recipe.schema import DataSection, DataSource
+from tunekit.recipe.sections.data import DataSection, DataSource
 from tunekit.runs.events import EventLog, read_events
 from tunekit.runs.prepared_data import record
 from tunekit.runs.process_id import identity_of

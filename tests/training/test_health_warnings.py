@@ -9,7 +9,9 @@ import torch
 import tunekit
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
 from tests.training.test_dpo import logged
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, SFTMethod
+from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.grpo import GRPOMethod
+from tunekit.recipe.methods.sft import SFTMethod
 from tunekit.runs.run import Run
 from tunekit.training.health_warnings import RECURRING, Trends
 

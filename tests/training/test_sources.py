@@ -6,6 +6,7 @@ import pytest
 
 import tunekit
 from tests.tiny import make_tokenizer, save_chats, save_tiny_model
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.prepare import read_dataset
 from tunekit.errors import DataError
 
@@ -120,10 +121,9 @@ def test_a_bad_row_in_the_middle_of_a_stream_ends_the_run_with_its_place(here):
 
 def test_streams_are_mixed_by_weight(here):
     from tunekit.data.packing.stream import stream
-    from tunekit.methods import sft
 
     section = tunekit.load_recipe(recipe(MIXED, streaming=True, shuffle=False)).data
-    dataset = stream(section, make_tokenizer(), sft.LEARNER, seed=0, skipped=here / "skipped.jsonl")
+    dataset = stream(section, make_tokenizer(), learner_of("sft"), seed=0, skipped=here / "skipped.jsonl")
     found = ["d" if "double" in text else "t" for text in texts(dataset)]
     # Twice as many doubles as triples, until a ninth triple would be due.
     assert "".join(found) == "dtd" * 8 + "d"

@@ -10,16 +10,17 @@ import tunekit
 from tests.rows import save_rows
 from tests.tiny import save_tiny_model
 from tunekit.errors import DependencyError
+from tunekit.recipe.methods import METHODS
 from tunekit.training import upstream
 from tunekit.training.upstream import (
     ACCELERATOR,
     FIELDS,
-    OF_METHOD,
     STATES,
     TRAINER,
     accelerator_problems,
     check_upstream,
     field_problems,
+    method_names,
     names_used,
     trainer_class,
     trainer_problems,
@@ -54,7 +55,7 @@ def renamed(cls, name):
     )
 
 
-@pytest.mark.parametrize("method", OF_METHOD)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_installed_versions_have_every_name(method):
     check_upstream(method)
 
@@ -76,7 +77,7 @@ def test_a_method_that_nobody_defines_or_that_takes_other_arguments_is_named():
     assert problems["_get_output_dir"] == "takes (trial, more), not (trial)"
 
 
-@pytest.mark.parametrize(("method", "name"), [(method, name) for method in OF_METHOD for name in OF_METHOD[method]])
+@pytest.mark.parametrize(("method", "name"), [(method, name) for method in METHODS for name in method_names(method)])
 def test_a_renamed_attribute_of_trls_trainer_is_named(method, name):
     problems = [*trainer_problems(Trainer, renamed(trainer_class(method), name), method)]
     assert [problem.name for problem in problems] == [name]

@@ -19,7 +19,7 @@ from tunekit.planner.facts import Device, Hardware
 from tunekit.probe.amd import amd_devices
 from tunekit.probe.hardware import probe_node, with_nodes
 from tunekit.probe.host import ROOT
-from tunekit.recipe.schema import Tracker
+from tunekit.recipe.sections.output import Tracker
 
 STACK = (
     "torch",

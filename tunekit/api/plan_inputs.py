@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tunekit.data.formats.method_formats import Learner
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.sources.load import LoadedData, load_data
 from tunekit.data.tokenization.first_row import check_first_rows
 from tunekit.errors import ModelError, PlanError
-from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
 from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.models.known_models import KnownModel, known_models
@@ -15,7 +14,7 @@ from tunekit.planner.resolve import resolve
 from tunekit.planner.variants import Largest, Planned, Variant, largest_batch, largest_length, largest_models
 from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import chat_template_of, known_model, sketch_model
-from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.disk import free_bytes, place_of_run
@@ -25,20 +24,6 @@ from tunekit.runs.prepared_data import counted_facts
 
 AFTER_READING = {"max_length", "packing", "padding_free", "weight_by", "stopping_strategy", "mixing", "shuffle"}
 """Fields of the data section that say what becomes of rows once they are read."""
-
-
-LEARNERS: dict[str, Learner] = {
-    "sft": sft.LEARNER,
-    "dpo": dpo.LEARNER,
-    "kto": kto.LEARNER,
-    "orpo": orpo.LEARNER,
-    "cpo": cpo.LEARNER,
-    "reward": reward.LEARNER,
-    "grpo": grpo.LEARNER,
-    "rloo": rloo.LEARNER,
-    "distillation": distillation.LEARNER,
-}
-"""Row formats that each method learns from, by `method.type`."""
 
 
 class Lookup:
@@ -105,7 +90,7 @@ class Lookup:
         Raises:
             ModelError: It is not there.
         """
-        if not isinstance(recipe.method, DistillationMethod):
+        if not has_teacher(recipe.method):
             return None
         try:
             return self.model(recipe.method.teacher)
@@ -117,7 +102,7 @@ class Lookup:
         """Rows. Recipes that differ only in how rows become tokens share them."""
         key = self._key(recipe)
         if key not in self._data:
-            self._data[key] = load_data(recipe.data, LEARNERS[recipe.method.type])
+            self._data[key] = load_data(recipe.data, learner_of(recipe.method.type))
         return self._data[key]
 
     def _check_first_rows(self, recipe: Recipe) -> None:

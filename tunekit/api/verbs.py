@@ -6,8 +6,9 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunekit.api.plan_inputs import LEARNERS, Lookup
+from tunekit.api.plan_inputs import Lookup
 from tunekit.api.resume import resumed, run_of
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.prepare import Progress
 from tunekit.data.reports.preview import DataPreview
 from tunekit.data.reports.report import DataReport
@@ -27,7 +28,7 @@ from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
-from tunekit.recipe.methods import RewardedMethod, SFTMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs import fingerprints
@@ -458,7 +459,7 @@ def try_rewards(
         TunekitError: The recipe, the model or the data has a fault, or a reward fails: it is named with the row.
     """
     recipe = continued(read_recipe(source, overrides)[0])
-    if not isinstance(recipe.method, RewardedMethod):
+    if not is_rewarded(recipe.method):
         raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
@@ -506,8 +507,8 @@ def data_report(
         TunekitError: The recipe, the tokenizer or the data has a fault.
     """
     recipe, _ = read_recipe(source, overrides)
-    data = load_data(recipe.data, LEARNERS[recipe.method.type])
-    make = prepare if isinstance(recipe.method, SFTMethod) else report_on_rows
+    data = load_data(recipe.data, learner_of(recipe.method.type))
+    make = prepare if recipe.method.spec.trains_on == "tokens" else report_on_rows
     with library_words_to(StringIO()):
         report = make(continued(recipe), data, _progress_to(on_event), num_samples=num_samples)
         return report if isinstance(report, DataReport) else report.report
@@ -538,18 +539,18 @@ def preview(
     """
     recipe, _ = read_recipe(source, overrides)
     with library_words_to(StringIO()):
-        return preview_data(recipe, LEARNERS[recipe.method.type], key=key, start=start, num_rows=num_rows)
+        return preview_data(recipe, learner_of(recipe.method.type), key=key, start=start, num_rows=num_rows)
 
 
 def _prepare(recipe: Recipe, data: LoadedData, on_progress: Progress | None) -> PreparedData | PreparedRows:
     """Prepare the rows of a run: sequences for supervised fine-tuning, rows for methods whose data TRL tokenizes."""
-    make = prepare if isinstance(recipe.method, SFTMethod) else prepare_rows
+    make = prepare if recipe.method.spec.trains_on == "tokens" else prepare_rows
     return make(recipe, data, on_progress)
 
 
 def _check_rewards(recipe: Recipe, data: LoadedData) -> None:
     """Check that the rewards of a recipe can be had, and find in each row what they read there."""
-    if isinstance(recipe.method, RewardedMethod):
+    if is_rewarded(recipe.method):
         check_rows(recipe.method.rewards, (*data.train, *data.eval))
 
 
@@ -566,12 +567,12 @@ def _refuse_untrainable(recipe: Recipe) -> None:
         TunekitError: Something that training needs is missing, or not there yet.
     """
     method = recipe.method
-    if isinstance(method, RewardedMethod) and not method.rewards:
+    if is_rewarded(method) and not method.rewards:
         raise TunekitError(
             f"method.rewards: there are none, and {method.type} learns from nothing else",
             hint="name one, such as exact_match, or a function of your own: my_rewards:score",
         )
-    if recipe.data.streaming and not isinstance(method, SFTMethod):
+    if recipe.data.streaming and method.spec.trains_on != "tokens":
         raise TunekitError(
             f"data.streaming: rows of {method.type} can be planned but not trained as a stream",
             hint="leave it out: rows are kept on the disk, not in memory",

@@ -21,7 +21,7 @@ from tunekit.data.sources.load import LoadedData
 from tunekit.data.sources.row_locations import Places
 from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.tokenize import TokenReport, tokenize
-from tunekit.recipe.schema import CompleteSource, DataSection
+from tunekit.recipe.sections.data import CompleteSource, DataSection
 
 if TYPE_CHECKING:
     import datasets

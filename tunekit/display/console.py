@@ -33,7 +33,7 @@ from tunekit.launching.bandwidth import Exchange
 from tunekit.planner.facts import Hardware
 from tunekit.planner.plan import gib
 from tunekit.planner.throughput.speed import Speed, duration
-from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.reporting.diagnosis import diagnose_run
 from tunekit.runs.available_actions import begin_anew, prospects
 from tunekit.runs.evaluation_result import evaluations_of
@@ -103,7 +103,7 @@ class Progress:
             self._run = event["run"]
             self._num_steps = event["plan"].schedule.num_steps
             # Where answers are rewarded, the loss is near zero whatever is learned.
-            self._shows_loss = not isinstance(event["plan"].recipe.method, RewardedMethod)
+            self._shows_loss = not is_rewarded(event["plan"].recipe.method)
             for note in event["notes"]:
                 self.console.print(Text(f"note: {note}", style="dim"))
             self.console.print("", plan_view(event["plan"]))

@@ -16,7 +16,8 @@ from tunekit.data.tokenization.alignment import tokens_of
 from tunekit.evaluation.bootstrap import Figure, Sample, scored
 from tunekit.evaluation.likelihood import Told, judgements, log_likelihoods
 from tunekit.inference.inference_model import Loaded
-from tunekit.recipe.methods import CPOMethod, DPOMethod, KTOMethod, Method, ORPOMethod
+from tunekit.recipe.methods import Method, compares_with_reference, has_margins
+from tunekit.recipe.methods.comparing import MarginMethod
 from tunekit.runs.evaluation_result import Score
 from tunekit.runs.metrics import MEASURES
 
@@ -116,7 +117,7 @@ class Pairs:
     @property
     def needs_before(self) -> bool:
         """DPO's rewards are how much likelier an answer has become."""
-        return isinstance(self.method, DPOMethod)
+        return self.method is not None and compares_with_reference(self.method)
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer, and how many tokens it has."""
@@ -133,29 +134,27 @@ class Pairs:
 
     def _of_method(self, after: Values, before: Values | None) -> Iterator[Score]:
         method = self.method
-        if isinstance(method, DPOMethod) and before is not None:
+        if method is not None and compares_with_reference(method) and before is not None:
             beta = method.beta
             chosen, rejected = (beta * (after[name] - before[name]) for name in ("chosen", "rejected"))
             margins, zero = chosen - rejected, np.zeros_like(chosen)
-            if method.loss_type == ["sigmoid"] and not method.label_smoothing:
-                loss = Figure("loss", "loss of DPO", ".4f", higher_is_better=False)
+            if method.has_plain_loss:
+                loss = Figure("loss", f"loss of {method.type.upper()}", ".4f", higher_is_better=False)
                 yield _mean(loss, self.of, np.logaddexp(0, -margins), zero + math.log(2))
             yield _mean(_figure("rewards/accuracies", higher=True), self.of, margins > 0, None)
             yield _mean(_figure("rewards/margins"), self.of, margins, zero)
             yield _mean(_figure("rewards/chosen"), self.of, chosen, zero)
             yield _mean(_figure("rewards/rejected"), self.of, rejected, zero)
-        if isinstance(method, ORPOMethod | CPOMethod):
-            margins, earlier = self._margins(after), None if before is None else self._margins(before)
+        if method is not None and has_margins(method):
+            margins, earlier = self._margins(method, after), None if before is None else self._margins(method, before)
             figure = _figure("rewards/accuracies", higher=True)
             yield _mean(figure, self.of, margins > 0, None if earlier is None else earlier > 0)
             yield _mean(_figure("rewards/margins"), self.of, method.beta * margins,
                         None if earlier is None else method.beta * earlier)  # fmt: skip
 
-    def _margins(self, values: Values) -> np.ndarray:
+    def _margins(self, method: MarginMethod, values: Values) -> np.ndarray:
         """Return the reward margins of better answers, per token or in total, as the loss defines them."""
-        method = self.method
-        whole = isinstance(method, CPOMethod) and method.loss_type not in ("simpo", "alphapo", "ipo")
-        sizes = [1.0 if whole else _sizes(answers) for answers in (self.chosen, self.rejected)]
+        sizes = [1.0 if method.margin == "total" else _sizes(answers) for answers in (self.chosen, self.rejected)]
         return np.asarray(values["chosen"] / sizes[0] - values["rejected"] / sizes[1])
 
     def _of_likelihood(self, after: Values, before: Values | None) -> Iterator[Score]:
@@ -216,7 +215,7 @@ class Rated:
     @property
     def needs_before(self) -> bool:
         """KTO's rewards are how much likelier an answer has become."""
-        return isinstance(self.method, KTOMethod)
+        return self.method is not None and compares_with_reference(self.method)
 
     def measure(self, loaded: Loaded, tell: Told) -> Values:
         """The log-probability of each answer."""
@@ -230,7 +229,7 @@ class Rated:
             if not which.any():
                 continue
             weights = which.astype(np.float64)
-            if isinstance(self.method, KTOMethod) and before is not None:
+            if self.method is not None and compares_with_reference(self.method) and before is not None:
                 gained = self.method.beta * (after["logps"] - before["logps"])
                 figure = _figure(f"rewards/{name}", higher=name == "chosen")
                 results.append(scored(figure, self.of, Sample(gained, weights), Sample(np.zeros_like(gained), weights)))

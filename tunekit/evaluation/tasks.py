@@ -25,9 +25,9 @@ from tunekit.inference.prompts import prompt_ids
 from tunekit.methods.rewards.load import load_rewards
 from tunekit.methods.rewards.rows import check_rows
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.methods import Method, OnPolicyMethod, RewardedMethod, RewardMethod, SFTMethod
+from tunekit.recipe.methods import Method, generates, is_rewarded
 from tunekit.recipe.reading.phrases import near
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 from tunekit.recipe.sections.rewards import FunctionReward, Reward
 from tunekit.runs.evaluation_result import sliced
 from tunekit.runs.prepared_data import FILES
@@ -137,7 +137,7 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     of = sliced(HELD_OUT, wish.limit)
     if not file.is_file():
         raise DataError(f"{run.name} has set no rows aside", hint="name some with --data, or train with data.eval_size")
-    if isinstance(method, SFTMethod):
+    if method.spec.trains_on == "tokens":
         if rewards:
             raise DataError(
                 f"{run.name} keeps the tokens of its rows, and a metric needs prompts with what is expected",
@@ -147,9 +147,9 @@ def parts_of_run(found: Trained, tokenizer: "Tokenizer", rewards: Sequence[Rewar
     rows: list[Row] = [{name: value for name, value in row.items() if value is not None} for row in read_rows(file)][
         : wish.limit
     ]
-    if isinstance(method, OnPolicyMethod):
+    if generates(method):
         reward_list = list(rewards)
-        if not reward_list and isinstance(method, RewardedMethod):
+        if not reward_list and is_rewarded(method):
             reward_list = list(method.rewards)
         if not reward_list:
             raise DataError(f"{method.type} is judged by its teacher in training alone", hint="name a --metric")
@@ -184,7 +184,7 @@ def parts_of_file(
     rows = _load(data, wish.limit)
     of = sliced(rows.source, wish.limit)
     method = None if found.run is None else found.run.recipe.method
-    if not rewards and rows.format == "prompts" and isinstance(method, RewardedMethod):
+    if not rewards and rows.format == "prompts" and method is not None and is_rewarded(method):
         rewards = method.rewards
     if rewards:
         prompts = replace(rows, rows=RowStore(questions_in(rows)))
@@ -266,7 +266,7 @@ def _answered(
         good = np.array([bool(row["label"]) for row, _ in complete])
         return Rated(of, [answers[0] for _, answers in complete], good, method)
     chosen, rejected = ([answers[place] for _, answers in complete] for place in (0, 1))
-    if isinstance(method, RewardMethod):
+    if method is not None and method.spec.classifies:
         return JudgedPairs(of, chosen, rejected)
     return Pairs(of, chosen, rejected, method)
 
@@ -281,7 +281,7 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
     longest, encoded = longest_of(found), []
     for index, row in enumerate(rows.rows):
         prompt = row["prompt"]
-        if isinstance(prompt, str) and isinstance(method, OnPolicyMethod):
+        if isinstance(prompt, str) and method is not None and generates(method):
             # In training a prompt that is a text is given to the model as it stands.
             ids = list(tokenizer(prompt)["input_ids"])
         else:
@@ -295,7 +295,7 @@ def _questions(rows: Rows, rewards: Sequence[Reward], found: Trained, tokenizer:
                 f"{rows.place(index)}: the prompt has {counted(len(ids), 'token')}{room}", hint="leave the row out"
             )
         encoded.append(ids)
-    of_run = method.max_completion_length if isinstance(method, OnPolicyMethod) else 256
+    of_run = method.max_completion_length if method is not None and generates(method) else 256
     sampling = Sampling(temperature=wish.temperature, max_new_tokens=wish.max_new_tokens or of_run, seed=wish.seed)
     functions = load_rewards(rewards, device=wish.device)
     return Questions(

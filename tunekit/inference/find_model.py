@@ -14,7 +14,6 @@ from tunekit.planner.plan import Plan
 from tunekit.probe.model import model_folder
 from tunekit.probe.origin import ADAPTER_WEIGHTS, origin_of
 from tunekit.recipe.load import reload_recipe
-from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.available_actions import prospects
@@ -58,7 +57,7 @@ class Trained:
     @property
     def judges(self) -> bool:
         """True if it scores texts and generates none."""
-        return self.run is not None and isinstance(self.run.recipe.method, RewardMethod)
+        return self.run is not None and self.run.recipe.method.spec.classifies
 
     @property
     def is_chat(self) -> bool:

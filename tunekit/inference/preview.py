@@ -21,8 +21,10 @@ from tunekit.data.tokenization.alignment import BARE_PROMPTS, are_bare
 from tunekit.errors import DataError, TunekitError
 from tunekit.methods.rewards.rows import check_rows, columns_read
 from tunekit.models.load import load_tokenizer
-from tunekit.recipe.methods import RewardedMethod
-from tunekit.recipe.schema import CompleteSource, Recipe
+from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods.on_policy import RewardedMethod
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import CompleteSource
 from tunekit.runs.lineage import continued
 from tunekit.runs.prepared_data import room_of
 
@@ -64,7 +66,7 @@ def preview_data(recipe: Recipe, learner: Learner, *, key: str | None, start: in
     if rows is not None:
         indices = range(min(start, len(rows)), min(start + num_rows, len(rows)))
         shown_rows = tuple(show_rows(rows, indices, tokens.show))
-        if isinstance(recipe.method, RewardedMethod):
+        if is_rewarded(recipe.method):
             reads = columns_read(recipe.method.rewards)
             shown_rows = tuple(
                 _with_fault(recipe.method, row, rows.select([index]))

@@ -17,7 +17,7 @@ from tunekit.data.sources.find_files import find_files
 from tunekit.data.sources.rows import RowStore, place
 from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataError, RunError
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from tunekit.errors import DataError
 from tunekit.methods.rewards.answers import text_of
 from tunekit.methods.rewards.load import RewardFunction, load_rewards
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.training.build_trainer import load_adapted
 
 if TYPE_CHECKING:

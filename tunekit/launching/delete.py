@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.launching.stop import words_of_what_lives
-from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.methods import has_teacher
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.liveness import DIED
 from tunekit.runs.lock import claimed
@@ -88,7 +88,7 @@ def _starts_from(run: Run, folder: Path) -> bool:
 def _models(run: Run) -> Iterator[str]:
     recipe = run.recipe
     yield recipe.model.path
-    if isinstance(recipe.method, DistillationMethod):
+    if has_teacher(recipe.method):
         yield recipe.method.teacher.path
     # What stands in the status tells whether the plan, which takes longer to read, has more to say.
     origin = run.plan.origin if run.status().get("comes_from") else None

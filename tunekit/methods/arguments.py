@@ -1,19 +1,21 @@
 """Inputs from which every method builds its trainer, and the arguments of its TRL config."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunekit.planner.decisions.kernels import head_kind
-from tunekit.planner.memory.activations import HeadKind
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.methods.passes import HeadKind
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.train import TrainSection
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from torch.nn import Module
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Parts:
         checkpoints: Folder of the checkpoints.
         callbacks: What watches the training.
         engine: Arguments of TRL's config that choose how the run is spread.
+        load_reference: Load the model as it was before training, whole on each device.
+        load_teacher: Load a teacher, whole on each device.
     """
 
     train: TrainSection
@@ -45,11 +49,20 @@ class Parts:
     checkpoints: Path
     callbacks: "list[TrainerCallback]"
     engine: dict[str, Any]
+    load_reference: "Callable[[], PreTrainedModel]"
+    load_teacher: "Callable[[ModelSection], PreTrainedModel]"
 
     @property
     def head(self) -> HeadKind:
         """Kind of head that scores tokens, for a method whose trainer has TRL's head."""
         return head_kind("tiles", self.plan.recipe.method, self.plan.kernels, self.plan.layout)
+
+    def reference(self) -> "PreTrainedModel | None":
+        """The model before training, where it is a second one.
+
+        Without, it is the model without its adapter, or its log-probabilities are computed beforehand.
+        """
+        return self.load_reference() if self.plan.reference == "second model" else None
 
     def given(self) -> dict[str, Any]:
         """Arguments of every trainer of TRL's."""

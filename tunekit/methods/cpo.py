@@ -2,13 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.planner.passes import likelihood_weight
-from tunekit.recipe.methods import CPOMethod
-
-LEARNER = Learner("cpo", ("preference",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.cpo import CPOMethod
 
 if TYPE_CHECKING:
     from trl.experimental.cpo import CPOTrainer
@@ -33,7 +28,7 @@ def build(method: CPOMethod, parts: Parts) -> "CPOTrainer":
             max_length=parts.data.max_length,
             loss_type=method.loss_type,
             beta=method.beta,
-            cpo_alpha=likelihood_weight(method),
+            cpo_alpha=method.likelihood_weight,
             simpo_gamma=method.simpo_gamma,
             label_smoothing=method.label_smoothing,
             remove_unused_columns=False,

@@ -2,17 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import end_at_stop_texts, generation_arguments
-from tunekit.recipe.methods import DistillationMethod
-
-LEARNER = Learner("distillation", ("prompts",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.distillation import DistillationMethod
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
     from trl import DistillationTrainer
 
 
@@ -53,13 +49,12 @@ def compute_under_autocast(trainer: "DistillationTrainer") -> None:
     trainer._compute_loss = computed
 
 
-def build(method: DistillationMethod, parts: Parts, *, teacher: "PreTrainedModel") -> "DistillationTrainer":
+def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
     """A trainer over prompts.
 
     Args:
         method: The divergence, and what else goes to DistillationConfig.
         parts: All else. Rows have a column `prompt` of texts or messages.
-        teacher: The model to learn from.
     """
     from transformers import PrinterCallback
     from trl import DistillationConfig, DistillationTrainer
@@ -67,7 +62,7 @@ def build(method: DistillationMethod, parts: Parts, *, teacher: "PreTrainedModel
     from tunekit.methods.order import GroupOrder
 
     trainer = DistillationTrainer(
-        teacher_model=teacher,
+        teacher_model=parts.load_teacher(method.teacher),
         args=DistillationConfig(
             **parts.arguments(),
             beta=method.beta,

@@ -2,27 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
-from tunekit.recipe.methods import DPOMethod
-
-LEARNER = Learner("dpo", ("preference",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.dpo import DPOMethod
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from trl import DPOTrainer
 
 
-def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "DPOTrainer":
+def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
     """A trainer over preference pairs.
 
     Args:
         method: The strength of the reference, and what else goes to DPOConfig.
         parts: All else. Rows have columns `prompt`, `chosen` and `rejected`, all texts or all messages.
-        reference: The model before training, where it is a second one. Without, it is the model without its adapter,
-            or its log-probabilities are computed beforehand.
     """
     from transformers import PrinterCallback
     from trl import DPOConfig
@@ -32,7 +25,7 @@ def build(method: DPOMethod, parts: Parts, *, reference: "PreTrainedModel | None
     from tunekit.methods.precomputed import RememberingDPOTrainer
 
     trainer = RememberingDPOTrainer(
-        ref_model=reference,
+        ref_model=parts.reference(),
         args=DPOConfig(
             **parts.arguments(mean_over_rows=True),
             max_length=parts.data.max_length,

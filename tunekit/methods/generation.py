@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunekit.methods.arguments import Parts
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import OnPolicyMethod, RewardedMethod
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
+from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer

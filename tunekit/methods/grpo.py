@@ -1,37 +1,32 @@
 """Group relative policy optimisation through TRL's GRPOTrainer, which lets the model answer and asks the rewards."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
 from tunekit.methods.reference import loading_arguments
-from tunekit.recipe.methods import GRPOMethod
-
-LEARNER = Learner("grpo", ("prompts",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.grpo import GRPOMethod
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 
-def build(method: GRPOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]) -> "GRPOTrainer":
+def build(method: GRPOMethod, parts: Parts) -> "GRPOTrainer":
     """A trainer over prompts.
 
     Args:
         method: The groups, and what else goes to GRPOConfig.
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
-        rewards: Functions of TRL's signature.
     """
     from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.order import GroupOrder
+    from tunekit.methods.rewards.load import load_rewards
 
     trainer = GRPOTrainer(
-        reward_funcs=rewards,
+        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
         args=GRPOConfig(
             **arguments_in_groups(method, parts),
             num_generations=method.num_generations,

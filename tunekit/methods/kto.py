@@ -8,29 +8,22 @@ before training, and every epoch has the same order.
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
-from tunekit.recipe.methods import KTOMethod
+from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
-
-LEARNER = Learner("kto", ("unpaired_preference",))
-"""Formats that it learns from."""
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel
     from trl import KTOTrainer
 
 
-def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None") -> "KTOTrainer":
+def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
     """A trainer over single answers.
 
     Args:
         method: The weights of good and bad answers, and what else goes to KTOConfig.
         parts: All else. Rows have columns `prompt` and `completion`, both texts or both messages, and `label`.
-        reference: The model before training, where it is a second one. Without, it is the model without its adapter,
-            or its log-probabilities are computed beforehand.
     """
     from transformers import PrinterCallback
     from trl import KTOConfig
@@ -45,7 +38,7 @@ def build(method: KTOMethod, parts: Parts, *, reference: "PreTrainedModel | None
         train_dataset = _in_fixed_order(train_dataset, parts.train, shuffle=parts.data.shuffle)
     eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
     trainer = RememberingKTOTrainer(
-        ref_model=reference,
+        ref_model=parts.reference(),
         args=KTOConfig(
             **parts.arguments(mean_over_rows=True),
             train_sampling_strategy="sequential",

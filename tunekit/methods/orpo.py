@@ -2,12 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.recipe.methods import ORPOMethod
-
-LEARNER = Learner("orpo", ("preference",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.orpo import ORPOMethod
 
 if TYPE_CHECKING:
     from trl.experimental.orpo import ORPOTrainer

@@ -5,12 +5,8 @@ The score is read at the last token that is no padding (transformers' models for
 
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.recipe.methods import RewardMethod
-
-LEARNER = Learner("reward", ("preference",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.reward import RewardMethod
 
 if TYPE_CHECKING:
     from trl import RewardTrainer

@@ -1,37 +1,32 @@
 """REINFORCE leave-one-out through TRL's RLOOTrainer: each answer is judged against the others to its prompt."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
 from tunekit.methods.reference import loading_arguments
-from tunekit.recipe.methods import RLOOMethod
-
-LEARNER = Learner("rloo", ("prompts",))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.rloo import RLOOMethod
 
 if TYPE_CHECKING:
     from trl import RLOOTrainer
 
 
-def build(method: RLOOMethod, parts: Parts, *, rewards: list[Callable[..., Any]]) -> "RLOOTrainer":
+def build(method: RLOOMethod, parts: Parts) -> "RLOOTrainer":
     """A trainer over prompts.
 
     Args:
         method: The groups, and what else goes to RLOOConfig.
         parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
-        rewards: Functions of TRL's signature.
     """
     from transformers import PrinterCallback
     from trl import RLOOConfig, RLOOTrainer
 
     from tunekit.methods.head import replace_heads
     from tunekit.methods.order import GroupOrder
+    from tunekit.methods.rewards.load import load_rewards
 
     trainer = RLOOTrainer(
-        reward_funcs=rewards,
+        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
         args=RLOOConfig(
             **arguments_in_groups(method, parts),
             num_generations=method.num_generations,

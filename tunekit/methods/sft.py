@@ -3,12 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tunekit.data.formats.method_formats import Learner
 from tunekit.methods.arguments import Parts
-from tunekit.recipe.methods import SFTMethod
-
-LEARNER = Learner("sft", ("messages", "prompt_completion", "text", "tokens"))
-"""Formats that it learns from."""
+from tunekit.recipe.methods.sft import SFTMethod
 
 if TYPE_CHECKING:
     from trl import SFTTrainer

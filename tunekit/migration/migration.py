@@ -17,14 +17,14 @@ from tunekit.migration.original import Original, read_original
 from tunekit.migration.report import TOOLS, Fate, Line, Migration, Suspicion
 from tunekit.migration.suspects import suspects
 from tunekit.recipe.load import check_text
+from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.parse import read_yaml
 from tunekit.recipe.reading.rewrite import short_recipe
 from tunekit.recipe.reading.source_locations import Fault, Place
 from tunekit.recipe.reading.write import to_yaml
 from tunekit.recipe.schema import Recipe
-from tunekit.recipe.sections.train import default_learning_rate
 
-WITHOUT_DROPOUT = ("dpo", "kto", "orpo", "cpo", "reward")
+WITHOUT_DROPOUT = [name for name, method in METHODS.items() if method.spec.trains_on in ("pairs", "answers")]
 """Methods for which TRL switches dropout off."""
 
 
@@ -134,7 +134,8 @@ def _settle(draft: Draft) -> None:
         draft.assumed = [assumption for assumption in draft.assumed if assumption.key != "adapter.dropout"]
         for key in draft.origins.pop("adapter.dropout", []):
             draft.fates[key] = Fate("decided", f"TRL switches dropout off with {method}, there as here")
-    rate = default_learning_rate(method, draft.values.get("adapter.type", "lora"))
+    rates = METHODS[method].spec.learning_rate
+    rate = rates.full if draft.values.get("adapter.type") == "full" else rates.lora
     if draft.values.get("train.learning_rate") == rate:
         del draft.values["train.learning_rate"]  # the default of the method and the adapter
     if draft.values.get("train.num_epochs") == 1:

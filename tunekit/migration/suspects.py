@@ -2,7 +2,7 @@
 
 from tunekit.migration.draft import Draft
 from tunekit.migration.report import Suspicion
-from tunekit.recipe.methods import OnPolicyMethod, SFTMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import LoraAdapter
 
@@ -28,14 +28,14 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
         draft.suspicious.append(Suspicion(line, words))
 
     rate = recipe.learning_rate
-    is_lora, is_sft = isinstance(recipe.adapter, LoraAdapter), isinstance(recipe.method, SFTMethod)
+    is_lora, is_sft = isinstance(recipe.adapter, LoraAdapter), recipe.method.spec.trains_on == "tokens"
     if is_lora and is_sft and rate < LOW_FOR_LORA:
         note("train.learning_rate", f"learning rate {rate:g} is low for LoRA, which mostly trains with 1e-4 to 5e-4")
     if not is_lora and is_sft and rate > HIGH_FOR_FULL:
         note(
             "train.learning_rate", f"learning rate {rate:g} is high for full fine-tuning, which mostly trains with 1e-5"
         )
-    if not is_sft and recipe.method.type != "reward" and rate > HIGH_FOR_ANSWERS:
+    if not is_sft and not recipe.method.spec.classifies and rate > HIGH_FOR_ANSWERS:
         note(
             "train.learning_rate",
             f"learning rate {rate:g} is high for {recipe.method.type}, which mostly trains below 1e-5",
@@ -49,7 +49,7 @@ def suspects(draft: Draft, recipe: Recipe) -> None:
             "adapter.rank",
             f"rank {recipe.adapter.rank}: adapters are seldom so large; adapter: full may cost little more",
         )
-    if isinstance(recipe.method, OnPolicyMethod) and recipe.method.type != "distillation" and not recipe.method.rewards:
+    if is_rewarded(recipe.method) and not recipe.method.rewards:
         note("method.type", f"{recipe.method.type} has no rewards yet: training needs one at least (method.rewards)")
     if recipe.model.trust_remote_code:
         note("model.trust_remote_code", "code that comes with a model is run: read it first")

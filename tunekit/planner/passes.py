@@ -1,20 +1,6 @@
 """Passes of a training method besides one forward and one backward pass, and their memory.
 
-Supervised fine-tuning takes a row through the model once. DPO (TRL 1.16, trl/trainer/dpo_trainer.py) takes both answers
-of a pair through it in one batch, then both through the reference model without gradients, while everything that the
-backward pass needs is kept. KTO (trl/trainer/kto_trainer.py) does so with single answers, and its loss `kto` takes each
-prompt with another's answer through both models besides, without gradients. ORPO and CPO (trl/experimental) have no
-reference, and score with all logits at once; a reward model has a score of a text in their place. GRPO
-(trl/trainer/grpo_trainer.py) first generates all answers of an optimizer step at once with a cache of keys and values,
-and then trains on them in micro-batches. The others score tokens with the same head in tiles as supervised fine-tuning,
-so logits are never there whole.
-
-With adapters the reference is the model without them. Where all weights are trained it is a second model, in their
-type, float32. DPO and KTO can compute its log-probabilities before training instead.
-
-RLOO (trl/trainer/rloo_trainer.py) does as GRPO, and always scores its answers once before it learns from them.
-Distillation (trl/trainer/distillation_trainer.py) generates one answer to each prompt, and takes each micro-batch
-through a teacher between the forward and the backward pass, as DPO does through its reference.
+What a method does in a step stands with its section (`tunekit.recipe.methods.passes`).
 
 Where vLLM generates (`tunekit.planner.decisions.vllm`) there is no cache of transformers'.
 
@@ -24,100 +10,39 @@ compute type.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.activations import Head, HeadKind, Layers, cast_weights_bytes
+from tunekit.planner.memory.activations import Head, Layers, cast_weights_bytes
 from tunekit.planner.memory.phases import Kept, Need, Phase
 from tunekit.planner.memory.reference import reference_of, reference_words
 from tunekit.planner.memory.states import BYTES, Dtype, weights_bytes
 from tunekit.planner.memory.teacher import teacher_needs
 from tunekit.planner.origin import Origin
-from tunekit.recipe.methods import (
-    CPOMethod,
-    DistillationMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    Method,
-    OnPolicyMethod,
-    ORPOMethod,
-    RewardedMethod,
-    RewardMethod,
-    RLOOMethod,
-    SFTMethod,
-)
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.methods import generates
+from tunekit.recipe.methods.passes import Generation, MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
+from tunekit.recipe.sections.data import DataSection
 
 
 @dataclass(frozen=True)
-class Generation:
-    """The answers that are generated for an optimizer step."""
+class Passes(MethodPasses):
+    """Passes of a method in an optimizer step of a plan."""
 
-    num_sequences: int
-    """On all devices together."""
-    prompt_tokens: int
-    """Length to which prompts are padded, at most."""
-    completion_tokens: int
-    """Length of the answers, at most."""
-    num_steps: int
-    """Optimizer steps on the same answers."""
-    by_vllm: bool = False
-    """True if vLLM generates them rather than transformers."""
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Passes of a method in an optimizer step."""
-
-    method: Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"] = "sft"
-    sequences_per_row: int = 1
-    """Sequences that a row of a micro-batch is: both answers of a pair."""
-    max_scored_share: float = 1.0
-    """Share of the tokens that count in the loss, at most."""
-    keeps_reference: bool = False
-    """True if a reference model is loaded besides the trained one."""
     copies_adapter: bool = False
     """True if the reference is a copy of the adapter, kept besides the trained one."""
-    refers_in_micro_batch: bool = False
-    """True if the reference is computed between the forward and the backward pass."""
-    num_forwards: float = 0.0
-    """Forward passes without gradients of each sequence, in each optimizer step."""
-    num_forwards_before: int = 0
-    """The same once, before the training."""
-    generation: Generation | None = None
-    head: HeadKind = "tiles"
-    """Kind of head that scores tokens."""
-    estimates: bool = False
-    """True if each sequence passes the model and its reference once more, with another's answer."""
-    least_rows: int = 1
-    """Rows of a micro-batch that there are at least."""
     teacher: ModelFacts | None = None
     """The model that another one learns from, which goes through each micro-batch too."""
-
-    @property
-    def num_reference_forwards(self) -> float:
-        """Of `num_forwards` those of a reference model that is there besides the trained one."""
-        if not self.keeps_reference:
-            return 0.0
-        if self.generation is not None:
-            return 1 / self.generation.num_steps
-        return 2.0 if self.estimates else 1.0
-
-    @property
-    def always_pads(self) -> bool:
-        """True if TRL pads batches whatever the recipe says."""
-        return self.method != "sft"
 
 
 SFT = Passes()
 
 
 def passes_of(
-    method: Method,
+    method: MethodSection,
     adapter: FullAdapter | LoraAdapter,
     data: DataSection,
     *,
@@ -135,145 +60,26 @@ def passes_of(
         teacher: The model to learn from, for distillation.
         by_vllm: Whether vLLM generates answers.
     """
-    full = isinstance(adapter, FullAdapter)
-    match method:
-        case DPOMethod():
-            refers = not method.precompute_ref_log_probs
-            return Passes(
-                "dpo",
-                sequences_per_row=2,
-                keeps_reference=full and refers,
-                refers_in_micro_batch=refers,
-                num_forwards=float(refers),
-                num_forwards_before=int(not refers),
-            )
-        case KTOMethod():
-            refers, estimates = not method.precompute_ref_log_probs, method.loss_type == "kto"
-            return Passes(
-                "kto",
-                keeps_reference=full and refers,
-                refers_in_micro_batch=refers,
-                num_forwards=float(estimates + (1 + estimates) * refers),
-                num_forwards_before=(1 + estimates) * (not refers),
-                estimates=estimates,
-                least_rows=2 if estimates else 1,
-            )
-        case ORPOMethod() | CPOMethod():
-            return Passes(method.type, sequences_per_row=2, head="whole")
-        case RewardMethod():
-            return Passes("reward", sequences_per_row=2, head="score")
-        case GRPOMethod() | RLOOMethod() | DistillationMethod():
-            passes = _on_policy(method, data, global_batch_size, full=full, by_vllm=by_vllm)
-            return replace(passes, teacher=teacher)
-        case SFTMethod():
-            return SFT
+    inputs = PassInputs(isinstance(adapter, FullAdapter), data.max_length, global_batch_size, by_vllm)
+    return Passes(**vars(method.passes(inputs)), teacher=teacher)
 
 
-def _on_policy(
-    method: OnPolicyMethod, data: DataSection, global_batch_size: int, *, full: bool, by_vllm: bool
-) -> Passes:
-    """Return the passes of a method that generates answers and learns from them."""
-    completion_tokens = method.max_completion_length
-    share = completion_tokens / data.max_length
-    num_steps = 1 if isinstance(method, DistillationMethod) else method.num_iterations
-    generation = Generation(
-        global_batch_size, data.max_length - completion_tokens, completion_tokens, num_steps, by_vllm=by_vllm
-    )
-    if isinstance(method, DistillationMethod):
-        return Passes(method.type, max_scored_share=share, generation=generation)
-    # Once for all steps on the same answers: the reference, and the model that gave them. GRPO takes the first pass of
-    # training for the latter, unless the model has changed since or vLLM drew with probabilities of its own.
-    scores_answers = isinstance(method, RLOOMethod) or num_steps > 1 or by_vllm
-    return Passes(
-        method.type,
-        max_scored_share=share,
-        keeps_reference=full and method.beta > 0,
-        num_forwards=((method.beta > 0) + scores_answers) / num_steps,
-        generation=generation,
-    )
+def method_words(
+    method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None
+) -> tuple[str, str] | None:
+    """Return a method and what it does in a step, in words: the choice and the reason of a plan; None for sft."""
+    return method.summary(reference_words(reference_of(method, adapter, origin), origin))
 
 
-def method_words(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None = None) -> tuple[str, str]:
-    """A method and what it does in a step, in words: the choice and the reason of a plan."""
-    reference = reference_words(reference_of(method, adapter, origin), origin)
-    match method:
-        case DPOMethod():
-            return _dpo_words(method), "; ".join(["each row is two sequences", reference, *_mixed(method)])
-        case KTOMethod():
-            return f"kto, loss {method.loss_type}, beta {method.beta:g}", "; ".join([*_estimated(method), reference])
-        case ORPOMethod():
-            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}; {_MEAN_OVER_TOKENS.format('likelihood')}"
-            return f"orpo, beta {method.beta:g}", why
-        case CPOMethod():
-            why = f"experimental in TRL; {_PAIR_WITHOUT_REFERENCE}"
-            if likelihood_weight(method):
-                why += f"; {_MEAN_OVER_TOKENS.format('likelihood')}"
-            choice = f"cpo, loss {method.loss_type}, beta {method.beta:g}"
-            return f"{choice}, likelihood by {likelihood_weight(method):g}", why
-        case RewardMethod():
-            return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
-    if isinstance(method, RewardedMethod):
-        choice = f"{method.type}, {method.num_generations} answers of up to {method.max_completion_length} tokens"
-        used = "" if method.num_iterations == 1 else f"; they are used for {method.num_iterations} steps"
-        return choice, (f"beta {method.beta:g}: {reference}" if method.beta else "beta 0: no reference") + used
-    if isinstance(method, DistillationMethod):
-        choice = f"distillation, an answer of up to {method.max_completion_length} tokens"
-        return choice, f"{method.teacher.path} says how likely each of its tokens is; the teacher is a second model"
-    raise AssertionError(f"{method.type} needs no words: a row goes through the model once")
-
-
-_PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
-_MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
-
-
-def likelihood_weight(method: CPOMethod) -> float:
-    """Weight of the likelihood of the better answer, which SimPO and AlphaPO have none of."""
-    if method.cpo_alpha is not None:
-        return method.cpo_alpha
-    return 0.0 if method.loss_type in ("simpo", "alphapo") else 1.0
-
-
-def _dpo_words(method: DPOMethod) -> str:
-    """A mix of losses with their weights, where it is not the one that DPO is known by."""
-    if method.loss_type == ["sigmoid"]:
-        return f"dpo, beta {method.beta:g}"
-    weights = method.loss_weights or [1.0] * len(method.loss_type)
-    mix = " + ".join(
-        loss if weight == 1 else f"{weight:g} {loss}" for weight, loss in zip(weights, method.loss_type, strict=True)
-    )
-    return f"dpo, loss {mix}, beta {method.beta:g}"
-
-
-def _mixed(method: DPOMethod) -> Iterator[str]:
-    """Yield the losses that depend on which pairs share a micro-batch."""
-    if "sft" in method.loss_type:
-        yield _MEAN_OVER_TOKENS.format("sft loss")
-    if {"aot", "aot_unpaired"} & set(method.loss_type):
-        yield "aot sorts the pairs of a micro-batch: it depends on which share one"
-
-
-def _estimated(method: KTOMethod) -> Iterator[str]:
-    """Describe how KTO's loss estimates the divergence of the model from its reference."""
-    if method.loss_type == "kto":
-        yield (
-            "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all devices: "
-            "how a batch is cut shows in it"
-        )
-        yield "rows are put into one order before training, and keep it in every epoch"
-
-
-def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> int:
+def steps_per_epoch(method: MethodSection, num_rows: int, global_batch_size: int) -> int:
     """Optimizer steps in which every row is used once. Prompts that fill no step are left out (TRL's `RepeatSampler`).
 
     Raises:
         PlanError: There are too few prompts for a single step.
     """
-    if not isinstance(method, OnPolicyMethod):
+    if not generates(method):
         return -(-num_rows // global_batch_size)
-    if isinstance(method, DistillationMethod):
-        num_generations = num_iterations = 1
-    else:
-        num_generations, num_iterations = method.num_generations, method.num_iterations
+    num_generations = method.answers_per_prompt
     prompts = global_batch_size // num_generations
     if num_rows < prompts:
         raise PlanError(
@@ -281,7 +87,7 @@ def steps_per_epoch(method: Method, num_rows: int, global_batch_size: int) -> in
             f"{prompts} prompts, and data.train has {num_rows}",
             hint=f"set it to {num_rows * num_generations} or less",
         )
-    return num_rows // prompts * num_iterations
+    return num_rows // prompts * method.steps_per_generation
 
 
 def with_reference(

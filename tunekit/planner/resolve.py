@@ -60,7 +60,7 @@ from tunekit.planner.plan import Plan, Reason, Rejected, gib
 from tunekit.planner.throughput.records import RunRecord, reserve_share
 from tunekit.planner.throughput.speed import Speed, speed_of, step_of
 from tunekit.recipe.edits import edits
-from tunekit.recipe.methods import OnPolicyMethod, RewardMethod
+from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
@@ -215,7 +215,7 @@ def _tokens_of_micro_batch(setting: Setting, found: Fit) -> int:
 
 def _as_trained(model: ModelFacts, recipe: Recipe) -> ModelFacts:
     """The model as its method loads it."""
-    return model.as_judge() if isinstance(recipe.method, RewardMethod) and not model.judges else model
+    return model.as_judge() if recipe.method.spec.classifies and not model.judges else model
 
 
 def setting_of(
@@ -253,7 +253,7 @@ def setting_of(
         reserve_share=RESERVE_SHARE[device.kind] if learned is None else learned[0],
         why_reserve=None if learned is None else learned[1],
         teacher=teacher,
-        by_vllm=isinstance(recipe.method, OnPolicyMethod) and recipe.method.generation.use_vllm is True,
+        by_vllm=generates(recipe.method) and recipe.method.generation.use_vllm is True,
     )
 
 
@@ -299,7 +299,7 @@ def _with_generation(setting: Setting, chosen: _Chosen) -> tuple[Setting, _Chose
     """
     recipe, hardware = setting.recipe, setting.hardware
     method = recipe.method
-    if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm != "auto":
+    if not generates(method) or method.generation.use_vllm != "auto":
         return setting, chosen, "as in the recipe"
     if hardware.vllm is None:
         return setting, chosen, "whether vLLM is installed there is not known"

@@ -9,13 +9,11 @@ is another run.
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from tunekit.recipe.methods import KTOMethod
 from tunekit.recipe.reading.source_locations import dotted
 from tunekit.recipe.reading.write import to_inline_yaml
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.parallel import Strategy
 from tunekit.recipe.sections.section import Section
-from tunekit.recipe.sections.train import default_learning_rate
 
 Effect = Literal["takes effect", "saved state", "refused"]
 """What becomes of an edit: it holds from here on; the saved state holds the earlier value, so that it takes effect only
@@ -168,8 +166,10 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
     name = edit.name
     if name == "train.max_grad_norm" and strategy in ("zero1", "zero2"):
         return Ruling("saved state", "DeepSpeed keeps it in the checkpoint")
-    if name == "train.micro_batch_size" and isinstance(recipe.method, KTOMethod) and recipe.method.loss_type == "kto":
-        return Ruling("refused", "kto holds answers against others of their micro-batch, which would be others")
+    if name == "train.micro_batch_size" and recipe.method.couples_rows:
+        return Ruling(
+            "refused", f"{recipe.method.type} holds answers against others of their micro-batch, which would be others"
+        )
     if name == "data.max_bad_rows" and recipe.data.streaming:
         return _TAKES_EFFECT
     if name == "train.learning_rate" and edit.now in (None, edit.before):
@@ -182,7 +182,7 @@ def ruling(edit: Edit, recipe: Recipe, strategy: Strategy) -> Ruling:
 def edits(before: Recipe, now: Recipe) -> list[Edit]:
     """The fields in which a recipe differs from what it was."""
     all_edits = list(_edits(before, now))
-    default = default_learning_rate(before.method.type, before.adapter.type)
+    default = before.method.default_learning_rate(before.adapter.type)
     # To leave it out is to ask for the default.
     return [
         edit

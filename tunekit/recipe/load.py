@@ -26,8 +26,9 @@ from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.source_locations import MAPPING, Fault, Key, Place, Places, Problem, dotted, raise_problems
 from tunekit.recipe.reading.wording import to_problems
 from tunekit.recipe.reading.write import to_yaml
-from tunekit.recipe.schema import NAME_PATTERN, Recipe
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.secrets import find_secrets
+from tunekit.recipe.sections.output import NAME_PATTERN
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, TAG, Conflict, Section
 from tunekit.recipe.sections.train import ONE_LENGTH
 from tunekit.recipe.trainer_args import CONFIGS, check_trainer_args

@@ -13,19 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import DependencyError
+from tunekit.recipe.methods import METHODS
 from tunekit.recipe.reading.phrases import any_of, near, show, spelling_hint
 
-CONFIGS = {
-    "sft": ("trl", "trainer/sft_config.py", "SFTConfig"),
-    "dpo": ("trl", "trainer/dpo_config.py", "DPOConfig"),
-    "kto": ("trl", "trainer/kto_config.py", "KTOConfig"),
-    "orpo": ("trl", "experimental/orpo/orpo_config.py", "ORPOConfig"),
-    "cpo": ("trl", "experimental/cpo/cpo_config.py", "CPOConfig"),
-    "reward": ("trl", "trainer/reward_config.py", "RewardConfig"),
-    "grpo": ("trl", "trainer/grpo_config.py", "GRPOConfig"),
-    "rloo": ("trl", "trainer/rloo_config.py", "RLOOConfig"),
-    "distillation": ("trl", "trainer/distillation_config.py", "DistillationConfig"),
-}
+CONFIGS = {name: method.spec.config for name, method in METHODS.items()}
 """TRL's config of each method: package, file in it, class."""
 
 _MOVED = {("transformers", "TrainingArguments"): "training_args.py"}
@@ -44,9 +35,7 @@ _TRACKED = "use output.report_to"
 _RESUME = "every run begins afresh"
 _EXACT = "a run goes on as if it had not been cut off"
 _HUB = "tunekit does not upload while it trains"
-_GENERATION = "answers are generated for one optimizer step at a time"
 _ENGINE = "use method.generation.use_vllm"
-_SAMPLING = "use method.generation"
 
 OWNED = {
     "accelerator_config": _DEVICES,
@@ -125,78 +114,8 @@ OWNED = {
 }
 """Arguments that tunekit sets itself, whatever the method, and what to use in a recipe."""
 
-_REFERENCE = {
-    "precompute_ref_batch_size": _BATCHES,
-    "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
-}
-
-_TOKENISED = {
-    "dataset_num_proc": _ROWS,
-    "generate_during_eval": "use output.sample_prompts",
-    "is_encoder_decoder": _MODEL,
-    "max_completion_length": "use data.max_length",
-}
-"""Of TRL's experimental trainers of pairs, which get rows as token ids."""
-
-_GENERATED = {
-    "ds3_gather_for_generation": _DEVICES,
-    "max_completion_length": "use method.max_completion_length",
-    "min_p": _SAMPLING,
-    "repetition_penalty": _SAMPLING,
-    "temperature": _SAMPLING,
-    "top_k": _SAMPLING,
-    "top_p": _SAMPLING,
-    "use_vllm": _ENGINE,
-}
-
-_REWARDED = {
-    **{
-        name: f"use method.{name}"
-        for name in ("epsilon", "epsilon_high", "mask_truncated_completions", "num_generations", "num_iterations")
-    },
-    **_GENERATED,
-    **dict.fromkeys(("generation_batch_size", "steps_per_generation"), _GENERATION),
-    "transformers_continuous_batching_config": _ENGINE,
-    "use_transformers_continuous_batching": _ENGINE,
-    "use_transformers_paged": _ENGINE,
-    "reward_weights": "give each of method.rewards a weight",
-}
-
-OWNED_BY_METHOD: dict[str, dict[str, str]] = {
-    "sft": {},
-    "dpo": {
-        **{name: f"use method.{name}" for name in ("beta", "label_smoothing", "loss_type", "loss_weights")},
-        **_REFERENCE,
-        "truncation_mode": "answers are cut at their end",
-    },
-    "kto": {
-        **{name: f"use method.{name}" for name in ("beta", "desirable_weight", "loss_type", "undesirable_weight")},
-        **_REFERENCE,
-        "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
-    },
-    "orpo": {"beta": "use method.beta", "padding_value": "the tokenizer of the model has it", **_TOKENISED},
-    "cpo": {
-        **{name: f"use method.{name}" for name in ("beta", "cpo_alpha", "label_smoothing", "loss_type", "simpo_gamma")},
-        **_TOKENISED,
-    },
-    "reward": {"center_rewards_coefficient": "use method.center_rewards_coefficient"},
-    "grpo": {
-        "log_completions_hub_repo": _HUB,
-        **{name: f"use method.{name}" for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")},
-        **_REWARDED,
-    },
-    "rloo": {**{name: f"use method.{name}" for name in ("beta", "normalize_advantages")}, **_REWARDED},
-    "distillation": {
-        "beta": "use method.beta",
-        **_GENERATED,
-        **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),
-        "teacher_model_revision": "use method.teacher.revision",
-    },
-}
-"""The same for single methods."""
-
 OWNED_PREFIXES = {"hub_": _HUB, "ddp_": _DEVICES, "trackio_": _TRACKED, "vllm_": _ENGINE}
-"""The same for families of arguments."""
+"""The same for families of arguments. Those of a single method stand in its spec."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +133,7 @@ class ConfigField:
 def owner_hint(method: str, name: str) -> str | None:
     """Return the replacement for an argument that tunekit sets itself; None for one that is free to set."""
     by_family = [hint for prefix, hint in OWNED_PREFIXES.items() if name.startswith(prefix)]
-    return OWNED_BY_METHOD[method].get(name) or OWNED.get(name, by_family[0] if by_family else None)
+    return METHODS[method].spec.owned_args.get(name) or OWNED.get(name, by_family[0] if by_family else None)
 
 
 def check_trainer_args(method: str, args: dict[str, Any]) -> list[tuple[str, str, str | None, bool]]:

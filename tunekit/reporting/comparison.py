@@ -16,7 +16,7 @@ from tunekit.planner.plan import gib
 from tunekit.planner.throughput.speed import duration
 from tunekit.recipe.difference import recipe_diff
 from tunekit.recipe.load import asked_for
-from tunekit.recipe.methods import RewardedMethod, SFTMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.reporting.curves import Line, draw
 from tunekit.reporting.page import page_of
 from tunekit.reporting.summary import Story, story_of
@@ -371,7 +371,7 @@ def why_unranked(pages: Sequence[_Page], split: str) -> str | None:
     if len({_rows_of(page.story, split) for page in pages}) > 1:
         words = "trained" if split == "train" else "evaluated"
         return f"they were {words} on different rows"
-    if not isinstance(methods[0], SFTMethod | RewardedMethod) and any(method != methods[0] for method in methods):
+    if methods[0].spec.settings_scale_loss and any(method != methods[0] for method in methods):
         return f"{types[0]} is set otherwise, which scales losses and margins"
     return None
 
@@ -388,7 +388,7 @@ def _rows_of(story: Story, split: str) -> str:
 def _same_rewards(pages: Sequence[_Page], name: str) -> bool:
     """Return whether a metric of rewards is of the same rewards in all runs."""
     methods = [page.story.recipe.method for page in pages]
-    rewards = [method.rewards for method in methods if isinstance(method, RewardedMethod)]
+    rewards = [method.rewards for method in methods if is_rewarded(method)]
     return not name.startswith("reward") or all(reward == rewards[0] for reward in rewards)
 
 

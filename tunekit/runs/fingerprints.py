@@ -22,8 +22,9 @@ from tunekit.errors import DataError, RunError
 from tunekit.planner.facts import Facts
 from tunekit.probe.model import TOKENIZER_FILES, fetched_folder, model_folder, with_tokenizer
 from tunekit.probe.origin import origin_of
-from tunekit.recipe.methods import DistillationMethod
-from tunekit.recipe.schema import CompleteSource, DataSection, Recipe
+from tunekit.recipe.methods import has_teacher
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import CompleteSource, DataSection
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
@@ -143,7 +144,7 @@ def _of_files(what: str, files: Iterable[Path]) -> Iterator[Fingerprint]:
 def _models(recipe: Recipe) -> Iterator[tuple[str, ModelSection]]:
     """The models that a run loads, with what is below an adapter."""
     sections = [("model", recipe.model)]
-    if isinstance(recipe.method, DistillationMethod):
+    if has_teacher(recipe.method):
         sections.append(("teacher", recipe.method.teacher))
     for what, section in sections:
         yield what, section

@@ -15,14 +15,7 @@ from tunekit.probe.code import COMMIT, check_code, code_of, is_folder
 from tunekit.probe.origin import ADAPTER_CONFIG, is_result, origin_of
 from tunekit.recipe import load
 from tunekit.recipe.load import load_recipe_with_notes
-from tunekit.recipe.methods import (
-    DistillationMethod,
-    GRPOMethod,
-    Method,
-    RewardedMethod,
-    RewardMethod,
-    RLOOMethod,
-)
+from tunekit.recipe.methods import METHODS, Method, has_teacher, is_rewarded
 from tunekit.recipe.reading.phrases import show
 from tunekit.recipe.reading.source_locations import Fault, Key, dotted
 from tunekit.recipe.schema import Recipe
@@ -79,11 +72,11 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.model.revision is not None:
         what = f"{recipe.model.revision!r} is none of a run's: {origin.name} knows its base model"
         yield Conflict(("model", "revision"), what, "leave it out")
-    judges = bool(origin.runs) and origin.runs[-1].method == RewardMethod().type
-    if judges and not isinstance(recipe.method, RewardMethod):
+    judges = bool(origin.runs) and METHODS[origin.runs[-1].method].spec.classifies
+    if judges and not recipe.method.spec.classifies:
         what = f"{origin.name} is a reward model: it judges answers, and gives none"
         yield Conflict(("model", "path"), what, "name a run that trained a model which answers")
-    if not judges and isinstance(recipe.method, RewardMethod) and origin.adapter is not None:
+    if not judges and recipe.method.spec.classifies and origin.adapter is not None:
         what = f"the adapter of {origin.name} is one of a model that answers, and cannot go on in one that judges"
         yield Conflict(("model", "path"), what, "start from its base model, or from a run that trained all weights")
     for field, requested, has in contradictions(origin, recipe.adapter):
@@ -96,7 +89,7 @@ def _conflicts(recipe: Recipe) -> Iterator[Conflict]:
 def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
     """Code that comes with a model and is not asked for, or whose commit is not known."""
     method = recipe.method
-    second = isinstance(method, GRPOMethod | RLOOMethod) and method.beta > 0 and isinstance(recipe.adapter, FullAdapter)
+    second = is_rewarded(method) and method.beta > 0 and isinstance(recipe.adapter, FullAdapter)
     for key, section in models_of(recipe):
         try:
             origin = origin_of(settled(section))
@@ -128,9 +121,9 @@ def _conflicts_of_code(recipe: Recipe) -> Iterator[Conflict]:
 def models_of(recipe: Recipe) -> Iterator[tuple[Key, ModelSection]]:
     """Every model that a recipe names, with its key."""
     yield ("model",), recipe.model
-    if isinstance(recipe.method, DistillationMethod):
+    if has_teacher(recipe.method):
         yield ("method", "teacher"), recipe.method.teacher
-    if isinstance(recipe.method, RewardedMethod):
+    if is_rewarded(recipe.method):
         for position, reward in enumerate(recipe.method.rewards):
             if isinstance(reward, ModelReward):
                 yield ("method", "rewards", position, "model"), reward.model
@@ -201,9 +194,9 @@ def continued(recipe: Recipe) -> Recipe:
 
 def _with_settled(method: Method) -> Method:
     """A method whose teacher and reward models are found, where runs are named."""
-    if isinstance(method, DistillationMethod):
+    if has_teacher(method):
         return method.model_copy(update={"teacher": settled(method.teacher)})
-    if not isinstance(method, RewardedMethod):
+    if not is_rewarded(method):
         return method
     rewards = [
         reward.model_copy(update={"model": settled(reward.model)}) if isinstance(reward, ModelReward) else reward

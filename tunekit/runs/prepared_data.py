@@ -19,8 +19,9 @@ from tunekit.errors import DataError
 from tunekit.methods import distillation
 from tunekit.models.load import load_tokenizer
 from tunekit.planner.facts import DataFacts, SourceFacts
-from tunekit.recipe.methods import DistillationMethod, KTOMethod, Method, OnPolicyMethod, RewardedMethod, RewardMethod
-from tunekit.recipe.schema import DataSource, Recipe, Sources
+from tunekit.recipe.methods import Method, generates, has_teacher, is_rewarded
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import DataSource, Sources
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import JsonSchemaReward, ModelReward, Reward
 from tunekit.redact import redacted, without_secrets
@@ -162,7 +163,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         ModelError: The tokenizer of the model or of its teacher cannot be read, or they are not the same.
     """
     tokenizer = load_tokenizer(recipe.model)
-    if isinstance(recipe.method, DistillationMethod):
+    if has_teacher(recipe.method):
         teacher = recipe.method.teacher
         distillation.check_tokens(tokenizer, load_tokenizer(teacher), teacher.path)
     splits = measure_data(recipe.data, data, tokenizer, room_of(recipe), on_progress)
@@ -183,7 +184,7 @@ def prepare_rows(recipe: Recipe, data: LoadedData, on_progress: Progress | None 
         num_truncated=sum(source.num_truncated for source in train.sources),
         num_split=0,
         num_dropped=sum(source.num_dropped for source in train.sources),
-        num_good=train.num_good if isinstance(recipe.method, KTOMethod) else None,
+        num_good=train.num_good if recipe.method.spec.trains_on == "answers" else None,
     )
     if facts.num_good in (0, facts.num_train):
         raise _one_sided(train, facts)
@@ -232,10 +233,10 @@ def _one_sided(train: AlignmentSplit, facts: DataFacts) -> DataError:
 def room_of(recipe: Recipe) -> Room:
     """Return the maximum lengths of rows of answers, or of prompts alone."""
     method, max_length = recipe.method, recipe.data.max_length
-    if isinstance(method, RewardMethod):
+    if method.spec.classifies:
         # Half an answer is not judged, so a pair with a longer one is left out, as TRL does.
         return Room(max_length, max_length, cuts=False)
-    if isinstance(method, OnPolicyMethod):
+    if generates(method):
         # TRL cuts no prompt, so that each has to leave room for the longest answer.
         return Room(max_length, max_length - method.max_completion_length)
     # A prompt leaves room for one token of an answer at least: else TRL leaves the row out, or has no mean of it.
@@ -271,7 +272,7 @@ def _counted_sources(recipe: Recipe, data: LoadedData) -> Iterator[SourceFacts]:
 def record(recipe: Recipe, data: LoadedData) -> Recipe:
     """The recipe as the run folder keeps it: paths absolute, the sample prompts named."""
     prompts = recipe.output.sample_prompts
-    if isinstance(recipe.method, RewardMethod):
+    if recipe.method.spec.classifies:
         prompts = []
     elif prompts is None:
         prompts = without_secrets(_prompts((*data.eval, *data.train)[0]))
@@ -297,9 +298,9 @@ def _absolute_model(section: ModelSection) -> ModelSection:
 
 
 def _absolute_method(method: Method) -> Method:
-    if isinstance(method, DistillationMethod):
+    if has_teacher(method):
         return method.model_copy(update={"teacher": _absolute_model(method.teacher)})
-    if not isinstance(method, RewardedMethod):
+    if not is_rewarded(method):
         return method
     rewards: list[Reward] = []
     for reward in method.rewards:

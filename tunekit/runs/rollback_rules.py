@@ -11,7 +11,7 @@ from tunekit.errors import MemoryShortError, RollbackError
 from tunekit.planner.decisions.shortage import with_half_the_batch
 from tunekit.planner.plan import Plan
 from tunekit.probe.model import probe_model
-from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.runs.checkpoints.complete import newest_complete
 from tunekit.runs.record import Record
@@ -52,7 +52,7 @@ def _with_less(run: Run) -> Plan | None:
     if earlier.exists() and plan.micro_batch_size < _read(earlier, plan.recipe).micro_batch_size:
         return None
     method = plan.recipe.method
-    teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
+    teacher = probe_model(method.teacher) if has_teacher(method) else None
     smaller = with_half_the_batch(plan, probe_model(plan.recipe.model), teacher)
     if smaller is None:
         return None

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from tunekit.errors import PlanError
 from tunekit.planner.memory.saving import metric_of
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.runs.events import Event
 from tunekit.runs.metrics import words_of
 
@@ -17,24 +17,6 @@ MAX_STEPS = 10
 
 PREFIX = "eval_"
 """Before the names of what is measured in evaluations."""
-
-OF_PAIRS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-OF_PAIRS_ALONE = ("loss", "nll_loss", "log_odds_chosen", *OF_PAIRS[1:])
-OF_ANSWERS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
-OF_TOKENS = ("loss", "mean_token_accuracy", "entropy")
-
-LOGGED: dict[str, tuple[str, ...]] = {
-    "sft": OF_TOKENS,
-    "distillation": ("loss",),
-    "dpo": OF_PAIRS,
-    "kto": OF_PAIRS,
-    "orpo": OF_PAIRS_ALONE,
-    "cpo": OF_PAIRS_ALONE,
-    "reward": ("loss", "accuracy", "margin"),
-    "grpo": OF_ANSWERS,
-    "rloo": OF_ANSWERS,
-}
-"""Logged metrics by which runs of a method may be ranked, in TRL's names."""
 
 LESS_IS_BETTER = ("loss", "kl", "clipped_ratio", "entropy")
 """Ends of names of which the least value is the best."""
@@ -102,9 +84,9 @@ def measure_of(plan: Plan, by: str | None) -> Measure:
     if by is None:
         if name is not None:
             return Measure(name, greater)
-        rewarded = isinstance(plan.recipe.method, RewardedMethod)
+        rewarded = is_rewarded(plan.recipe.method)
         return Measure("reward" if rewarded else "loss", rewarded)
-    measures, bare = LOGGED[plan.recipe.method.type], by.removeprefix(PREFIX)
+    measures, bare = plan.recipe.method.spec.metrics, by.removeprefix(PREFIX)
     if not any(fnmatch(bare, measure) for measure in measures):
         near = get_close_matches(bare, measures, n=1)
         suggestion = f"did you mean {near[0]!r}? " if near else ""

@@ -14,7 +14,7 @@ import threading
 from typing import cast
 
 from tunekit.process.telemetry import send_nothing_at_all
-from tunekit.recipe.schema import Tracker
+from tunekit.recipe.sections.output import Tracker
 from tunekit.redact import Redacting
 from tunekit.runs.events import FINAL_PHASES
 from tunekit.runs.run import Run

@@ -17,7 +17,7 @@ from typing import Self
 
 from tunekit.errors import Stopped
 from tunekit.process.processes import LAUNCHERS_OWN
-from tunekit.recipe.schema import Tracker
+from tunekit.recipe.sections.output import Tracker
 from tunekit.runs.record import Record
 from tunekit.tracking.trackers import TITLES, folder_of
 

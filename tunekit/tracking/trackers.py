@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from tunekit.errors import DependencyError, RunError
-from tunekit.recipe.schema import Tracker
+from tunekit.recipe.sections.output import Tracker
 from tunekit.redact import redacted
 from tunekit.runs.run import Run
 from tunekit.runs.small_files import damaged, read_object

@@ -14,7 +14,6 @@ from tunekit.data.prepare import read_dataset
 from tunekit.data.sources.row_locations import Places
 from tunekit.data.tokenization.alignment import read_rows
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import KTOMethod, SFTMethod
 from tunekit.runs.prepared_data import FILES, PLACES
 from tunekit.runs.rank import Place
 from tunekit.runs.run import Run
@@ -91,7 +90,7 @@ class Rows:
         recipe = self._plan.recipe
         callbacks = self._trainer.callback_handler.callbacks
         order_callback = next((callback for callback in callbacks if isinstance(callback, Order)), None)
-        if order_callback is None and isinstance(recipe.method, KTOMethod):
+        if order_callback is None and recipe.method.couples_rows:
             # Its rows were put in their order before training (see `tunekit.methods.kto`).
             num_rows = len(self._rows)
             missing = num_missing(num_rows, recipe.train.global_batch_size)
@@ -101,11 +100,11 @@ class Rows:
     def _epoch(self, epoch: int) -> int:
         """The epoch whose order counts: KTO's rows have the first one's in each."""
         method = self._plan.recipe.method
-        return 0 if isinstance(method, KTOMethod) and method.loss_type == "kto" else epoch
+        return 0 if method.couples_rows else epoch
 
     @cached_property
     def _rows(self) -> "Dataset":
-        read = read_dataset if isinstance(self._plan.recipe.method, SFTMethod) else read_rows
+        read = read_dataset if self._plan.recipe.method.spec.trains_on == "tokens" else read_rows
         return read(self._folder / FILES["train"])
 
     @cached_property

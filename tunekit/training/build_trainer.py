@@ -1,29 +1,21 @@
 """The trainer of a run: the one that its recipe's method names, around the model and the rows that the folder names."""
 
 import os
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tunekit.data.formats.method_formats import learner_of
 from tunekit.data.packing.stream import stream
 from tunekit.data.prepare import read_dataset
 from tunekit.data.tokenization.alignment import read_rows
-from tunekit.methods import cpo, distillation, dpo, grpo, kto, orpo, reward, rloo, sft
 from tunekit.methods.arguments import Parts
 from tunekit.models.adapters import Task
 from tunekit.planner.decisions.isolation import VARLEN
 from tunekit.planner.origin import continued_adapter
 from tunekit.planner.plan import Plan, Schedule
-from tunekit.recipe.methods import (
-    CPOMethod,
-    DistillationMethod,
-    DPOMethod,
-    GRPOMethod,
-    KTOMethod,
-    ORPOMethod,
-    RewardMethod,
-    RLOOMethod,
-    SFTMethod,
-)
+from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
@@ -55,7 +47,7 @@ def load_policy(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTraine
         attn_implementation=plan.attn_implementation,
         device=device,
         distributed=distributed_config(plan),
-        head_seed=recipe.train.seed if isinstance(recipe.method, RewardMethod) else None,
+        head_seed=recipe.train.seed if recipe.method.spec.classifies else None,
         quantization=recipe.adapter if isinstance(recipe.adapter, QloraAdapter) else None,
     )
     if plan.kernels == "liger":
@@ -78,7 +70,7 @@ def load_adapted(recipe: Recipe, plan: Plan, *, device: str | None) -> "PreTrain
 
     model = load_policy(recipe, plan, device=device)
     trained = continued_folder(plan, device)
-    task: Task = "SEQ_CLS" if isinstance(recipe.method, RewardMethod) else "CAUSAL_LM"
+    task: Task = "SEQ_CLS" if recipe.method.spec.classifies else "CAUSAL_LM"
     return attach_adapter(model, recipe.adapter, seed=recipe.train.seed, trained=trained, task=task)
 
 
@@ -112,7 +104,7 @@ def load_reference(recipe: Recipe, plan: Plan) -> "PreTrainedModel":
 def loads_bare_reference(plan: Plan) -> bool:
     """Return whether TRL loads the second model itself, without the adapter that is merged into the first."""
     merged = plan.origin is not None and plan.origin.is_merged_for(plan.recipe.adapter)
-    return merged and plan.reference == "second model" and isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
+    return merged and plan.reference == "second model" and is_rewarded(plan.recipe.method)
 
 
 def build_trainer(
@@ -127,11 +119,10 @@ def build_trainer(
     place: Place,
 ) -> "Trainer":
     """The trainer of the recipe's method, around a model with its adapter."""
-    from tunekit.methods.rewards.load import load_rewards
     from tunekit.training.engines.engine import trainer_args
 
     folder, method = run.path / "data", recipe.method
-    read = read_dataset if isinstance(method, SFTMethod) else read_rows
+    read = read_dataset if method.spec.trains_on == "tokens" else read_rows
     streams = recipe.data.streaming
     parts = Parts(
         train=recipe.train,
@@ -145,30 +136,13 @@ def build_trainer(
         checkpoints=run.path / "checkpoints",
         callbacks=callbacks,
         engine=trainer_args(plan),
+        load_reference=partial(load_reference, recipe, plan),
+        load_teacher=partial(load_teacher, plan=plan),
     )
-    match method:
-        case SFTMethod():
-            return sft.build(method, parts)
-        case DPOMethod() | KTOMethod():
-            twice = isinstance(recipe.adapter, FullAdapter) and not method.precompute_ref_log_probs
-            reference = load_reference(recipe, plan) if twice else None
-            if isinstance(method, KTOMethod):
-                return kto.build(method, parts, reference=reference)
-            return dpo.build(method, parts, reference=reference)
-        case ORPOMethod():
-            return orpo.build(method, parts)
-        case CPOMethod():
-            return cpo.build(method, parts)
-        case RewardMethod():
-            return reward.build(method, parts)
-        case GRPOMethod():
-            return grpo.build(method, parts, rewards=load_rewards(method.rewards, device=plan.device.kind))
-        case RLOOMethod():
-            return rloo.build(method, parts, rewards=load_rewards(method.rewards, device=plan.device.kind))
-        case DistillationMethod():
-            return distillation.build(method, parts, teacher=load_teacher(method.teacher, plan))
+    trainer: Trainer = import_module(f"tunekit.methods.{method.type}").build(method, parts)
+    return trainer
 
 
 def _stream(folder: Path, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", place: Place) -> "IterableDataset":
     skipped = folder / STREAM_SKIPPED if place.is_main else Path(os.devnull)
-    return stream(recipe.data, tokenizer, sft.LEARNER, seed=recipe.train.seed, skipped=skipped)
+    return stream(recipe.data, tokenizer, learner_of(recipe.method.type), seed=recipe.train.seed, skipped=skipped)

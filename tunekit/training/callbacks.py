@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from tunekit.planner.memory.memory import Part
 from tunekit.planner.plan import Plan
 from tunekit.process.heartbeat import Heart
-from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.runs.record import Record
 from tunekit.training.answers import NUM_SHOWN, Answers
 from tunekit.training.communication import Trace
@@ -105,7 +105,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.held = self._held(model, None)
         self.context_bytes = resident_bytes() - sum(self.held.values())
         method = self.plan.recipe.method
-        if isinstance(method, RewardedMethod):
+        if is_rewarded(method):
             self._answers = Answers(self.trainer._logs, method.num_generations)
         self.before_training()
         self.guard = Guard(self.trainer, self.plan, self.record)

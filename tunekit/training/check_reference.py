@@ -21,7 +21,7 @@ from tunekit.errors import RunError
 from tunekit.methods.reference import COPY
 from tunekit.planner.memory.reference import Reference
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, RLOOMethod
+from tunekit.recipe.methods import compares_with_reference, is_rewarded
 from tunekit.runs.available_actions import begin_anew
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
@@ -82,7 +82,7 @@ def check_reference(trainer: Any, plan: Plan, record: Record, *, vocabulary: int
     """
     if plan.reference == "none":
         return
-    rewarded = isinstance(plan.recipe.method, GRPOMethod | RLOOMethod)
+    rewarded = is_rewarded(plan.recipe.method)
     with _as_it_was(trainer):
         result = _of_probes(trainer, vocabulary) if rewarded else _of_rows(trainer)
     tolerance = FLOAT32_TOLERANCE if plan.dtype == "float32" else HALF_TOLERANCE
@@ -196,7 +196,7 @@ def _in_place_of_the_adapter(model: Any) -> Iterator[None]:
 def _expected_loss(plan: Plan, trainer: Any) -> float | None:
     """The loss of a model that is its reference, where it is made of their difference alone."""
     method = plan.recipe.method
-    plain = isinstance(method, DPOMethod) and method.loss_type == ["sigmoid"] and method.loss_weights is None
+    plain = compares_with_reference(method) and method.has_plain_loss
     return math.log(2) if plain and not trainer.aux_loss_enabled else None
 
 

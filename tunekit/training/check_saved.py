@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from tunekit.errors import ModelError, RunError
 from tunekit.planner.plan import Plan
 from tunekit.process.collectives import same_everywhere
-from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs.record import Record
@@ -121,7 +120,7 @@ def _load(plan: Plan, folder: Path, device: str) -> Any:
     """Load a saved model as others do: whole weights by Transformers, an adapter by PEFT on its base."""
     from tunekit.models.load import load_model
 
-    adapter, judges = plan.recipe.adapter, isinstance(plan.recipe.method, RewardMethod)
+    adapter, judges = plan.recipe.adapter, plan.recipe.method.spec.classifies
     is_full = isinstance(adapter, FullAdapter)
     trust = plan.base.trust_remote_code
     model: Any = load_model(

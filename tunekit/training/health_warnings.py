@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from tunekit.recipe.methods import (
-    DistillationMethod,
-    DPOMethod,
-    KTOMethod,
-    Method,
-    RewardedMethod,
-)
+from tunekit.recipe.methods import Method, compares_with_reference, generates, is_rewarded
 
 Logs = Sequence[Mapping[str, Any]]
 """Values logged so far, by TRL's names; the same step once."""
@@ -104,6 +98,8 @@ class Trends:
             self._logs[WINDOW:-WINDOW] = self._logs[WINDOW:-WINDOW:2]
         for find in FINDERS:
             name = find.__name__
+            if name not in self._method.spec.health_checks:
+                continue
             if name in self._told and find not in RECURRING:
                 continue
             words = find(self._logs, self._method)
@@ -117,7 +113,7 @@ class Trends:
 def loss_rises(logs: Logs, method: Method) -> str | None:
     """Of methods whose loss tells whether they learn."""
     losses = _values(logs, "loss")
-    if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) < 2 * WINDOW:
+    if len(losses) < 2 * WINDOW:
         return None
     earlier, last = _earlier(losses), fmean(losses[-WINDOW:])
     first, lowest = earlier[0], min(earlier)
@@ -132,7 +128,7 @@ def loss_rises(logs: Logs, method: Method) -> str | None:
 def loss_spikes(logs: Logs, method: Method) -> str | None:
     """A single loss out of all proportion, of methods whose loss tells whether they learn."""
     losses = _values(logs, "loss")
-    if isinstance(method, RewardedMethod | DistillationMethod) or len(losses) <= RECENT:
+    if len(losses) <= RECENT:
         return None
     recent, last = losses[-RECENT - 1 : -1], losses[-1]
     usual = median(recent)
@@ -184,7 +180,7 @@ def gradient_grows(logs: Logs, method: Method) -> str | None:
 def chosen_falls(logs: Logs, method: Method) -> str | None:
     """Better answers become less likely while a loss of differences falls."""
     gains, now = _values(logs, "rewards/chosen")[-WINDOW:], _values(logs, "logps/chosen")[-WINDOW:]
-    if not isinstance(method, DPOMethod | KTOMethod) or min(len(gains), len(now)) < WINDOW:
+    if not compares_with_reference(method) or min(len(gains), len(now)) < WINDOW:
         return None
     fall = -fmean(gains) / method.beta
     # Of the same answers, before the training.
@@ -192,11 +188,10 @@ def chosen_falls(logs: Logs, method: Method) -> str | None:
     still = fmean(gains[WINDOW // 2 :]) < fmean(gains[: WINDOW // 2])
     if not still or fall < max(FALLEN_NATS, FALLEN_SHARE * -before):
         return None
-    mix = ", or mix in their likelihood: method.loss_type: [sigmoid, sft]" if isinstance(method, DPOMethod) else ""
     return (
         f"the log-probability of the better answers has fallen by {fall:.0f} nats, from {before:.0f} to "
         f"{before - fall:.0f}, and still falls: the model learns to avoid the worse ones, not to give the better; "
-        f"lower train.learning_rate, raise method.beta{mix}"
+        f"lower train.learning_rate, raise method.beta{method.likelihood_hint}"
     )
 
 
@@ -229,7 +224,7 @@ def reward_is_constant(logs: Logs, method: Method) -> str | None:
 def reward_falls(logs: Logs, method: Method) -> str | None:
     """Warn of a reward that falls."""
     rewards, spreads = _values(logs, "reward"), _values(logs, "reward_std")
-    if not isinstance(method, RewardedMethod) or len(rewards) < 3 * WINDOW // 2 or not spreads:
+    if len(rewards) < 3 * WINDOW // 2 or not spreads:
         return None
     highest, last = max(_earlier(rewards)), fmean(rewards[-WINDOW:])
     if highest - last <= max(spreads[:WINDOW]) / 2:
@@ -243,7 +238,7 @@ def reward_falls(logs: Logs, method: Method) -> str | None:
 def no_signal(logs: Logs, method: Method) -> str | None:
     """Answers of a group get the same reward, and the reward does not rise."""
     shares = _values(logs, "frac_reward_zero_std")[-WINDOW:]
-    if not isinstance(method, RewardedMethod) or len(shares) < WINDOW or fmean(shares) < NO_SIGNAL:
+    if len(shares) < WINDOW or fmean(shares) < NO_SIGNAL:
         return None
     if _reward_has_risen(logs) or len(_constant_rewards(logs, method)) == len(_reward_names(logs)):
         return None
@@ -258,7 +253,7 @@ def no_signal(logs: Logs, method: Method) -> str | None:
 def answers_run_away(logs: Logs, method: Method) -> str | None:
     """Answers reach the longest that is allowed."""
     lengths, cuts = (_values(logs, f"completions/{name}") for name in ("mean_length", "clipped_ratio"))
-    if isinstance(method, RewardedMethod | DistillationMethod) and min(len(lengths), len(cuts)) >= WINDOW:
+    if generates(method) and min(len(lengths), len(cuts)) >= WINDOW:
         first, last = fmean(lengths[: WINDOW // 2]), fmean(lengths[-WINDOW // 2 :])
         cut_first, cut = fmean(cuts[: WINDOW // 2]), fmean(cuts[-WINDOW // 2 :])
         longest = method.max_completion_length
@@ -276,7 +271,7 @@ def answers_run_away(logs: Logs, method: Method) -> str | None:
 def kl_explodes(logs: Logs, method: Method) -> str | None:
     """The model leaves its reference."""
     values = _values(logs, "kl")
-    if not isinstance(method, RewardedMethod) or len(values) < WINDOW:
+    if not is_rewarded(method) or len(values) < WINDOW:
         return None
     last, earlier = fmean(values[-WINDOW // 2 :]), values[len(values) // 4 : 3 * len(values) // 4]
     explodes = len(values) >= 2 * WINDOW and last >= max(SOME_KL, GROWN_KL * median(earlier))
@@ -292,7 +287,7 @@ def kl_explodes(logs: Logs, method: Method) -> str | None:
 def entropy_collapses(logs: Logs, method: Method) -> str | None:
     """Nothing is tried any more, and the reward has not risen."""
     values = _values(logs, "entropy")
-    if not isinstance(method, RewardedMethod) or len(values) < 2 * WINDOW or _reward_has_risen(logs):
+    if len(values) < 2 * WINDOW or _reward_has_risen(logs):
         return None
     first, last = fmean(values[: WINDOW // 2]), fmean(values[-WINDOW // 2 :])
     if last > COLLAPSED_ENTROPY * first:
@@ -384,7 +379,7 @@ def _reward_names(logs: Logs) -> list[str]:
 
 def _constant_rewards(logs: Logs, method: Method) -> dict[str, float]:
     """Rewards that have had one value since the beginning, by name."""
-    if not isinstance(method, RewardedMethod):
+    if not is_rewarded(method):
         return {}
     constant = {}
     for name in _reward_names(logs):

@@ -9,7 +9,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from tunekit.data.sources.find_files import is_hub_dataset
 from tunekit.data.sources.remote import shown
 from tunekit.recipe.load import dump_recipe
-from tunekit.recipe.methods import RewardMethod
 from tunekit.recipe.reading.source_locations import dotted
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
@@ -18,28 +17,6 @@ from tunekit.runs.evaluation_result import Score, evaluations_of, newest_scores
 from tunekit.runs.lineage import CODE, models_of
 from tunekit.runs.run import Run
 from tunekit.training.licence import Licence, licence_of
-
-LOSSES = {
-    "sft": "Losses are mean negative log-likelihoods in nats per trained token.",
-    "dpo": "Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies are the share "
-    "of pairs whose better answer gained more than the worse, margins how much more.",
-    "kto": "Losses are those of KTO: half of the mean weight of an answer where the model is what it was before. The "
-    "rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they became, times "
-    "beta.",
-    "orpo": "Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better answers with "
-    "their prompts, and the odds ratio by its weight.",
-    "cpo": "Losses are those of CPO (experimental in TRL). Accuracies are the share of pairs whose better answer is "
-    "the likelier one.",
-    "reward": "This model judges: it gives a text a score, and does not answer. Losses are those of Bradley and Terry: "
-    "ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores higher, the margin "
-    "by how much. Scores compare answers to one prompt; their height means nothing by itself. Load it with "
-    "`AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches need "
-    "`config.pad_token_id`.",
-    "grpo": "The loss of GRPO is near zero whatever is learned; the reward tells.",
-    "rloo": "The loss of RLOO is near zero whatever is learned; the reward tells.",
-    "distillation": "Losses are the divergence from the teacher, in nats per token of the model's own answers.",
-}
-"""Description of each method's losses."""
 
 
 def write_card(
@@ -81,7 +58,7 @@ def write_card(
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     card = f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\n| | |\n|---|---|\n{table}\n"
-    card += f"\n{LOSSES[recipe.method.type]}\n{_samples(run) if step is None else ''}"
+    card += f"\n{recipe.method.spec.loss_description}\n{_samples(run) if step is None else ''}"
     card += _scores(evaluated)
     card += f"\n## Recipe\n\n```yaml\n{dump_recipe(recipe)}```\n"
     ModelCard(redacted(card), ignore_metadata_errors=False).save(folder / "README.md")
@@ -90,7 +67,7 @@ def write_card(
 def _metadata(run: Run, licence: Licence | None, evaluated: Sequence[Score], *, is_full: bool) -> ModelCardData:
     """Return the metadata that the hub reads from a card: the names in it are names there."""
     recipe, base = run.recipe, run.plan.base.path
-    task = "text-classification" if isinstance(recipe.method, RewardMethod) else "text-generation"
+    task = "text-classification" if recipe.method.spec.classifies else "text-generation"
     is_on_hub = "/" in base and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     relation = "finetune" if is_full else "adapter"
     data_names = list(dict.fromkeys(source.path for source in recipe.data.sources if is_hub_dataset(source.path)))

@@ -26,8 +26,6 @@ import torch
 from tunekit.errors import NonFiniteError, RollbackError
 from tunekit.planner.plan import Plan
 from tunekit.process.collectives import any_of, of_all, same_everywhere
-from tunekit.recipe.methods import CPOMethod, ORPOMethod
-from tunekit.recipe.sections.train import default_learning_rate
 from tunekit.runs.record import Record
 from tunekit.runs.small_files import read_list
 from tunekit.training.batch_rows import Rows
@@ -55,7 +53,7 @@ class Guard:
     def __init__(self, trainer: "Trainer", plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
-        usual = default_learning_rate(plan.recipe.method.type, plan.recipe.adapter.type)
+        usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
         self._lower = min(plan.recipe.learning_rate / 10, usual)
         self.record = record
         self.rows = Rows(trainer, record.run, plan, record.place)
@@ -63,7 +61,7 @@ class Guard:
         """True if the current step changes nothing."""
         self._left_out = same_everywhere(left_out(record.run.path), record.place)
         self._scales = plan.autocast and plan.dtype == "float16"
-        experimental = isinstance(plan.recipe.method, ORPOMethod | CPOMethod)
+        experimental = plan.recipe.method.spec.stores_metrics
         self._measures = trainer._stored_metrics if experimental else trainer._metrics
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tunekit.process.heartbeat import Heart
-from tunekit.recipe.methods import OnPolicyMethod, RewardedMethod
+from tunekit.recipe.methods import generates, is_rewarded
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
     from transformers import Trainer
 
-    from tunekit.recipe.methods import Method
+    from tunekit.recipe.methods.spec import MethodSection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def follow_layers(model: "Module", heart: Heart) -> "list[RemovableHandle]":
     return [layer.register_forward_hook(on_layer) for layer in layers]
 
 
-def follow(trainer: "Trainer", method: "Method", heart: Heart, layers: "list[RemovableHandle]") -> None:
+def follow(trainer: "Trainer", method: "MethodSection", heart: Heart, layers: "list[RemovableHandle]") -> None:
     """Have a trainer tell what it is at, from here on.
 
     Args:
@@ -71,9 +71,9 @@ def follow(trainer: "Trainer", method: "Method", heart: Heart, layers: "list[Rem
         return predict(*args, **kwargs)
 
     trainer.prediction_step = batch_of_evaluation
-    if isinstance(method, OnPolicyMethod):
+    if generates(method):
         trainer._generate_single_turn = _is(trainer._generate_single_turn, heart, "generation")
-    if isinstance(method, RewardedMethod):
+    if is_rewarded(method):
         trainer._calculate_rewards = _is(trainer._calculate_rewards, heart, "rewards")
 
 

@@ -20,7 +20,6 @@ from tunekit.planner.plan import Plan
 from tunekit.planner.throughput.goodput import STORAGE_BYTES_PER_SECOND
 from tunekit.process.collectives import same_everywhere
 from tunekit.process.signals import MARGIN_SECONDS, Wishes
-from tunekit.recipe.methods import CPOMethod, ORPOMethod
 from tunekit.runs.rank import Place
 from tunekit.runs.run import Run
 from tunekit.runs.stop_request import COMMAND
@@ -145,8 +144,8 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
 
     def _measured(self, trainer: Any) -> Any:
         """Return TRL's metrics measured since the last log, by mode."""
-        is_experimental = isinstance(self._plan.recipe.method, ORPOMethod | CPOMethod)
-        return trainer._stored_metrics if is_experimental else trainer._metrics
+        is_stored = self._plan.recipe.method.spec.stores_metrics
+        return trainer._stored_metrics if is_stored else trainer._metrics
 
     def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
         """End the training here if it is to end; whether it is."""

@@ -25,7 +25,7 @@ from torch.nn import Module
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import OnPolicyMethod
+from tunekit.recipe.methods import generates
 from tunekit.training.communication import Communication, Trace
 from tunekit.training.measured_memory import Peaks, peaks
 
@@ -70,7 +70,7 @@ class Timing:
         """Waiting for micro-batches between the steps, this process's and those of others."""
         self.optimizer_seconds = 0.0
         """Of the steps, updating weights. What ZeRO gathers afterwards is not in it."""
-        self.generates = isinstance(plan.recipe.method, OnPolicyMethod)
+        self.generates = generates(plan.recipe.method)
         """True if the model learns from answers that it generates."""
         self.generation_seconds = 0.0
         """Of the steps, generating answers. Where weights are divided, waiting for other processes is in it."""

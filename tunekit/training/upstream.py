@@ -15,7 +15,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from tunekit.errors import DependencyError
-from tunekit.recipe.trainer_args import CONFIGS
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 
 TRAINER = {
     "_get_train_sampler": "train_dataset",
@@ -39,23 +40,6 @@ TRAINER = {
 
 STATES = ("_tr_loss", "_globalstep_last_logged", "create_model_card")
 """Other names of every trainer."""
-
-_GENERATES = ("_generate_single_turn", "_buffered_inputs", "_step", "_logs", "_metrics", "_compute_loss")
-_MEASURES = ("_metrics", "_total_train_tokens")
-_EXPERIMENTAL = ("_stored_metrics",)
-
-OF_METHOD = {
-    "sft": (*_MEASURES, "_get_num_items_in_batch"),
-    "dpo": (*_MEASURES, "_precompute_ref_logps", "_precompute_model_hash"),
-    "kto": (*_MEASURES, "_precompute_ref_logps", "_precompute_model_hash"),
-    "orpo": _EXPERIMENTAL,
-    "cpo": _EXPERIMENTAL,
-    "reward": _MEASURES,
-    "grpo": (*_GENERATES, "_calculate_rewards", "_get_per_token_logps_and_entropies", "_entropy_bonus_enabled"),
-    "rloo": (*_GENERATES, "_calculate_rewards", "_get_per_token_logps_and_entropies"),
-    "distillation": _GENERATES,
-}
-"""Names of TRL's trainers, by method (trl 1.16)."""
 
 ACCELERATOR = ("backward", "prepare", "deepspeed_ulysses_dl_adapter")
 """Methods of Accelerate's `Accelerator` that transformers' `Trainer` calls (accelerate 1.15)."""
@@ -111,9 +95,22 @@ def check_upstream(method: str) -> None:
         )
 
 
+def method_names(method: str) -> tuple[str, ...]:
+    """Return the names of TRL's trainer that a run of a method needs (trl 1.16), by `method.type`."""
+    section = METHODS[method]
+    names = list(section.spec.upstream_names)
+    if issubclass(section, OnPolicyMethod):
+        names += ["_generate_single_turn", "_buffered_inputs", "_step", "_logs", "_metrics", "_compute_loss"]
+        if issubclass(section, RewardedMethod):
+            names += ["_calculate_rewards", "_get_per_token_logps_and_entropies"]
+    else:
+        names += ["_stored_metrics"] if section.spec.stores_metrics else ["_metrics", "_total_train_tokens"]
+    return tuple(names)
+
+
 def trainer_class(method: str) -> type:
     """Return TRL's trainer of a method."""
-    package, file, config = CONFIGS[method]
+    package, file, config = METHODS[method].spec.config
     module = import_module(f"{package}.{file.removesuffix('_config.py').replace('/', '.')}_trainer")
     trainer = vars(module)[config.removesuffix("Config") + "Trainer"]
     assert isinstance(trainer, type)
@@ -139,7 +136,7 @@ def trainer_problems(base: type, trainer: type, method: str) -> Iterator[Renamed
             took = [parameter for parameter in inspect.signature(getattr(base, name)).parameters if parameter != "self"]
             if took != parameters.split():
                 yield Renamed(owner, name, f"takes ({', '.join(took)}), not ({', '.join(parameters.split())})")
-    for name in (*STATES, *OF_METHOD[method]):
+    for name in (*STATES, *method_names(method)):
         if name not in used:
             yield Renamed(f"trl.{trainer.__name__}", name, "is not used")
 

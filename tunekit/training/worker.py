@@ -25,7 +25,7 @@ from tunekit.process.processes import follow_supervisor, is_supervised, open_sto
 from tunekit.process.signals import Wishes
 from tunekit.process.telemetry import send_nothing_at_all
 from tunekit.process.watchdog import Watchdog, gone_words
-from tunekit.recipe.methods import DistillationMethod
+from tunekit.recipe.methods import has_teacher
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
 from tunekit.recipe.sections.train import Optim
@@ -280,7 +280,7 @@ def _memory_error(run: Run, plan: Plan, watch: "Watch", error: BaseException) ->
     shortage_found = shortage(plan, watch.held, watch.context_bytes, error)
     words = shortage_found.words()
     method = plan.recipe.method
-    teacher = probe_model(method.teacher) if isinstance(method, DistillationMethod) else None
+    teacher = probe_model(method.teacher) if has_teacher(method) else None
     change = change_that_fits(plan, probe_model(plan.recipe.model), shortage_found.limit_bytes, teacher)
     return MemoryShortError(
         f"{_where(run, watch, 'evaluation after')}: {plan.device.name} is out of memory{': ' * bool(words)}{words}",

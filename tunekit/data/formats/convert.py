@@ -35,7 +35,7 @@ from tunekit.data.formats.row_formats import (
 )
 from tunekit.data.formats.tokens import check_tokens
 from tunekit.data.formats.weights import check_no_mask
-from tunekit.recipe.schema import SourceFormat
+from tunekit.recipe.sections.data import SourceFormat
 
 SPEAKERS = {
     "human": "user",

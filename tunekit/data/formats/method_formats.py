@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunekit.data.formats.row_formats import BECOMES, COLUMNS, Format, listed, misspelt
-from tunekit.recipe.schema import SourceFormat
+from tunekit.data.formats.row_formats import BECOMES, COLUMNS, listed, misspelt
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.sections.data import SourceFormat
 
 _SPOKEN: dict[SourceFormat, str] = {
     "messages": "conversations",
@@ -23,7 +24,7 @@ _ANSWERS = ("response", "answer", "output", "solution", "target")
 """Common names of a column of answers."""
 
 
-_ANOTHER_METHOD: dict[tuple[Format, Format], str] = {
+_ANOTHER_METHOD: dict[tuple[SourceFormat, SourceFormat], str] = {
     ("unpaired_preference", "preference"): "for pairs use method dpo; for kto write each answer as a row of its own, "
     "with a label true or false",
     ("unpaired_preference", "prompt_completion"): "add a column label, true for good answers and false for bad ones",
@@ -38,7 +39,7 @@ class Learner:
     """A training method by its name in recipes, and the formats that it learns from."""
 
     method: str
-    formats: tuple[Format, ...]
+    formats: tuple[SourceFormat, ...]
 
     def refusal(self, format: SourceFormat, columns: Sequence[str]) -> tuple[str, str | None] | None:
         """Return why the method refuses rows of a format, and the remedy; None where it accepts them.
@@ -55,6 +56,11 @@ class Learner:
         if "prompt_completion" in self.formats:
             return what, _completions_of(format, columns)
         return what, _ANOTHER_METHOD.get((self.formats[0], BECOMES[format]))
+
+
+def learner_of(method: str) -> Learner:
+    """Return the formats that a method learns from, by `method.type`."""
+    return Learner(method, METHODS[method].spec.row_formats)
 
 
 def _completions_of(format: SourceFormat, columns: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from tunekit.recipe.schema import SourceFormat
+from tunekit.recipe.sections.data import SourceFormat
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "preference", "unpaired_preference", "prompts"]
 """Shape of rows that a method can learn from."""

@@ -19,7 +19,7 @@ from tunekit.data.sources.load import stream_rows
 from tunekit.data.sources.rows import Skipped
 from tunekit.data.tokenization.encode import Encoder
 from tunekit.data.tokenization.tokenize import Account
-from tunekit.recipe.schema import CompleteSource, DataSection
+from tunekit.recipe.sections.data import CompleteSource, DataSection
 
 if TYPE_CHECKING:
     import datasets

@@ -23,7 +23,7 @@ from tunekit.data.sources.load import Reader
 from tunekit.data.sources.remote import shown
 from tunekit.data.sources.rows import Rows, Skipped
 from tunekit.errors import DataError, TunekitError
-from tunekit.recipe.schema import CompleteSource, SourceFormat
+from tunekit.recipe.sections.data import CompleteSource, SourceFormat
 
 LOOK_RECORDS = 1000
 """So many records are read at least, for what is wrong with them."""

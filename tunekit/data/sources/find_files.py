@@ -16,7 +16,7 @@ from tunekit.data.sources.files import OPENERS, STREAMED, File, LocalFile, kind_
 from tunekit.data.sources.remote import fetch, find_remote, is_url, shown
 from tunekit.errors import DataError
 from tunekit.recipe.library import find_example
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 
 EXAMPLE_PREFIX = "example:"
 """Marks a file that ships with tunekit."""

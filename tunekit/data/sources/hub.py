@@ -14,7 +14,7 @@ from tunekit.data.formats.media import media_kind
 from tunekit.data.formats.row_formats import listed
 from tunekit.data.sources.files import Record, Table, without_nested_nulls
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSource
+from tunekit.recipe.sections.data import DataSource
 
 if TYPE_CHECKING:
     import datasets

@@ -38,7 +38,7 @@ from tunekit.data.sources.row_function import LeftOut, converted
 from tunekit.data.sources.rows import Part, Rows, RowStore, Skipped, place
 from tunekit.errors import DataError
 from tunekit.recipe.functions import find_function
-from tunekit.recipe.schema import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat
+from tunekit.recipe.sections.data import CompleteSource, DataFormat, DataSection, DataSource, SourceFormat
 
 __all__ = ["LoadedData", "Rows", "load_data", "load_rows"]
 

@@ -21,7 +21,7 @@ import platformdirs
 
 from tunekit.data.formats.row_formats import Format, Row
 from tunekit.errors import DataError
-from tunekit.recipe.schema import LossOn, SourceFormat
+from tunekit.recipe.sections.data import LossOn, SourceFormat
 
 if TYPE_CHECKING:
     import numpy as np

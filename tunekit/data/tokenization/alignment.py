@@ -25,7 +25,7 @@ from tunekit.data.sources.rows import Rows
 from tunekit.data.tokenization.chat import common_prefix_length
 from tunekit.data.tokenization.template_timeout import template_in_time
 from tunekit.errors import DataError
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
     import datasets

@@ -10,7 +10,6 @@ from tunekit.planner.decisions.isolation import FLEX_TYPES, VARLEN, VARLEN_TYPES
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.memory.states import Dtype
 from tunekit.planner.plan import Reason
-from tunekit.recipe.methods import SFTMethod
 from tunekit.recipe.schema import Recipe
 
 FLASH_CAPABILITY = (8, 0)
@@ -105,7 +104,7 @@ def _lies_apart(recipe: Recipe, device: Device) -> bool:
 
     On a CPU that has to be asked for: documents are computed one after another there, however they come.
     """
-    if not isinstance(recipe.method, SFTMethod):
+    if not recipe.method.spec.masks_as_told:
         return False
     requested = recipe.data.padding_free
     return recipe.data.packing or requested is True or (requested == "auto" and device.kind == "cuda")

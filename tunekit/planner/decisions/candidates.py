@@ -21,7 +21,7 @@ from tunekit.planner.decisions.vllm import why_not_in
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.reference import reference_of
 from tunekit.planner.origin import Origin
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, RLOOMethod, SFTMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 from tunekit.recipe.sections.parallel import ParallelSection
@@ -293,7 +293,7 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(f"{optim} takes no step on sharded tensors", f"use train.optim={CLOSEST_OPTIM}")
     if layout.strategy.startswith("zero") and layout.offload_optimizer_device != "none" and optim not in CPU_OPTIMS:
         return Refusal(f"DeepSpeed cannot run {optim} on the processor", f"use train.optim={CLOSEST_OPTIM}")
-    beforehand = isinstance(recipe.method, DPOMethod | KTOMethod) and recipe.method.precompute_ref_log_probs
+    beforehand = recipe.method.reference_use == "beforehand"
     if layout.strategy == "fsdp2" and beforehand and not isinstance(recipe.adapter, FullAdapter):
         why = "TRL computes log-probabilities beforehand when FSDP2 has not yet given all processes their weights"
         return Refusal(why, "leave method.precompute_ref_log_probs out: the reference is the model without its adapter")
@@ -320,10 +320,10 @@ def refusal(setting: Setting, layout: Layout) -> Refusal | None:
         return Refusal(without_float8, "leave train.fp8 out, or use fsdp2")
     if layout.tp_size > 1 and not isinstance(recipe.adapter, FullAdapter):
         return Refusal("PEFT's adapters do not run on layers divided by tensor parallel", "use fsdp2 without tp_size")
-    if layout.tp_size > 1 and not isinstance(recipe.method, SFTMethod):
+    if layout.tp_size > 1 and recipe.method.spec.trains_on != "tokens":
         why = f"TRL divides no layers of what {recipe.method.type} computes besides the trained model"
         return Refusal(why, "use fsdp2 without tp_size")
-    if layout.devices_per_sequence > layout.tp_size and not isinstance(recipe.method, SFTMethod):
+    if layout.devices_per_sequence > layout.tp_size and recipe.method.spec.trains_on != "tokens":
         return Refusal(f"{recipe.method.type} is not computed on divided sequences", "use fsdp2 without them")
     if setting.device.kind == "cpu" and layout.strategy == "fsdp2":
         refused = _cpu_refusal(layout)
@@ -342,8 +342,7 @@ def _origin_refusal(recipe: Recipe, origin: Origin, layout: Layout) -> Refusal |
         why = f"the adapter of {origin.name} cannot be merged into layers that are divided as they are read"
         return Refusal(why, "use fsdp2 without tp_size")
     reference = reference_of(recipe.method, recipe.adapter, origin)
-    rewarded = isinstance(recipe.method, GRPOMethod | RLOOMethod)
-    if rewarded and reference == "second model" and origin.is_merged_for(recipe.adapter):
+    if is_rewarded(recipe.method) and reference == "second model" and origin.is_merged_for(recipe.adapter):
         why = f"TRL loads the reference of {recipe.method.type} itself and divides it, without the adapter to be merged"
         return Refusal(why, "use adapter.type=lora, method.beta=0, or ddp")
     if layout.strategy == "fsdp2" and reference == "beforehand" and origin.is_merged_for(recipe.adapter):

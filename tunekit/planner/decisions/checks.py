@@ -11,7 +11,7 @@ from tunekit.planner.decisions.vllm import why_no_vllm
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.memory.experts import FORMER_LINEARS, adapted_experts, last_part
 from tunekit.planner.memory.states import Dtype, unties_head
-from tunekit.recipe.methods import KTOMethod, OnPolicyMethod
+from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 from tunekit.recipe.sections.train import LrSchedulerType
@@ -102,9 +102,9 @@ def check_retry(recipe: Recipe, micro_batch_size: int) -> None:
     """
     if not recipe.train.retry_out_of_memory:
         return
-    if isinstance(recipe.method, KTOMethod) and recipe.method.loss_type == "kto":
+    if recipe.method.couples_rows:
         raise PlanError(
-            "train.retry_out_of_memory: the loss of kto depends on which rows share a micro-batch",
+            f"train.retry_out_of_memory: the loss of {recipe.method.type} depends on which rows share a micro-batch",
             hint="leave it out, or set train.micro_batch_size lower from the beginning",
         )
     if micro_batch_size == 1:
@@ -205,7 +205,7 @@ def _check_teacher(model: ModelFacts, teacher: ModelFacts | None) -> None:
 
 def _check_vllm(recipe: Recipe, hardware: Hardware) -> None:
     method = recipe.method
-    if not isinstance(method, OnPolicyMethod) or method.generation.use_vllm is not True:
+    if not generates(method) or method.generation.use_vllm is not True:
         return
     refusal = why_no_vllm(recipe, hardware)
     if refusal is not None:

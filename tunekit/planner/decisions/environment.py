@@ -7,7 +7,8 @@ from tunekit.planner.facts import Hardware, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.plan import Reason, gib
 from tunekit.planner.throughput.goodput import STORAGE_BYTES_PER_SECOND
-from tunekit.recipe.methods import CPOMethod, Method, ORPOMethod, RewardedMethod
+from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.rewards import CodeReward, JudgeReward
 
 LEAST_TIMEOUT_SECONDS = 600
@@ -51,7 +52,7 @@ def timeout_of(wait_bytes: int) -> int:
     return max(LEAST_TIMEOUT_SECONDS, 60 * math.ceil(seconds / 60))
 
 
-def patience_of(wait_bytes: int, num_rows: int, method: Method, num_answers: int) -> int:
+def patience_of(wait_bytes: int, num_rows: int, method: MethodSection, num_answers: int) -> int:
     """Return how long a process may make no visible progress, in whole minutes, as seconds.
 
     That is loading, saving, preparing rows, the first step, answers and their rewards.
@@ -66,9 +67,9 @@ def patience_of(wait_bytes: int, num_rows: int, method: Method, num_answers: int
     return max(timeout_of(wait_bytes), 60 * math.ceil(seconds / 60))
 
 
-def _reward_seconds(method: Method, num_answers: int) -> float:
+def _reward_seconds(method: MethodSection, num_answers: int) -> float:
     """Return the longest time of rewards that have a limit of their own for each answer."""
-    rewards = method.rewards if isinstance(method, RewardedMethod) else ()
+    rewards = method.rewards if is_rewarded(method) else ()
     seconds = 0.0
     for reward in rewards:
         if isinstance(reward, JudgeReward | CodeReward):
@@ -87,7 +88,7 @@ def timeout_reasons(layout: Layout, wait_bytes: int, forced: int | None, patienc
         yield Reason(topic="timeout", choice=f"{timeout_of(wait_bytes) // 60} min for an exchange", why=why)
 
 
-def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: Method) -> dict[str, str]:
+def environment_of(hardware: Hardware, layout: Layout, num_nodes: int, method: MethodSection) -> dict[str, str]:
     """Variables of every process of a run.
 
     Args:
@@ -143,9 +144,9 @@ def _glibc(hardware: Hardware) -> dict[str, str]:
     return dict.fromkeys(GLIBC, str(GIVEN_BACK_BYTES)) if hardware.device.kind == "cpu" else {}
 
 
-def _experimental(method: Method) -> dict[str, str]:
+def _experimental(method: MethodSection) -> dict[str, str]:
     """TRL's own switch for its words about what is experimental there, which the plan says too."""
-    return {"TRL_EXPERIMENTAL_SILENCE": "1"} if isinstance(method, ORPOMethod | CPOMethod) else {}
+    return {"TRL_EXPERIMENTAL_SILENCE": "1"} if method.spec.is_experimental else {}
 
 
 DECIDED = (ALLOCATOR, *GLIBC, "OMP_NUM_THREADS")

@@ -9,8 +9,8 @@ from typing import Literal
 from tunekit.errors import PlanError
 from tunekit.planner.facts import Device, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.planner.memory.activations import HeadKind
-from tunekit.recipe.methods import DistillationMethod, Method, SFTMethod
+from tunekit.recipe.methods.passes import HeadKind
+from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.schema import Recipe
 
 Kernels = Literal["tunekit", "liger", "torch"]
@@ -120,14 +120,14 @@ def why_trl_head(kernels: Kernels, layout: Layout) -> str | None:
     return None
 
 
-def head_kind(kind: HeadKind, method: Method, kernels: Kernels, layout: Layout) -> HeadKind:
+def head_kind(kind: HeadKind, method: MethodSection, kernels: Kernels, layout: Layout) -> HeadKind:
     """Return the kind of head, where TRL's trainer of a method scores tokens in tiles, which tunekit's head may
     replace.
     """
-    if kind != "tiles" or isinstance(method, DistillationMethod) or why_trl_head(kernels, layout) is not None:
+    if kind != "tiles" or not method.spec.uses_tiled_head or why_trl_head(kernels, layout) is not None:
         return kind
     incompatible = {"loss_type", "label_smoothing_factor"} & method.trainer_args.keys()
-    return "sums" if isinstance(method, SFTMethod) and not incompatible else "chunks"
+    return "sums" if method.spec.trains_on == "tokens" and not incompatible else "chunks"
 
 
 def _why_not_on(device: Device) -> str | None:

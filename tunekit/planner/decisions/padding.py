@@ -12,7 +12,7 @@ from tunekit.planner.decisions.isolation import ISOLATE_WITH_FLASH_ONLY, VARLEN,
 from tunekit.planner.facts import ModelFacts
 from tunekit.planner.passes import SFT, Passes
 from tunekit.planner.plan import Reason
-from tunekit.recipe.schema import DataSection
+from tunekit.recipe.sections.data import DataSection
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,11 @@ from tunekit.planner.passes import Passes, method_words, steps_per_epoch
 from tunekit.planner.plan import Reason, Schedule, count, gib
 from tunekit.planner.throughput.speed import Speed
 from tunekit.planner.throughput.step import COLLATED_TOKENS_PER_SECOND, workers_for
-from tunekit.recipe.methods import (
-    DPOMethod,
-    KTOMethod,
-    OnPolicyMethod,
-    PairMethod,
-    RewardedMethod,
-    RewardMethod,
-    SFTMethod,
-)
-from tunekit.recipe.schema import DataSection, Recipe
+from tunekit.recipe.methods import generates, is_rewarded
+from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
-from tunekit.recipe.sections.train import DEFAULT_LEARNING_RATES, Optim
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.train import Optim
 
 MUCH_TRUNCATED = 0.05
 """Share of the rows from which on the plan warns that they lose their ends at `data.max_length`."""
@@ -130,7 +123,7 @@ def workers_reason(recipe: Recipe, speed: Speed | None) -> Reason:
     """Return the reason for the number of data workers."""
     if recipe.data.streaming:
         return Reason(topic="workers", choice="none", why="one process reads a stream, in its order")
-    if isinstance(recipe.method, OnPolicyMethod):
+    if generates(recipe.method):
         return Reason(topic="workers", choice="none", why="prompts alone are loaded; answers are generated")
     why = f"a process makes {COLLATED_TOKENS_PER_SECOND:,.0f} tokens/s of micro-batches"
     if speed is None or speed.fed_tokens_per_second is None:
@@ -157,7 +150,7 @@ def optimizer_reason(recipe: Recipe) -> Reason:
     """Return the reason for the optimizer."""
     reason = "as in the recipe"
     if recipe.train.learning_rate is None:
-        source = DEFAULT_LEARNING_RATES[recipe.method.type].source
+        source = recipe.method.spec.learning_rate.source
         times = "" if isinstance(recipe.adapter, FullAdapter) else "ten times the rate for all weights of "
         reason = f"default of {recipe.method.type} for {recipe.adapter.type} ({times}{source})"
     return Reason(
@@ -207,7 +200,7 @@ def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
     coefficient = router_aux_loss_coef(recipe, model)
     if model.num_experts and coefficient is None:
         who = f"TRL's trainer of {recipe.method.type}"
-        if isinstance(recipe.method, BALANCED):
+        if recipe.method.spec.adds_router_loss:
             who = f"the code of {model.model_type} has no loss of its routers, and TRL"
         yield Reason(topic="experts", choice="not kept equally busy", why=f"{who} adds none")
     elif coefficient:
@@ -217,9 +210,6 @@ def router_reasons(recipe: Recipe, model: ModelFacts) -> Iterator[Reason]:
         why += "" if is_set else f"; {ROUTER_ARG}=0.0 leaves it out"
         yield Reason(topic="experts", choice=f"kept equally busy, router_aux_loss_coef {coefficient:g}", why=why)
 
-
-BALANCED = SFTMethod | DPOMethod | KTOMethod | RewardedMethod
-"""Methods whose trainers add the auxiliary loss of routers (TRL 1.16), for each model that has one."""
 
 ROUTER_ARG = "method.trainer_args.router_aux_loss_coef"
 """Key of a recipe that sets the coefficient."""
@@ -232,7 +222,7 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
         PlanError: The recipe gives one, and the model has no such loss.
     """
     coefficient: float | None = recipe.method.trainer_args.get("router_aux_loss_coef")
-    if not isinstance(recipe.method, BALANCED):
+    if not recipe.method.spec.adds_router_loss:
         return None
     if coefficient and model.router_aux_loss_coef is None:
         raise PlanError(
@@ -243,8 +233,9 @@ def router_aux_loss_coef(recipe: Recipe, model: ModelFacts) -> float | None:
 
 def method_reasons(recipe: Recipe, origin: Origin | None) -> Iterator[Reason]:
     """Yield the reasons for the method, if it is not supervised fine-tuning."""
-    if not isinstance(recipe.method, SFTMethod):
-        choice, why = method_words(recipe.method, recipe.adapter, origin)
+    words = method_words(recipe.method, recipe.adapter, origin)
+    if words is not None:
+        choice, why = words
         yield Reason(topic="method", choice=choice, why=why)
 
 
@@ -278,7 +269,7 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
 
 def generation_reasons(recipe: Recipe, vllm: VLLM | None, why: str, speed: Speed | None) -> Iterator[Reason]:
     """Yield the reasons for generation: the engine, and its share of a step."""
-    if not isinstance(recipe.method, OnPolicyMethod):
+    if not generates(recipe.method):
         return
     choice = "by transformers, all answers of a step at once"
     if vllm is not None and vllm.gpu_memory_utilization is None:
@@ -307,7 +298,7 @@ def schedule_of(recipe: Recipe, data: DataFacts) -> Schedule | None:
     warmup = train.warmup_steps if train.warmup_steps >= 1 else math.ceil(train.warmup_steps * steps)
     often = max(1, math.ceil(steps / RUNS_PER_RECIPE))
     # A checkpoint holds no answers: it is made where new ones are due.
-    together = recipe.method.num_iterations if isinstance(recipe.method, RewardedMethod) else 1
+    together = recipe.method.steps_per_generation if generates(recipe.method) else 1
     return Schedule(
         num_steps=steps,
         steps_per_epoch=per_epoch,
@@ -322,28 +313,10 @@ def data_reasons(recipe: Recipe, data: DataFacts) -> Iterator[Reason]:
     """Yield the reasons about the data, and the share of each source."""
     yield _data_reason(recipe, data)
     yield from _mixture_reasons(recipe, data)
-    if isinstance(recipe.method, KTOMethod) and data.num_good is not None:
-        yield balance_reason(recipe.method, data.num_train, data.num_good)
-
-
-GOOD_TO_BAD = (1.0, 4 / 3)
-"""Total weight of good answers over that of bad answers (arXiv 2402.01306, equation 8)."""
-
-
-def balance_reason(method: KTOMethod, num_rows: int, num_good: int) -> Reason:
-    """Return whether good and bad answers are balanced as in KTO's paper."""
-    num_bad = num_rows - num_good
-    choice = f"{num_good:,} good, {num_bad:,} bad answers"
-    good, bad = method.desirable_weight * num_good, method.undesirable_weight * num_bad
-    weighed = f"{method.desirable_weight:g} x {num_good:,} to {method.undesirable_weight:g} x {num_bad:,}"
-    least, most = GOOD_TO_BAD
-    if least * bad <= good <= most * bad:
-        return Reason(topic="balance", choice=choice, why=f"{weighed} is within 1:1 and 4:3, as its paper advises")
-    weights = [share * method.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
-    suggested_weights = [method.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
-    field, (low, high) = ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", suggested_weights)
-    advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
-    return Reason(topic="balance", choice=choice, why=f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed)
+    balance = None if data.num_good is None else recipe.method.balance(data.num_train, data.num_good)
+    if balance is not None:
+        choice, why = balance
+        yield Reason(topic="balance", choice=choice, why=why)
 
 
 def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
@@ -355,7 +328,7 @@ def _data_reason(recipe: Recipe, data: DataFacts) -> Reason:
         return Reason(topic="data", choice=f"{data.num_train:,} rows", why=why)
     share = (data.num_trainable_tokens or 0) / max(1, data.num_train_tokens or 0)
     why = f"{data.num_train_tokens:,} tokens, {share:.0%} in the loss; longest row {data.longest_tokens}"
-    if isinstance(recipe.method, RewardMethod):
+    if recipe.method.spec.classifies:
         why = f"{data.num_train_tokens:,} tokens, each answer scored at its end; longest row {data.longest_tokens}"
     if data.format == "prompts":
         why = f"{data.num_train_tokens:,} tokens of prompts; longest prompt {data.longest_tokens}"
@@ -423,12 +396,11 @@ def steps_reason(recipe: Recipe, data: DataFacts, schedule: Schedule | None) -> 
     else:
         batch = recipe.train.global_batch_size
         epochs = recipe.train.num_epochs or 1
-        answers = f" x {recipe.method.num_generations} answers" if isinstance(recipe.method, RewardedMethod) else ""
+        answers = f" x {recipe.method.num_generations} answers" if is_rewarded(recipe.method) else ""
         why = f"{epochs:g} x {data.num_train:,}{answers} / {batch} a step"
     missing = -data.num_train % recipe.train.global_batch_size
-    if isinstance(recipe.method, PairMethod | KTOMethod) and missing:
-        what = "answers" if isinstance(recipe.method, KTOMethod) else "pairs"
-        why += f"; {missing} {what} of its beginning fill the last step of an epoch"
+    if recipe.method.spec.trains_on in ("pairs", "answers") and missing:
+        why += f"; {missing} {recipe.method.spec.trains_on} of its beginning fill the last step of an epoch"
     if schedule.eval_steps is not None:
         why += f"; evaluation on {data.num_eval:,} every {schedule.eval_steps}"
     return Reason(topic="steps", choice=f"{schedule.num_steps}, {schedule.warmup_steps} of warm-up", why=why)

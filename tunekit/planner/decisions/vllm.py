@@ -11,7 +11,7 @@ from typing import Literal
 
 from tunekit.planner.facts import Device, Facts, Hardware, ModelFacts
 from tunekit.planner.layout import Layout
-from tunekit.recipe.methods import GRPOMethod, OnPolicyMethod
+from tunekit.recipe.methods import generates
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter, QloraAdapter
 
@@ -36,7 +36,7 @@ class VLLM(Facts):
 def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
     """Return why vLLM cannot generate for a recipe on a machine in any layout, and the remedy; None where it can."""
     method = recipe.method
-    assert isinstance(method, OnPolicyMethod)
+    assert generates(method)
     if hardware.vllm is False:
         return "vLLM is not installed", "pip install 'tunekit[vllm]'"
     if hardware.device.kind != "cuda" or hardware.device.gfx is not None:
@@ -46,10 +46,7 @@ def why_no_vllm(recipe: Recipe, hardware: Hardware) -> tuple[str, str] | None:
             "TRL merges the adapter into the 4-bit weights for vLLM and takes it out again, which rounds them each time"
         )
         return why, "use adapter.type=lora, or leave use_vllm out"
-    if isinstance(method, GRPOMethod) and method.loss_type == "vespo":
-        why = "vespo needs another correction for what vLLM draws than the one that TRL makes by default"
-        return why, "use another method.loss_type, or leave use_vllm out"
-    return None
+    return method.why_no_vllm()
 
 
 def why_not_in(recipe: Recipe, layout: Layout) -> str | None:
@@ -64,7 +61,7 @@ def why_not_in(recipe: Recipe, layout: Layout) -> str | None:
 def vllm_of(recipe: Recipe, model: ModelFacts, device: Device, layout: Layout) -> VLLM:
     """The vLLM of a layout: with the share that the recipe asks for, or else what its weights and the answers need."""
     method = recipe.method
-    assert isinstance(method, OnPolicyMethod)
+    assert generates(method)
     generation = method.generation
     if generation.vllm_mode == "server":
         return VLLM(mode="server")

@@ -15,6 +15,7 @@ from tunekit.planner.facts import ModelFacts
 from tunekit.planner.memory.dora import Dora, dora_of
 from tunekit.planner.memory.sparse import ROUTERS, Trained, sparse_mlp, trained_experts
 from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, trained_tables
+from tunekit.recipe.methods.passes import HeadKind
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter, QloraAdapter
 
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768
@@ -496,12 +497,6 @@ def _dora_end_bytes(model: ModelFacts, products: _Products, dora: Dora, num_toke
     # The scaled result; or the input of the base layer in the compute type, which dropout makes another.
     after = there + (max(4 * h, e * i if products.mask else 0) if products.casted else e * h)
     return max(before * num_tokens + dora.norming, after * num_tokens + dora.applying)
-
-
-HeadKind = Literal["tiles", "sums", "chunks", "whole", "score"]
-"""Head that scores tokens: TRL's in tiles; tunekit's in chunks, whose gradients are computed with them where the sum of
-losses is learned from (`sums`), or are those of each token (`chunks`); the model's own with all logits at once; or one
-that scores each token by one number."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ takes its place for the reference's passes.
 from typing import Literal
 
 from tunekit.planner.origin import Origin, continued_adapter
-from tunekit.recipe.methods import DPOMethod, GRPOMethod, KTOMethod, Method, RLOOMethod
+from tunekit.recipe.methods.spec import MethodSection
 from tunekit.recipe.sections.adapters import FullAdapter, LoraAdapter
 
 Reference = Literal["none", "without adapter", "copied adapter", "second model", "beforehand"]
@@ -16,17 +16,10 @@ Reference = Literal["none", "without adapter", "copied adapter", "second model",
 second model; or log-probabilities that were computed before training."""
 
 
-def reference_of(method: Method, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
+def reference_of(method: MethodSection, adapter: FullAdapter | LoraAdapter, origin: Origin | None) -> Reference:
     """Return the reference of a run."""
-    match method:
-        case DPOMethod() | KTOMethod():
-            if method.precompute_ref_log_probs:
-                return "beforehand"
-        case GRPOMethod() | RLOOMethod():
-            if not method.beta:
-                return "none"
-        case _:
-            return "none"
+    if method.reference_use != "model":
+        return method.reference_use
     if isinstance(adapter, FullAdapter):
         return "second model"
     return "without adapter" if continued_adapter(origin, adapter) is None else "copied adapter"

@@ -6,7 +6,7 @@ from tunekit.errors import PlanError
 from tunekit.planner.facts import DataFacts, Facts, ModelFacts
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.states import BYTES, Dtype, num_trainable_params, trained_bytes
-from tunekit.recipe.methods import RewardedMethod
+from tunekit.recipe.methods import is_rewarded
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.adapters import FullAdapter
 
@@ -76,7 +76,7 @@ def metric_of(recipe: Recipe, data: DataFacts) -> tuple[str | None, bool]:
         return None, False
     metric = train.metric_for_best_model
     if metric is None:
-        metric = "eval_reward" if isinstance(recipe.method, RewardedMethod) else "eval_loss"
+        metric = "eval_reward" if is_rewarded(recipe.method) else "eval_loss"
     greater = train.greater_is_better
     return metric, not metric.endswith("loss") if greater is None else greater
 

@@ -25,7 +25,8 @@ from tunekit.recipe.reading.parse import YAMLProblem, read_yaml
 from tunekit.recipe.reading.source_locations import COMMAND_LINE, Key, Places, Problem, dotted, undotted
 from tunekit.recipe.reading.suggest import unknown_key
 from tunekit.recipe.reading.write import to_inline_yaml
-from tunekit.recipe.schema import NEED_SEVERAL, NEED_WEIGHTS, DataSection, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.data import NEED_SEVERAL, NEED_WEIGHTS, DataSection
 from tunekit.recipe.sections.section import TAG, Section, from_word
 from tunekit.recipe.sections.train import ONE_LENGTH
 

@@ -25,7 +25,8 @@ from tunekit.recipe.fields import (
 from tunekit.recipe.reading.phrases import builtin_names, expected, near, show, spelling_hint
 from tunekit.recipe.reading.source_locations import Key, Places, Problem, dotted
 from tunekit.recipe.reading.suggest import unknown_key
-from tunekit.recipe.schema import NAME_PATTERN, Recipe
+from tunekit.recipe.schema import Recipe
+from tunekit.recipe.sections.output import NAME_PATTERN
 from tunekit.recipe.sections.section import FUNCTION_PATTERN, Conflicts, FunctionPath, Section
 
 _TYPE_ERRORS = {

@@ -1,7 +1,6 @@
 """The section of a recipe that says how a model is trained: how long, how fast, in which steps, and what is kept."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,41 +48,6 @@ LrSchedulerType = Literal[
 
 ONE_LENGTH = ("num_epochs", "max_steps")
 """The two ways to say how long to train: a recipe gives at most one of them."""
-
-
-class LearningRate(NamedTuple):
-    """Peak learning rates of a method where the recipe gives none, and where they are from."""
-
-    full: float
-    lora: float
-    """Of lora and qlora: ten times that of all weights, as LoRA takes (arXiv 2106.09685)."""
-    source: str
-    """Of the rate for all weights."""
-
-
-DEFAULT_LEARNING_RATES: Mapping[str, LearningRate] = {
-    "sft": LearningRate(2e-5, 2e-4, "TRL's SFTConfig"),
-    "dpo": LearningRate(5e-7, 5e-6, "Zephyr, arXiv 2310.16944"),
-    "kto": LearningRate(5e-7, 5e-6, "KTO, arXiv 2402.01306"),
-    "orpo": LearningRate(5e-6, 5e-5, "ORPO, arXiv 2403.07691"),
-    "cpo": LearningRate(1e-6, 1e-5, "SimPO, arXiv 2405.14734"),
-    "reward": LearningRate(1e-5, 1e-4, "Llama 2, arXiv 2307.09288"),
-    "grpo": LearningRate(1e-6, 1e-5, "DeepSeekMath, arXiv 2402.03300"),
-    "rloo": LearningRate(1e-6, 1e-5, "TRL's RLOOConfig"),
-    "distillation": LearningRate(1e-6, 1e-5, "TRL's DistillationConfig"),
-}
-"""Peak learning rates by `method.type` where the recipe gives none."""
-
-
-def default_learning_rate(method: str, adapter: str) -> float:
-    """Return the peak learning rate of a recipe that gives none.
-
-    Args:
-        method: `method.type`.
-        adapter: `adapter.type`.
-    """
-    rates = DEFAULT_LEARNING_RATES[method]
-    return rates.full if adapter == "full" else rates.lora
 
 
 class TrainSection(Section):

@@ -13,7 +13,7 @@ from typing import Any
 
 from tunekit.errors import RunError
 from tunekit.planner.plan import Plan
-from tunekit.recipe.methods import CPOMethod, OnPolicyMethod, ORPOMethod, RewardedMethod
+from tunekit.recipe.methods import generates, is_rewarded
 from tunekit.runs.checkpoints.complete import manifest_of
 from tunekit.runs.rank import Place
 
@@ -80,16 +80,16 @@ class Carried:
     @property
     def num_tokens(self) -> int:
         """Tokens that were trained on so far by all processes."""
-        if isinstance(self.method, OnPolicyMethod):
+        if generates(self.method):
             return int(self.trainer.state.num_input_tokens_seen)
-        if isinstance(self.method, ORPOMethod | CPOMethod):
+        if self.method.spec.stores_metrics:
             return int(self.trainer._num_tokens)
         return int(self.trainer._total_train_tokens)
 
     def _measured(self) -> Any:
         """Return the metrics measured since the last log, by mode and name."""
-        is_experimental = isinstance(self.method, ORPOMethod | CPOMethod)
-        return self.trainer._stored_metrics if is_experimental else self.trainer._metrics
+        is_stored = self.method.spec.stores_metrics
+        return self.trainer._stored_metrics if is_stored else self.trainer._metrics
 
     def _save(self, folder: str) -> None:
         """Write random numbers, and what else is carried, into a checkpoint. Called in every process."""
@@ -110,7 +110,7 @@ class Carried:
                 for mode, metrics in self._measured().items()
             },
         }
-        if isinstance(self.method, RewardedMethod) and state.global_step % self.method.num_iterations:
+        if is_rewarded(self.method) and state.global_step % self.method.num_iterations:
             carried["answers"] = trainer._buffered_inputs
         torch.save(carried, Path(folder) / carried_name(self.place))
         if self._reference_follows() and self.place.is_main:
@@ -128,9 +128,9 @@ class Carried:
         for mode, metrics in carried["measured"].items():
             self._measured()[mode].clear()
             self._measured()[mode].update(metrics)
-        if isinstance(self.method, ORPOMethod | CPOMethod):
+        if self.method.spec.stores_metrics:
             trainer._num_tokens = carried["num_tokens"]
-        elif not isinstance(self.method, OnPolicyMethod):
+        elif not generates(self.method):
             trainer._total_train_tokens = carried["num_tokens"]
         # Of micro-batches of another size they are generated anew.
         if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:

@@ -1,0 +1,75 @@
+"""Common half of methods that compare the model with a reference, or answers with each other."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from tunekit.recipe.methods.spec import MethodSection, ReferenceUse
+from tunekit.recipe.sections.adapters import Adapter
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.section import Conflict
+from tunekit.recipe.sections.train import TrainSection
+
+PAIR_METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+"""Metrics that TRL's trainers log of better and worse answers."""
+
+PAIR_WITHOUT_REFERENCE = "each row is two sequences; no reference"
+MEAN_OVER_TOKENS = "the {} is a mean over the tokens of a micro-batch: how a batch is cut shows in it a little"
+
+PRECOMPUTED_ARGS = {
+    "precompute_ref_batch_size": "use train.global_batch_size and train.micro_batch_size",
+    "precompute_ref_log_probs": "use method.precompute_ref_log_probs",
+}
+"""Arguments of TRL's config about log-probabilities that are computed before training, and their owners."""
+
+TOKENISED_ARGS = {
+    "dataset_num_proc": "tunekit prepares the rows: use the data section",
+    "generate_during_eval": "use output.sample_prompts",
+    "is_encoder_decoder": "tunekit loads the model: use the model section",
+    "max_completion_length": "use data.max_length",
+}
+"""Arguments of TRL's experimental trainers of pairs, which get rows as token ids, and their owners."""
+
+
+class ReferenceMethod(MethodSection):
+    """A method whose rewards are how much likelier an answer is than to a reference, times beta."""
+
+    if TYPE_CHECKING:
+        beta: float
+        precompute_ref_log_probs: bool
+
+    @property
+    def reference_use(self) -> ReferenceUse:
+        """Use of a reference model."""
+        return "beforehand" if self.precompute_ref_log_probs else "model"
+
+    @property
+    def likelihood_hint(self) -> str:
+        """How to keep better answers likely, besides a lower rate and a higher beta."""
+        return ""
+
+    @property
+    def has_plain_loss(self) -> bool:
+        """True if the loss is -log sigmoid of the difference of rewards."""
+        return False
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe."""
+        yield from super().conflicts(data, train, adapter, output)
+        if self.precompute_ref_log_probs and data.streaming:
+            what = "cannot be true with data.streaming: the rows of a stream are not known before training"
+            yield Conflict(("method", "precompute_ref_log_probs"), what, "leave it out")
+
+
+class MarginMethod(MethodSection):
+    """A method on pairs without a reference, whose margins are differences of log-probabilities, times beta."""
+
+    if TYPE_CHECKING:
+        beta: float
+
+    @property
+    def margin(self) -> Literal["per token", "total"]:
+        """Log-probability that the loss compares: the mean of an answer's tokens, or their sum."""
+        return "per token"

@@ -1,0 +1,50 @@
+"""Recipe section and spec of on-policy distillation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.on_policy import ANSWER_CHECKS, GENERATED_ARGS, GenerationSection
+from tunekit.recipe.methods.spec import LearningRate, MethodSpec
+from tunekit.recipe.methods.teacher import TeacherMethod
+from tunekit.recipe.sections.model import ModelSection
+
+
+class DistillationMethod(TeacherMethod):
+    """Distillation: learn a larger model's probabilities on one's own answers (TRL's DistillationTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "trainer/distillation_config.py", "DistillationConfig"),
+        row_formats=("prompts",),
+        trains_on="prompts",
+        learning_rate=LearningRate(1e-6, 1e-5, "TRL's DistillationConfig"),
+        metrics=("loss",),
+        health_checks=ANSWER_CHECKS,
+        loss_description="Losses are the divergence from the teacher, in nats per token of the model's own answers.",
+        owned_args={
+            "beta": "use method.beta",
+            **GENERATED_ARGS,
+            **dict.fromkeys(("teacher_model_init_kwargs", "teacher_model_name_or_path"), "use method.teacher"),
+            "teacher_model_revision": "use method.teacher.revision",
+        },
+        uses_tiled_head=False,
+    )
+
+    type: Literal["distillation"] = "distillation"
+    """On-policy distillation, on prompts (arXiv 2306.13649)."""
+
+    teacher: ModelSection
+    """The model to learn from, of the same vocabulary."""
+
+    max_completion_length: Annotated[int, Field(gt=0)] = 512
+    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+
+    beta: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Divergence from the teacher: 0 is the forward, 1 the reverse Kullback-Leibler divergence, 0.5 half of each."""
+
+    generation: GenerationSection = GenerationSection()
+    """How answers are generated."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's DistillationConfig, by its names. Checked against the fields of the installed version;
+    what tunekit sets itself is refused."""

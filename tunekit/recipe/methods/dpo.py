@@ -1,0 +1,153 @@
+"""Recipe section and spec of direct preference optimisation."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tunekit.recipe.methods.comparing import MEAN_OVER_TOKENS, PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.passes import MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
+from tunekit.recipe.sections.adapters import Adapter
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.section import Conflict
+from tunekit.recipe.sections.train import TrainSection
+
+DPOLoss = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+"""Losses of DPO by TRL's names; `sft` is the likelihood of the better answer, as a part of a mix (RPO, MPO), and
+`sigmoid_norm` divides log-probabilities by the length of an answer."""
+
+SMOOTHED_LOSSES = ("aot", "aot_unpaired", "exo_pair", "robust")
+"""Losses of DPO that read `label_smoothing`."""
+
+
+class DPOMethod(ReferenceMethod):
+    """Direct preference optimisation: prefer the better of two answers (TRL's DPOTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "trainer/dpo_config.py", "DPOConfig"),
+        row_formats=("preference",),
+        trains_on="pairs",
+        learning_rate=LearningRate(5e-7, 5e-6, "Zephyr, arXiv 2310.16944"),
+        metrics=PAIR_METRICS,
+        health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
+        loss_description="Losses are those of DPO: ln 2 where the model prefers no answer more than before. Accuracies "
+        "are the share of pairs whose better answer gained more than the worse, margins how much more.",
+        owned_args={
+            **{name: f"use method.{name}" for name in ("beta", "label_smoothing", "loss_type", "loss_weights")},
+            **PRECOMPUTED_ARGS,
+            "truncation_mode": "answers are cut at their end",
+        },
+        upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
+        adds_router_loss=True,
+    )
+
+    type: Literal["dpo"] = "dpo"
+    """Direct preference optimisation, on preference pairs (arXiv 2305.18290)."""
+
+    loss_type: Annotated[
+        list[DPOLoss],
+        Field(min_length=1),
+        BeforeValidator(
+            lambda given: [given] if isinstance(given, str) else given,
+            json_schema_input_type=DPOLoss | Annotated[list[DPOLoss], Field(min_length=1)],
+        ),
+    ] = ["sigmoid"]
+    """Loss by TRL's name, or a list of losses that are summed, such as `[sigmoid, sft]`."""
+
+    loss_weights: list[Annotated[float, Field(ge=0)]] | None = None
+    """Weights of several losses, in their order. Left out: 1 each."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the pairs that may be the wrong way round. For the losses `robust`, `aot` and `aot_unpaired`, and for
+    `exo_pair`, which needs it (the paper has 1e-3)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the log-probabilities of the reference model once, before training. Full fine-tuning then keeps no
+    second copy of the weights, and no step runs a second forward pass."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's DPOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+    @property
+    def likelihood_hint(self) -> str:
+        """How to keep better answers likely, besides a lower rate and a higher beta."""
+        return ", or mix in their likelihood: method.loss_type: [sigmoid, sft]"
+
+    @property
+    def has_plain_loss(self) -> bool:
+        """True if the loss is -log sigmoid of the difference of rewards."""
+        return self.loss_type == ["sigmoid"] and self.loss_weights is None and not self.label_smoothing
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        refers = not self.precompute_ref_log_probs
+        return MethodPasses(
+            self.type,
+            sequences_per_row=2,
+            keeps_reference=inputs.is_full and refers,
+            refers_in_micro_batch=refers,
+            num_forwards=float(refers),
+            num_forwards_before=int(not refers),
+        )
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        return f"dpo{self._mix()}, beta {self.beta:g}", "; ".join(
+            ["each row is two sequences", reference, *self._coupled()]
+        )
+
+    def _mix(self) -> str:
+        """Describe a mix of losses with their weights, where it is not the one that DPO is known by."""
+        if self.loss_type == ["sigmoid"]:
+            return ""
+        weights = self.loss_weights or [1.0] * len(self.loss_type)
+        mix = " + ".join(
+            loss if weight == 1 else f"{weight:g} {loss}" for weight, loss in zip(weights, self.loss_type, strict=True)
+        )
+        return f", loss {mix}"
+
+    def _coupled(self) -> Iterator[str]:
+        """Yield the losses that depend on which pairs share a micro-batch."""
+        if "sft" in self.loss_type:
+            yield MEAN_OVER_TOKENS.format("sft loss")
+        if {"aot", "aot_unpaired"} & set(self.loss_type):
+            yield "aot sorts the pairs of a micro-batch: it depends on which share one"
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and between settings of the method."""
+        yield from super().conflicts(data, train, adapter, output)
+        losses = ", ".join(self.loss_type)
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            what = f"has {len(self.loss_weights)} weights for {len(self.loss_type)} losses ({losses})"
+            yield Conflict(("method", "loss_weights"), what, "give one for each loss, in their order")
+        if self.label_smoothing and not set(self.loss_type) & set(SMOOTHED_LOSSES):
+            *most, last = SMOOTHED_LOSSES
+            hint = f"leave it out, or use {', '.join(most)} or {last}"
+            yield Conflict(("method", "label_smoothing"), f"means nothing with {losses}", hint)
+        if "exo_pair" in self.loss_type and not self.label_smoothing:
+            what = "must be more than 0 with the loss exo_pair"
+            yield Conflict(("method", "label_smoothing"), what, "its paper recommends 1e-3")

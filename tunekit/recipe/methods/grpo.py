@@ -1,0 +1,126 @@
+"""Recipe section and spec of group relative policy optimisation."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.on_policy import (
+    REWARD_CHECKS,
+    REWARD_METRICS,
+    REWARDED_ARGS,
+    GenerationSection,
+    RewardedMethod,
+)
+from tunekit.recipe.methods.spec import LearningRate, MethodSpec
+from tunekit.recipe.sections.rewards import Reward
+from tunekit.recipe.sections.section import Conflict
+
+GRPOLoss = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+"""Losses of GRPO by TRL's names."""
+
+WITHOUT_EPSILON = ("cispo", "sapo", "vespo")
+"""Losses of GRPO that do not read `epsilon`; of them cispo alone reads `epsilon_high`."""
+
+UNLIKE_ANSWERS = ("bnpo", "cispo", "dapo", "dr_grpo")
+"""Losses of GRPO that are sums over tokens: a ratio of whole answers would weigh each by its length."""
+
+
+class GRPOMethod(RewardedMethod):
+    """Group relative policy optimisation: generate answers, prefer the rewarded (TRL's GRPOTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "trainer/grpo_config.py", "GRPOConfig"),
+        row_formats=("prompts",),
+        trains_on="prompts",
+        learning_rate=LearningRate(1e-6, 1e-5, "DeepSeekMath, arXiv 2402.03300"),
+        metrics=REWARD_METRICS,
+        health_checks=REWARD_CHECKS,
+        loss_description="The loss of GRPO is near zero whatever is learned; the reward tells.",
+        owned_args={
+            "log_completions_hub_repo": "tunekit does not upload while it trains",
+            **{
+                name: f"use method.{name}"
+                for name in ("beta", "importance_sampling_level", "loss_type", "scale_rewards")
+            },
+            **REWARDED_ARGS,
+        },
+        upstream_names=("_entropy_bonus_enabled",),
+        adds_router_loss=True,
+        settings_scale_loss=False,
+    )
+
+    type: Literal["grpo"] = "grpo"
+    """Group relative policy optimisation, on prompts (arXiv 2402.03300)."""
+
+    rewards: list[Reward] = []
+    """What judges answers: rewards that come with tunekit (`exact_match`, or with settings `{type: numeric_match,
+    tolerance: 0.01, weight: 2}`), and functions of your own (`my_module:my_function`). Their values are multiplied by
+    their weights and summed. Training needs one at least, a plan none."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Answers to each prompt, which are compared with each other. It divides `train.global_batch_size`."""
+
+    max_completion_length: Annotated[int, Field(gt=0)] = 512
+    """Longest answer, in tokens. Prompts have what it leaves of `data.max_length`."""
+
+    num_iterations: Annotated[int, Field(gt=0)] = 1
+    """Optimizer steps on the same answers before new ones are generated."""
+
+    beta: Annotated[float, Field(ge=0)] = 0.0
+    """How strongly the model is held to what it was before training. 0: not at all, and no reference is computed."""
+
+    loss_type: GRPOLoss = "dapo"
+    """Loss by TRL's name: `dapo`, `grpo`, `dr_grpo` and `bnpo` differ in what sums are divided by; `cispo`, `sapo`,
+    `luspo` and `vespo` in how they limit steps away from the model that gave the answers."""
+
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """What is compared with the model that gave the answers: each token, or whole answers (GSPO, arXiv 2507.18071)."""
+
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What rewards are divided by, once the group's mean is taken away: the spread of the group, of the batch, or
+    nothing."""
+
+    epsilon: Annotated[float, Field(gt=0)] = 0.2
+    """How far a step may go from the model that gave the answers, as a share, before it counts no more."""
+
+    epsilon_high: Annotated[float | None, Field(gt=0)] = None
+    """The same upwards. Left out: `epsilon`. For `cispo` the ratio itself at which tokens count no more, such as 5."""
+
+    mask_truncated_completions: bool = False
+    """Leave answers that reach `max_completion_length` out of the loss."""
+
+    generation: GenerationSection = GenerationSection()
+    """How answers are generated."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's GRPOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+    def why_no_vllm(self) -> tuple[str, str] | None:
+        """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
+        if self.loss_type != "vespo":
+            return None
+        why = "vespo needs another correction for what vLLM draws than the one that TRL makes by default"
+        return why, "use another method.loss_type, or leave use_vllm out"
+
+    def conflicts_of_loss(self) -> Iterator[Conflict]:
+        """Yield the fields that a loss of GRPO does not support."""
+        loss, level = self.loss_type, self.importance_sampling_level
+        key = ("method", "importance_sampling_level")
+        if loss == "luspo" and level != "sequence":
+            yield Conflict(key, "must be sequence for loss_type luspo", "set method.importance_sampling_level=sequence")
+        if loss == "vespo" and level != "token":
+            what = "must be token for loss_type vespo, which compares whole answers itself"
+            yield Conflict(key, what, "leave it out")
+        if loss in UNLIKE_ANSWERS and level == "sequence":
+            what = f"cannot be sequence for loss_type {loss}, a sum over tokens: long answers would count for more"
+            yield Conflict(key, what, "set method.loss_type=grpo, as in GSPO")
+        if loss in WITHOUT_EPSILON and self.epsilon != type(self).model_fields["epsilon"].default:
+            yield Conflict(("method", "epsilon"), f"means nothing for loss_type {loss}", "leave it out")
+        high = self.epsilon_high
+        if loss in ("sapo", "vespo") and high is not None:
+            yield Conflict(("method", "epsilon_high"), f"means nothing for loss_type {loss}", "leave it out")
+        if loss == "cispo" and (high is None or high < 1):
+            what = "is for loss_type cispo the ratio itself at which tokens count no more, and so 1 at least"
+            yield Conflict(("method", "epsilon_high"), what, "set method.epsilon_high=5.0, as in ScaleRL")

@@ -1,0 +1,124 @@
+"""Recipe section and spec of Kahneman-Tversky optimisation."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.comparing import PAIR_METRICS, PRECOMPUTED_ARGS, ReferenceMethod
+from tunekit.recipe.methods.passes import MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
+from tunekit.recipe.sections.adapters import Adapter
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.section import Conflict
+from tunekit.recipe.sections.train import TrainSection
+
+GOOD_TO_BAD = (1.0, 4 / 3)
+"""Total weight of good answers over that of bad answers (arXiv 2402.01306, equation 8)."""
+
+
+class KTOMethod(ReferenceMethod):
+    """Kahneman-Tversky optimisation: more of the good answers, less of the bad (TRL's KTOTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "trainer/kto_config.py", "KTOConfig"),
+        row_formats=("unpaired_preference",),
+        trains_on="answers",
+        learning_rate=LearningRate(5e-7, 5e-6, "KTO, arXiv 2402.01306"),
+        metrics=PAIR_METRICS,
+        health_checks=(*LOSS_CHECKS, "chosen_falls", "margins_saturate"),
+        loss_description="Losses are those of KTO: half of the mean weight of an answer where the model is what it was "
+        "before. The rewards of chosen answers are those of the good ones, of rejected the bad: how much likelier they "
+        "became, times beta.",
+        owned_args={
+            **{name: f"use method.{name}" for name in ("beta", "desirable_weight", "loss_type", "undesirable_weight")},
+            **PRECOMPUTED_ARGS,
+            "dataset_num_proc": "one process goes through the rows, so that they keep their neighbours",
+        },
+        upstream_names=("_precompute_ref_logps", "_precompute_model_hash"),
+        adds_router_loss=True,
+    )
+
+    type: Literal["kto"] = "kto"
+    """Kahneman-Tversky optimisation, on single answers that are good or bad (arXiv 2402.01306)."""
+
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """Loss by TRL's name. `kto` compares an answer with others of its micro-batch, which has two rows at least."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held to what it was before training: the higher, the closer it stays."""
+
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the good answers."""
+
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the bad answers."""
+
+    precompute_ref_log_probs: bool = False
+    """Compute the log-probabilities of the reference model once, before training."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's KTOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+    @property
+    def couples_rows(self) -> bool:
+        """True if the loss of a row depends on which others share its micro-batch."""
+        return self.loss_type == "kto"
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        refers, estimates = not self.precompute_ref_log_probs, self.couples_rows
+        return MethodPasses(
+            self.type,
+            keeps_reference=inputs.is_full and refers,
+            refers_in_micro_batch=refers,
+            num_forwards=float(estimates + (1 + estimates) * refers),
+            num_forwards_before=(1 + estimates) * (not refers),
+            estimates=estimates,
+            least_rows=2 if estimates else 1,
+        )
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        words = [reference]
+        if self.couples_rows:
+            words = [
+                "the divergence is estimated from the answers of a micro-batch to each other's prompts, over all "
+                "devices: how a batch is cut shows in it",
+                "rows are put into one order before training, and keep it in every epoch",
+                reference,
+            ]
+        return f"kto, loss {self.loss_type}, beta {self.beta:g}", "; ".join(words)
+
+    def balance(self, num_rows: int, num_good: int) -> tuple[str, str]:
+        """Return how good and bad answers are balanced, and how KTO's paper would have them."""
+        num_bad = num_rows - num_good
+        choice = f"{num_good:,} good, {num_bad:,} bad answers"
+        good, bad = self.desirable_weight * num_good, self.undesirable_weight * num_bad
+        weighed = f"{self.desirable_weight:g} x {num_good:,} to {self.undesirable_weight:g} x {num_bad:,}"
+        least, most = GOOD_TO_BAD
+        if least * bad <= good <= most * bad:
+            return choice, f"{weighed} is within 1:1 and 4:3, as its paper advises"
+        weights = [share * self.undesirable_weight * num_bad / num_good for share in GOOD_TO_BAD]
+        suggested_weights = [self.desirable_weight * num_good / num_bad / share for share in reversed(GOOD_TO_BAD)]
+        field, (low, high) = (
+            ("desirable_weight", weights) if weights[0] >= 1 else ("undesirable_weight", suggested_weights)
+        )
+        advice = f"its paper advises 1:1 to 4:3: method.{field} from {low:.3g} to {high:.3g} would be"
+        return choice, f"{weighed} is {good / bad:.3g}:1; {advice}" if bad else weighed
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and between settings of the method."""
+        yield from super().conflicts(data, train, adapter, output)
+        if self.desirable_weight == self.undesirable_weight == 0:
+            what = "is 0, and so is undesirable_weight: nothing would be learned"
+            yield Conflict(("method", "desirable_weight"), what, "give one of them a weight")
+        for name in ("global_batch_size", "micro_batch_size"):
+            if self.couples_rows and dict(train)[name] == 1:
+                what = "must be 2 or more with method kto, which holds an answer against others of its micro-batch"
+                hint = "raise it, or use method.loss_type=apo_zero_unpaired, which compares none"
+                yield Conflict(("train", name), what, hint)

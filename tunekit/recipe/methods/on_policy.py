@@ -1,0 +1,280 @@
+"""Common half of methods that learn from answers which the model generates.
+
+TRL finds most of the conflicts below when it builds a trainer, after the model was loaded, or warns in its log, or goes
+on with something else than was asked for.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.passes import Generation, MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import COMMON_CHECKS, MethodSection, ReferenceUse
+from tunekit.recipe.sections.adapters import Adapter, FullAdapter
+from tunekit.recipe.sections.data import DataSection
+from tunekit.recipe.sections.output import OutputSection
+from tunekit.recipe.sections.rewards import Reward
+from tunekit.recipe.sections.section import Conflict, Section
+from tunekit.recipe.sections.train import TrainSection
+
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+"""How TRL's GRPOTrainer brings several rewards together; any other word fails in the first step (trl 1.16)."""
+
+ANSWER_CHECKS = (*COMMON_CHECKS, "answers_run_away")
+"""Health checks of methods that generate; their loss tells little."""
+
+REWARD_CHECKS = (
+    *ANSWER_CHECKS,
+    "reward_is_constant",
+    "reward_falls",
+    "no_signal",
+    "kl_explodes",
+    "entropy_collapses",
+)
+"""Health checks of methods whose answers are rewarded."""
+
+REWARD_METRICS = ("loss", "reward", "rewards/*/mean", "kl", "completions/mean_length", "completions/clipped_ratio")
+"""Metrics by which runs may be ranked whose answers are rewarded."""
+
+_ENGINE = "use method.generation.use_vllm"
+_SAMPLING_OWNER = "use method.generation"
+
+GENERATED_ARGS = {
+    "ds3_gather_for_generation": "the plan decides this for the devices at hand",
+    "max_completion_length": "use method.max_completion_length",
+    "min_p": _SAMPLING_OWNER,
+    "repetition_penalty": _SAMPLING_OWNER,
+    "temperature": _SAMPLING_OWNER,
+    "top_k": _SAMPLING_OWNER,
+    "top_p": _SAMPLING_OWNER,
+    "use_vllm": _ENGINE,
+}
+"""Arguments of TRL's config about generation, and their owners."""
+
+REWARDED_ARGS = {
+    **{
+        name: f"use method.{name}"
+        for name in ("epsilon", "epsilon_high", "mask_truncated_completions", "num_generations", "num_iterations")
+    },
+    **GENERATED_ARGS,
+    **dict.fromkeys(
+        ("generation_batch_size", "steps_per_generation"), "answers are generated for one optimizer step at a time"
+    ),
+    "transformers_continuous_batching_config": _ENGINE,
+    "use_transformers_continuous_batching": _ENGINE,
+    "use_transformers_paged": _ENGINE,
+    "reward_weights": "give each of method.rewards a weight",
+}
+"""Arguments of TRL's config about rewarded answers, and their owners."""
+
+
+class GenerationSection(Section):
+    """How answers are generated while a model learns from them."""
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling. Below 1 the likely tokens come more often."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Only the likeliest tokens that make up this share of the probability are sampled. 1: all."""
+
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Only so many of the likeliest tokens are sampled. 0: all."""
+
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    """Only tokens with at least this share of the likeliest one's probability are sampled."""
+
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Above 1, tokens that were there before become less likely."""
+
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts at which an answer ends, besides the model's own end token."""
+
+    use_vllm: Literal["auto"] | bool = "auto"
+    """Whether vLLM generates, rather than transformers. `auto`: where it is installed and there is a GPU."""
+
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """Where vLLM is: on the devices that train, or a server of its own (`trl vllm-serve`)."""
+
+    vllm_server_base_url: str | None = None
+    """Address of the server, such as `http://host:8000`."""
+
+    vllm_gpu_memory_utilization: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Share of each device's memory for vLLM where it is colocated: its copy of the weights and its cache. Left out:
+    the plan chooses."""
+
+
+class OnPolicyMethod(MethodSection):
+    """A method that learns from answers which the model gives while it is trained."""
+
+    if TYPE_CHECKING:
+        max_completion_length: int
+        beta: float
+        generation: GenerationSection
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers that are generated to each prompt."""
+        return 1
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps on the same answers."""
+        return 1
+
+    def why_no_vllm(self) -> tuple[str, str] | None:
+        """Return why the method cannot learn from answers of vLLM's, and the remedy; None where it can."""
+        return None
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        prompt_tokens = inputs.max_length - self.max_completion_length
+        return MethodPasses(
+            self.type,
+            max_scored_share=self.max_completion_length / inputs.max_length,
+            generation=Generation(
+                inputs.global_batch_size,
+                prompt_tokens,
+                self.max_completion_length,
+                self.steps_per_generation,
+                by_vllm=inputs.by_vllm,
+            ),
+        )
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and between settings of the generation."""
+        yield from super().conflicts(data, train, adapter, output)
+        if self.max_completion_length >= data.max_length:
+            what = f"{self.max_completion_length} leaves no place for a prompt in data.max_length {data.max_length}"
+            yield Conflict(("method", "max_completion_length"), what, "lower it, or raise data.max_length")
+        yield from _conflicts_of_generation(self)
+
+
+class RewardedMethod(OnPolicyMethod):
+    """A method whose answers are judged by rewards, several to a prompt."""
+
+    if TYPE_CHECKING:
+        rewards: list[Reward]
+        num_generations: int
+        num_iterations: int
+        epsilon: float
+        epsilon_high: float | None
+        mask_truncated_completions: bool
+
+    always_scores_answers: ClassVar[bool] = False
+    """True if answers are scored by the model that gave them before each first step on them. GRPO takes the first pass
+    of training for that, unless the model has changed since or vLLM drew with probabilities of its own."""
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers that are generated to each prompt."""
+        return self.num_generations
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps on the same answers."""
+        return self.num_iterations
+
+    @property
+    def reference_use(self) -> ReferenceUse:
+        """Use of a reference model."""
+        return "model" if self.beta else "none"
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        # Once for all steps on the same answers: the reference, and the model that gave them.
+        scores_answers = self.always_scores_answers or self.num_iterations > 1 or inputs.by_vllm
+        return replace(
+            super().passes(inputs),
+            keeps_reference=inputs.is_full and self.beta > 0,
+            num_forwards=((self.beta > 0) + scores_answers) / self.num_iterations,
+        )
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        choice = f"{self.type}, {self.num_generations} answers of up to {self.max_completion_length} tokens"
+        used = "" if self.num_iterations == 1 else f"; they are used for {self.num_iterations} steps"
+        return choice, (f"beta {self.beta:g}: {reference}" if self.beta else "beta 0: no reference") + used
+
+    def conflicts(
+        self, data: DataSection, train: TrainSection, adapter: Adapter, output: OutputSection
+    ) -> Iterator[Conflict]:
+        """Yield conflicts with the rest of the recipe, and between settings of the method."""
+        yield from super().conflicts(data, train, adapter, output)
+        if train.global_batch_size % self.num_generations:
+            what = f"{self.num_generations} does not divide train.global_batch_size {train.global_batch_size}"
+            yield Conflict(("method", "num_generations"), what, "a step takes all answers to a prompt")
+        if train.save_steps is not None and train.save_steps % self.num_iterations:
+            what = f"{train.save_steps} is no multiple of method.num_iterations {self.num_iterations}"
+            hint = "a checkpoint holds no answers, so it is made where new ones are due"
+            yield Conflict(("train", "save_steps"), what, hint)
+        yield from _conflicts_of_trainer_args(self, full=isinstance(adapter, FullAdapter))
+        yield from self.conflicts_of_loss()
+        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            what = f"{self.epsilon_high:g} is less than method.epsilon {self.epsilon:g}"
+            yield Conflict(("method", "epsilon_high"), what, "steps upwards go as far as those downwards at least")
+
+    def conflicts_of_loss(self) -> Iterator[Conflict]:
+        """Yield the fields that the loss does not support."""
+        yield from ()
+
+
+def _conflicts_of_generation(method: OnPolicyMethod) -> Iterator[Conflict]:
+    """Yield vLLM settings that belong to another mode, and arguments that set the same twice."""
+    generation, section = method.generation, ("method", "generation")
+    colocated: dict[str, object] = {"vllm_gpu_memory_utilization": generation.vllm_gpu_memory_utilization}
+    of_server: dict[str, object] = {"vllm_server_base_url": generation.vllm_server_base_url}
+    unread, why = (
+        (of_server, "vllm_mode colocate") if generation.vllm_mode == "colocate" else (colocated, "vllm_mode server")
+    )
+    if generation.use_vllm is False:
+        unread, why = {**colocated, **of_server}, "use_vllm false"
+    for name, value in unread.items():
+        if value is not None:
+            yield Conflict((*section, name), f"means nothing with {why}", "leave one of them out")
+    if generation.vllm_mode == "server":
+        if generation.use_vllm is not True:
+            what = "means nothing without use_vllm: true: a server is not looked for"
+            yield Conflict((*section, "vllm_mode"), what, "set method.generation.use_vllm=true")
+        elif generation.vllm_server_base_url is None:
+            what = "is missing, and vllm_mode is server"
+            yield Conflict((*section, "vllm_server_base_url"), what, "name its address, such as http://host:8000")
+    kwargs = method.trainer_args.get("generation_kwargs")
+    for name in kwargs if isinstance(kwargs, dict) else {}:
+        owner = _OWNERS.get(name)
+        if owner is not None:
+            key = ("method", "trainer_args", "generation_kwargs")
+            yield Conflict(key, f"cannot hold {name}, which tunekit sets itself", f"use {owner}")
+
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+_OWNERS = {
+    **{name: f"method.generation.{name}" for name in _SAMPLING},
+    "stop_strings": "method.generation.stop",
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_tokens"), "method.max_completion_length"),
+    **dict.fromkeys(("n", "num_return_sequences"), "method.num_generations"),
+}
+"""What generation is told by other fields, by its names in transformers and in vLLM."""
+
+
+def _conflicts_of_trainer_args(method: RewardedMethod, *, full: bool) -> Iterator[Conflict]:
+    """Arguments that TRL refuses once the model is there, or in the first step."""
+    arguments = method.trainer_args
+
+    def conflict(name: str, what: str, hint: str) -> Conflict:
+        return Conflict(("method", "trainer_args", name), what, hint)
+
+    if arguments.get("sync_ref_model") and not method.beta:
+        yield conflict("sync_ref_model", "means nothing with method.beta 0: there is no reference", "leave it out")
+    elif arguments.get("sync_ref_model") and not full:
+        what = "cannot be true with an adapter: the reference is the model without it, which stays"
+        yield conflict("sync_ref_model", what, "leave it out")
+    num_eval = arguments.get("num_generations_eval")
+    if isinstance(num_eval, int) and num_eval < 1:
+        yield conflict("num_generations_eval", f"must be 1 at least, got {num_eval}", "leave it out")
+    how = arguments.get("multi_objective_aggregation", AGGREGATIONS[0])
+    if isinstance(how, str) and how not in AGGREGATIONS:
+        yield conflict("multi_objective_aggregation", f"must be one of {', '.join(AGGREGATIONS)}", "leave it out")

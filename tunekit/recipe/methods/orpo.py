@@ -1,0 +1,52 @@
+"""Recipe section and spec of odds ratio preference optimisation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.comparing import (
+    MEAN_OVER_TOKENS,
+    PAIR_METRICS,
+    PAIR_WITHOUT_REFERENCE,
+    TOKENISED_ARGS,
+    MarginMethod,
+)
+from tunekit.recipe.methods.passes import MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import LOSS_CHECKS, LearningRate, MethodSpec
+
+
+class ORPOMethod(MarginMethod):
+    """Odds ratio preference optimisation: imitate and prefer at once, without a reference (TRL's ORPOTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "experimental/orpo/orpo_config.py", "ORPOConfig"),
+        row_formats=("preference",),
+        trains_on="pairs",
+        learning_rate=LearningRate(5e-6, 5e-5, "ORPO, arXiv 2403.07691"),
+        metrics=("loss", "nll_loss", "log_odds_chosen", *PAIR_METRICS[1:]),
+        health_checks=(*LOSS_CHECKS, "margins_saturate"),
+        loss_description="Losses are those of ORPO (experimental in TRL): mean negative log-likelihoods of better "
+        "answers with their prompts, and the odds ratio by its weight.",
+        owned_args={"beta": "use method.beta", "padding_value": "the tokenizer of the model has it", **TOKENISED_ARGS},
+        is_experimental=True,
+        stores_metrics=True,
+    )
+
+    type: Literal["orpo"] = "orpo"
+    """Odds ratio preference optimisation, on preference pairs (arXiv 2403.07691). Experimental in TRL."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of the odds ratio beside the likelihood of the better answer."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's ORPOConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        return MethodPasses(self.type, sequences_per_row=2, head="whole")
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        why = f"experimental in TRL; {PAIR_WITHOUT_REFERENCE}; {MEAN_OVER_TOKENS.format('likelihood')}"
+        return f"orpo, beta {self.beta:g}", why

@@ -1,0 +1,45 @@
+"""Recipe section and spec of reward modelling."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tunekit.recipe.methods.passes import MethodPasses, PassInputs
+from tunekit.recipe.methods.spec import LearningRate, MethodSection, MethodSpec
+
+
+class RewardMethod(MethodSection):
+    """Reward modelling: a score for each answer, higher for the better of two (TRL's RewardTrainer)."""
+
+    spec = MethodSpec(
+        config=("trl", "trainer/reward_config.py", "RewardConfig"),
+        row_formats=("preference",),
+        trains_on="pairs",
+        learning_rate=LearningRate(1e-5, 1e-4, "Llama 2, arXiv 2307.09288"),
+        metrics=("loss", "accuracy", "margin"),
+        loss_description="This model judges: it gives a text a score, and does not answer. Losses are those of Bradley "
+        "and Terry: ln 2 where both answers score alike. Accuracy is the share of pairs whose better answer scores "
+        "higher, the margin by how much. Scores compare answers to one prompt; their height means nothing by itself. "
+        "Load it with `AutoModelForSequenceClassification` and `num_labels=1`, an adapter on top with PEFT; batches "
+        "need `config.pad_token_id`.",
+        owned_args={"center_rewards_coefficient": "use method.center_rewards_coefficient"},
+        classifies=True,
+    )
+
+    type: Literal["reward"] = "reward"
+    """Reward modelling, on preference pairs (Bradley-Terry). The result judges, and does not talk."""
+
+    center_rewards_coefficient: Annotated[float | None, Field(gt=0)] = None
+    """How strongly scores are held around 0 (arXiv 2312.09244)."""
+
+    trainer_args: dict[str, Any] = {}
+    """Anything else for TRL's RewardConfig, by its names. Checked against the fields of the installed version; what
+    tunekit sets itself is refused."""
+
+    def passes(self, inputs: PassInputs) -> MethodPasses:
+        """Return the passes of an optimizer step."""
+        return MethodPasses(self.type, sequences_per_row=2, head="score")
+
+    def summary(self, reference: str) -> tuple[str, str]:
+        """Return the choice and the reason of a plan."""
+        return "reward", "each row is two sequences; a score of a text in the place of the head: it answers nothing"
