@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tunekit.recipe.methods import METHODS
+
 
 def _said(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
@@ -12,11 +14,12 @@ def _said(role: str, text: str) -> list[dict[str, str]]:
 def row_for(method: str, number: int) -> dict[str, Any]:
     """A row for a method, by its `type`."""
     asked, right, wrong = _said("user", f"double {number}"), f"{2 * number}", f"{number} no"
-    if method == "sft":
+    formats = METHODS[method].spec.row_formats
+    if "messages" in formats:
         return {"messages": asked + _said("assistant", right)}
-    if method in ("dpo", "orpo", "cpo", "reward"):
+    if "preference" in formats:
         return {"prompt": asked, "chosen": _said("assistant", right), "rejected": _said("assistant", wrong)}
-    if method == "kto":
+    if "unpaired_preference" in formats:
         good = number % 2 == 0
         return {"prompt": asked, "completion": _said("assistant", right if good else wrong), "label": good}
     return {"prompt": asked, "answer": 2 * number, "solution": right}

@@ -10,6 +10,8 @@ from tunekit.planner.hardware.machines import find_machine
 from tunekit.planner.plan import Plan
 from tunekit.planner.resolve import resolve
 from tunekit.probe.model import known_model
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.methods.teacher import TeacherMethod
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,7 +72,9 @@ def test_learning_rate_follows_the_adapter_where_none_is_given():
     assert rates == [2e-5, 2e-4, 2e-4]
 
 
-PAIRS_AND_ANSWERS = ("dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo")
+PAIRS_AND_ANSWERS = [
+    name for name, method in METHODS.items() if name != "sft" and not issubclass(method, TeacherMethod)
+]
 
 
 @pytest.mark.parametrize("method", PAIRS_AND_ANSWERS)

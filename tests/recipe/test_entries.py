@@ -10,6 +10,8 @@ from tunekit.recipe.explain import explain
 from tunekit.recipe.fields import all_fields, sections_of, tag_of
 from tunekit.recipe.library import list_recipes
 from tunekit.recipe.load import load_recipe, read_text
+from tunekit.recipe.methods import METHODS
+from tunekit.recipe.methods.on_policy import RewardedMethod
 from tunekit.recipe.reading.source_locations import undotted
 from tunekit.recipe.schema import Recipe
 
@@ -85,7 +87,7 @@ def test_every_field_that_a_recipe_may_give_is_reached() -> None:
     for method in tags("method"):
         for adapter in tags("adapter"):
             values: dict[str, Any] = {"adapter": adapter, "method": {"type": method}, "data": {"eval": "a"}}
-            if method in ("grpo", "rloo"):
+            if issubclass(METHODS[method], RewardedMethod):
                 values["method"]["rewards"] = [{"type": tag_of(section)} for section in rewards]
             for key in entries(**values):
                 reached.add(tuple(part for part in undotted(key) or () if isinstance(part, str)))

@@ -1,16 +1,19 @@
 """Every method with the options that it cannot do without."""
 
-METHODS: dict[str, dict[str, object]] = {
-    "sft": {},
-    "dpo": {},
-    "kto": {},
-    "orpo": {},
-    "cpo": {},
-    "reward": {},
-    "grpo": {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2, "max_completion_length": 4},
-    "rloo": {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2, "max_completion_length": 4},
-    "distillation": {"teacher": "teacher", "max_completion_length": 4},
-}
+import tunekit
+
+
+def required_options(method: tunekit.MethodInfo) -> dict[str, object]:
+    """Return the options that a method cannot do without, small enough for tiny models."""
+    options: dict[str, object] = {"max_completion_length": 4} if method.generates else {}
+    if method.is_rewarded:
+        options |= {"rewards": ["tests.smoke.methods:reward"], "num_generations": 2}
+    if method.has_teacher:
+        options["teacher"] = "teacher"
+    return options
+
+
+METHODS = {method.name: required_options(method) for method in tunekit.list_methods()}
 
 
 def reward(completions, **columns):

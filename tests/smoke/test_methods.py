@@ -44,7 +44,7 @@ def train(workspace, method, adapter):
         "output": {"dir": str(folder), "sample_prompts": []},
     }
     recipe["data"]["max_length"] = 64
-    if method == "distillation":
+    if "teacher" in METHODS[method]:
         recipe["method"]["teacher"] = str(workspace / "teacher")
     return tunekit.train(recipe)
 

@@ -27,7 +27,7 @@ REWARD_TYPES = [
     "function", "exact_match", "numeric_match", "regex", "json_schema", "length", "repetition", "math", "code",
     "reward_model", "judge",
 ]  # fmt: skip
-METHODS = ["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "distillation"]
+METHODS = {method.name: method for method in tunekit.list_methods()}
 
 FITTING: dict[str, Any] = {
     "data.train.format": "text", "data.eval.format": "text", "data.train.columns": {"text": "body: x", "1e-4": "no"},
@@ -69,9 +69,9 @@ def texts() -> list[str]:
     for method in METHODS:
         adapter = {"sft": "qlora", "dpo": "full"}.get(method, "lora")
         extra: dict[str, Any] = {"type": method}
-        if method in ("grpo", "rloo"):
+        if METHODS[method].is_rewarded:
             extra["rewards"] = [{"type": one, **REWARDS.get(one, {})} for one in REWARD_TYPES]
-        if method == "distillation":
+        if METHODS[method].has_teacher:
             extra["teacher"] = {"path": "pico"}
         values = {"model": {"path": "pico"}, "data": {"train": {"path": "a"}, "eval": {"path": "b"}}, "method": extra}
         text = "# Mine.\n"
@@ -104,7 +104,7 @@ def beside(text: str, entry: tunekit.Entry, method: str) -> str:
     """A recipe in which a field of this one means something."""
     name = name_of(entry.key)
     for key, value in BESIDE.get(name, {}).items():
-        if not (key == "method.trainer_args" and method in ("sft", "grpo", "rloo", "distillation")):
+        if not (key == "method.trainer_args" and (method == "sft" or METHODS[method].generates)):
             text = tunekit.edit_text(text, key, value)
     if name == "method.label_smoothing" and method == "dpo":
         text = tunekit.edit_text(text, "method.loss_type", ["robust"])
