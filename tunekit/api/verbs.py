@@ -28,7 +28,8 @@ from tunekit.probe.hardware import probe_hardware
 from tunekit.probe.model import probe_model
 from tunekit.probe.nodes import with_started
 from tunekit.process.log_capture import library_words_to
-from tunekit.recipe.methods import is_rewarded
+from tunekit.recipe.methods import is_rewarded, list_methods
+from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.schema import Recipe
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.runs import fingerprints
@@ -460,7 +461,8 @@ def try_rewards(
     """
     recipe = continued(read_recipe(source, overrides)[0])
     if not is_rewarded(recipe.method):
-        raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint="use grpo or rloo")
+        rewarded = any_of([info.name for info in list_methods() if info.is_rewarded])
+        raise TunekitError(f"method.type: {recipe.method.type} learns from no rewards", hint=f"use {rewarded}")
     _refuse_untrainable(recipe)
     lookup = Lookup([None], probe_model)
     data, planned = lookup.data(recipe), lookup.plan(recipe)
