@@ -8,6 +8,7 @@ import pytest
 
 from tunekit.errors import RecipeError
 from tunekit.recipe.load import load_recipe
+from tunekit.recipe.methods import METHODS
 
 GOOD = "model: pico\ndata: {train: x.jsonl}\n"
 QLORA = GOOD + "adapter: {type: qlora, rank: 4, quant_type: fp4}\ntrain: {num_epochs: 2}\n"
@@ -297,8 +298,7 @@ BROKEN = {
     ),
     "an_unknown_method": (
         GOOD + "method: sftt\n",
-        "recipe.yaml:3:9: method.type: must be one of sft, dpo, kto, orpo, cpo, reward, grpo, rloo, distillation, "
-        "got 'sftt'; did you mean 'sft'?",
+        f"recipe.yaml:3:9: method.type: must be one of {', '.join(METHODS)}, got 'sftt'; did you mean 'sft'?",
     ),
     "an_unknown_choice": (
         ("model: {path: pico, dtype: bf16}\ndata: {train: x.jsonl, loss_on: answers}\n"),

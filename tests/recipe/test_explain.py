@@ -183,10 +183,12 @@ def test_what_is_wrong_does_not_fit_the_json_schema(change: dict[str, Any]) -> N
 
 
 def test_a_key_that_variants_mean_otherwise_is_told_for_each() -> None:
-    dpo, *_, grpo, rloo, _ = explain("method.beta").split("\n\n")
-    assert dpo.startswith("method.beta: a number greater than 0; default 0.1; with method.type dpo or kto\n")
-    assert grpo.startswith("method.beta: a number of at least 0; default 0.0; with method.type grpo\n")
-    assert rloo.startswith("method.beta: a number of at least 0; default 0.05; with method.type rloo\n")
+    heads = [text.partition("\n")[0] for text in explain("method.beta").split("\n\n")]
+    assert heads[0] == "method.beta: a number greater than 0; default 0.1; with method.type dpo or kto"
+    assert any(
+        re.match(r"method.beta: a number of at least 0; default 0.0; with method.type grpo\b", head) for head in heads
+    )
+    assert "method.beta: a number of at least 0; default 0.05; with method.type rloo" in heads
 
 
 def test_a_key_that_variants_share_is_told_once() -> None:

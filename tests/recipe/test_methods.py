@@ -1,8 +1,8 @@
 """Methods in recipes: short forms, there and back, and what they cannot do with rows."""
 
 import re
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -84,10 +84,10 @@ def test_a_default_learning_rate_from_a_config_of_trl_is_that_of_the_config(meth
     if not rates.source.startswith("TRL's "):
         assert re.search(r"arXiv \d{4}\.\d{5}$", rates.source)
         return
-    assert find_spec("trl") is not None
-    (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
-    text = (Path(package) / "trainer" / f"{method}_config.py").read_text()
-    assert f"`learning_rate`: Defaults to `{rates.full:.0e}`".replace("e-0", "e-") in text
+    package, file, name = METHODS[method].spec.config
+    assert rates.source == f"TRL's {name}"
+    config = vars(import_module(f"{package}.{file.removesuffix('.py').replace('/', '.')}"))[name]
+    assert {field.name: field.default for field in fields(config)}["learning_rate"] == rates.full
 
 
 def test_the_default_learning_rates_are_described() -> None:
