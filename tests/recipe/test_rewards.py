@@ -12,7 +12,6 @@ from tunekit.recipe.explain import explain, json_schema
 from tunekit.recipe.load import dump_recipe, load_recipe, load_recipe_with_notes
 from tunekit.recipe.methods import list_methods
 from tunekit.recipe.methods.grpo import GRPOMethod
-from tunekit.recipe.reading.phrases import any_of
 from tunekit.recipe.sections.model import ModelSection
 from tunekit.recipe.sections.rewards import ExactMatchReward, FunctionReward, ModelReward, NumericMatchReward
 
@@ -156,7 +155,7 @@ def test_without_rewards_there_is_no_item_to_set() -> None:
 
 def test_rewards_are_explained_with_their_short_forms() -> None:
     text = explain("method.rewards")
-    rewarded = any_of([method.name for method in list_methods() if method.is_rewarded])
+    rewarded = " or ".join(method.name for method in list_methods() if method.is_rewarded)
     assert text.startswith(f"method.rewards: a list of sections; optional; with method.type {rewarded}\n")
     assert "`rewards: [exact_match]` is short for `rewards: [{type: exact_match}]`." in text
     assert "a list: `method.rewards[0].tolerance`, " in explain("method.rewards[1].tolerance")
