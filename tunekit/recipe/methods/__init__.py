@@ -13,6 +13,7 @@ from tunekit.recipe.methods.comparing import MarginMethod, ReferenceMethod
 from tunekit.recipe.methods.cpo import CPOMethod
 from tunekit.recipe.methods.distillation import DistillationMethod
 from tunekit.recipe.methods.dpo import DPOMethod
+from tunekit.recipe.methods.gmpo import GMPOMethod
 from tunekit.recipe.methods.grpo import GRPOMethod
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
@@ -33,6 +34,7 @@ Table = (
     | RewardMethod
     | GRPOMethod
     | RLOOMethod
+    | GMPOMethod
     | DistillationMethod
 )
 """The table of methods: a new one is a row here."""

@@ -68,8 +68,8 @@ class TrainSection(Section):
 
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate. Left out, it goes by the method: for all weights 2e-5 for sft, 1e-5 for reward, 5e-6 for
-    orpo, 1e-6 for cpo, grpo, rloo and distillation, 5e-7 for dpo and kto; ten times that for lora and qlora. The plan
-    says where it is from."""
+    orpo, 1e-6 for cpo, grpo, rloo, gmpo and distillation, 5e-7 for dpo and kto; ten times that for lora and qlora. The
+    plan says where it is from."""
 
     lr_scheduler_type: LrSchedulerType = "cosine"
     """Learning-rate schedule by its transformers name."""

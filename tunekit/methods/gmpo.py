@@ -1,0 +1,53 @@
+"""Geometric-mean policy optimisation through TRL's GMPOTrainer (experimental)."""
+
+from typing import TYPE_CHECKING
+
+from tunekit.methods.arguments import Parts
+from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
+from tunekit.methods.reference import loading_arguments
+from tunekit.recipe.methods.gmpo import GMPOMethod
+
+if TYPE_CHECKING:
+    from trl.experimental.gmpo import GMPOTrainer
+
+
+def build(method: GMPOMethod, parts: Parts) -> "GMPOTrainer":
+    """Build a trainer over prompts.
+
+    Args:
+        method: The groups, and what else goes to GMPOConfig.
+        parts: All else. Rows have a column `prompt` of texts or messages, and others for the rewards.
+    """
+    from transformers import PrinterCallback
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    from tunekit.methods.head import replace_heads
+    from tunekit.methods.order import GroupOrder
+    from tunekit.methods.rewards.load import load_rewards
+
+    trainer = GMPOTrainer(
+        reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
+        args=GMPOConfig(
+            **arguments_in_groups(method, parts),
+            num_generations=method.num_generations,
+            # All answers of a step at once, and so many steps on them.
+            steps_per_generation=parts.plan.gradient_accumulation_steps,
+            num_iterations=method.num_iterations,
+            beta=method.beta,
+            scale_rewards=method.scale_rewards,
+            epsilon=method.epsilon,
+            epsilon_high=method.epsilon_high,
+            mask_truncated_completions=method.mask_truncated_completions,
+            reward_weights=[reward.weight for reward in method.rewards],
+            # Of a second model, which TRL loads from where the first came from.
+            model_init_kwargs=loading_arguments(parts.plan.base) if method.beta else None,
+            **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
+        ),
+        **parts.given(),
+    )
+    GroupOrder(trainer, parts.train.seed)
+    end_at_stop_texts(trainer, parts.tokenizer, method.generation.stop)
+    # GMPO takes no gradient of the entropy (trl 1.16, `GMPOTrainer._compute_loss`).
+    replace_heads(trainer, keeps_trls=parts.head == "tiles")
+    trainer.remove_callback(PrinterCallback)
+    return trainer
