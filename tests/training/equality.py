@@ -95,6 +95,7 @@ GRPO = {
     "max_completion_length": 8,
 }
 RLOO = {**GRPO, "type": "rloo"}
+GMPO = {**GRPO, "type": "gmpo"}
 KTO = {"type": "kto", "loss_type": "apo_zero_unpaired"}
 """Its other loss estimates a divergence from the rows that are computed at the same time, over all processes."""
 FEW = ("DDP x2", "FSDP2 x2", "ZeRO-2 x2")
@@ -107,6 +108,7 @@ SUBJECTS = (
     Subject("DPO LoRA", DPO, "lora", False, "qwen3"),
     Subject("GRPO LoRA", GRPO, "lora", False, "llama"),
     Subject("RLOO LoRA", RLOO, "lora", False, "llama", FEW),
+    Subject("GMPO LoRA", GMPO, "lora", False, "llama", FEW),
     Subject("KTO LoRA", KTO, "lora", False, "qwen3", FEW),
     Subject("reward full", {"type": "reward"}, "full", False, "llama", FEW),
 )
@@ -152,7 +154,7 @@ def rows_of(subject: Subject, num_rows: int, seed: int = 0) -> Iterator[dict[str
                 yield {"prompt": question, "completion": answer, "label": n % 3 > 0}
             case "dpo" | "orpo" | "cpo" | "reward":
                 yield {"prompt": question, "chosen": answer, "rejected": "no " * (1 + n * 3 % 7)}
-            case "grpo" | "rloo" | "distillation":
+            case "grpo" | "rloo" | "gmpo" | "distillation":
                 yield {"prompt": question}
 
 
