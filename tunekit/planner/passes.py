@@ -10,7 +10,7 @@ compute type.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TypedDict, assert_never
 
 from tunekit.errors import PlanError
 from tunekit.planner.facts import ModelFacts
@@ -121,6 +121,8 @@ def with_reference(
             return replace(kept, reference=gathered, host_bytes=kept.host_bytes + devices_per_node * share)
         case "nvme":
             return replace(kept, reference=gathered, nvme_bytes=kept.nvme_bytes + devices_per_node * share)
+        case place:
+            assert_never(place)
 
 
 def method_needs(
@@ -297,7 +299,10 @@ def _gathered_for_generation(model: ModelFacts, dtype: Dtype, layout: Layout) ->
             return e * model.num_params
         case "fsdp2":
             return e * (2 * (model.num_params // model.num_layers) + vocabulary)
-    return 0
+        case "single" | "ddp" | "zero1" | "zero2":
+            return 0
+        case _:
+            assert_never(layout.strategy)
 
 
 def generation_bytes(

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
@@ -200,6 +200,10 @@ class Pump(threading.Thread):
                 import mlflow
 
                 mlflow.end_run(MLFLOW_STATUS.get(self._phase, "FAILED"))
+            case "tensorboard" | "trackio":
+                pass
+            case _:
+                assert_never(self._tracker)
         callback.on_train_end(self._args, self._state, self._control)
 
     def _say_what_failed(self, error: Exception, *, is_last: bool) -> None:
@@ -233,3 +237,5 @@ def place_words(tracker: Tracker) -> str:
             elsewhere = os.environ.get("TRACKIO_SERVER_URL") or os.environ.get("TRACKIO_SPACE_ID")
             show = f"trackio show --project {os.environ['TRACKIO_PROJECT']}"
             return redacted(elsewhere or f"TRACKIO_DIR={os.environ['TRACKIO_DIR']} {show}")
+        case _:
+            assert_never(tracker)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from typing import assert_never
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -82,6 +83,8 @@ def environment_of(run: Run, tracker: Tracker, environment: Mapping[str, str] = 
             }
         case "trackio":
             defaults = {"TRACKIO_PROJECT": PROJECT, "TRACKIO_DIR": str(folder / "trackio")}
+        case _:
+            assert_never(tracker)
     explicit = {name: environment[name] for name in defaults.keys() & environment.keys()}
     return {**defaults, **explicit, **kept_of(run, tracker).names}
 
@@ -157,6 +160,10 @@ def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] =
                 _check_mlflow(environment.get("MLFLOW_TRACKING_URI", ""))
             case "trackio":
                 _check_trackio(environment)
+            case "tensorboard":
+                pass
+            case _:
+                assert_never(tracker)
 
 
 def _check_wandb() -> None:

@@ -7,6 +7,7 @@ is refused.
 """
 
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from tunekit.data.formats.media import check_no_media
 from tunekit.data.formats.messages import (
@@ -128,6 +129,8 @@ def _converted(row: Row, format: SourceFormat, findings: Findings) -> Row:
             return rated(row)
         case "prompts":
             return _prompt_with_references(row)
+        case _:
+            assert_never(format)
 
 
 def asked_in(value: object) -> Row:

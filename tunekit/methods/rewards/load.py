@@ -8,7 +8,7 @@ as the user's own.
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 from tunekit.errors import RunError, TunekitError
 from tunekit.methods.rewards.answers import Answers, Judge, UnjudgedError
@@ -98,7 +98,10 @@ def judge_of(reward: Reward) -> Judge:
             return model.reward_model(reward)
         case JudgeReward():
             return judge.judge(reward)
-    raise AssertionError(f"{reward.type} is the user's own")
+        case FunctionReward():
+            raise AssertionError("a function of the user's own is no judge of ours")
+        case _:
+            assert_never(reward)
 
 
 def _called_by_trl(judge: Judge, name: str) -> Callable[..., list[float]]:

@@ -4,7 +4,7 @@ What they return, besides 1 for what is right: an empty answer gets 0 of all of 
 answer without the part that is compared (no `\boxed{}`, no number) gets 0.
 """
 
-from typing import Any
+from typing import Any, assert_never
 
 from tunekit.methods.rewards.answers import Answers, Judge, each
 from tunekit.methods.rewards.numbers import NUMBER, Number, last_number, plain, read_number
@@ -76,6 +76,8 @@ def extract(text: str, part: Extract) -> str | None:
             end = text.rfind(_TAGS[1])
             start = text.rfind(_TAGS[0], 0, end) if end >= 0 else -1
             return text[start + len(_TAGS[0]) : end] if start >= 0 else None
+        case _:
+            assert_never(part)
 
 
 def _boxed(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import assert_never
 
 from tunekit.errors import PlanError
 from tunekit.kernels.chunks import chunk_rows
@@ -247,7 +248,8 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
         origin: Where training starts.
         kept_bytes: What each device keeps of it.
     """
-    match reference_of(recipe.method, recipe.adapter, origin):
+    reference = reference_of(recipe.method, recipe.adapter, origin)
+    match reference:
         case "without adapter":
             choice, why = "the model without its adapter", "a pass without gradients and no memory"
         case "copied adapter":
@@ -264,6 +266,8 @@ def reference_reasons(recipe: Recipe, origin: Origin | None, kept_bytes: int) ->
             why = "one pass over all rows, kept in the cache for other runs on the same model and rows, but for ZeRO-3"
         case "none":
             return
+        case _:
+            assert_never(reference)
     yield Reason(topic="reference", choice=choice, why=why)
 
 

@@ -5,7 +5,7 @@ it the model is another one than training starts from. So a frozen copy of the a
 takes its place for the reference's passes.
 """
 
-from typing import Literal
+from typing import Literal, assert_never
 
 from tunekit.planner.origin import Origin, continued_adapter
 from tunekit.recipe.methods.spec import MethodSection
@@ -40,3 +40,5 @@ def reference_words(reference: Reference, origin: Origin | None) -> str:
         case "copied adapter":
             assert origin is not None
             return f"the reference is the adapter of {origin.name} as it was"
+        case _:
+            assert_never(reference)

@@ -11,7 +11,7 @@ head size, e bytes of the compute type.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 from tunekit.planner.facts import Facts, Figures, ModelFacts
 from tunekit.planner.layout import Layout
@@ -248,6 +248,10 @@ def _of_states(
         case "zero1" | "zero2":
             yield group.sends("reducing gradients", gradients, "compute", per_step=layout.strategy == "zero1")
             yield group.sends("gathering updated weights", gradients, "nothing", per_step=True)
+        case "single" | "ddp":
+            pass
+        case _:
+            assert_never(layout.strategy)
 
 
 def _times_generating(passes: Passes, layout: Layout) -> float:
