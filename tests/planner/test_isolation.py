@@ -63,7 +63,20 @@ def test_models_that_have_no_sdpa_get_eager_attention():
 @pytest.mark.parametrize("attention", NAMES)
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", "qwen3", "gemma3_text", "mixtral", "gptj", "gpt_oss", "falcon", "jamba", "lfm3", "qwen3_next", "xglm"],
+    [
+        "llama",
+        "qwen3",
+        "gemma3_text",
+        "mixtral",
+        "gpt_neo",
+        "gptj",
+        "gpt_oss",
+        "falcon",
+        "jamba",
+        "lfm3",
+        "qwen3_next",
+        "xglm",
+    ],
 )
 def test_the_measurement_repeats(model_type, attention):
     assert measure(model_type, attention).verdict == VERDICTS[model_type][attention]
@@ -130,6 +143,6 @@ def test_the_plan_refuses_one_row_for_documents_that_would_see_each_other(name):
 def test_what_only_flash_attention_isolates_is_packed_with_it():
     equipped = H100.model_copy(update={"flash_attn": True})
     assert resolve(recipe(packing=True), equipped, model("gpt_oss"), ROWS).padding_free
-    with pytest.raises(PlanError, match="the code of gptj does not keep them apart with flash_attention_2"):
-        resolve(recipe(packing=True), equipped, model("gptj"), ROWS)
-    assert resolve(recipe("eager", packing=True), equipped, model("gptj"), ROWS).padding_free
+    with pytest.raises(PlanError, match="the code of gpt_neo does not keep them apart with flash_attention_2"):
+        resolve(recipe(packing=True), equipped, model("gpt_neo"), ROWS)
+    assert resolve(recipe("eager", packing=True), equipped, model("gpt_neo"), ROWS).padding_free

@@ -363,10 +363,16 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _check_depth(text: str) -> None:
     """Refuse a text that is nested deep: the loader in C calls itself for each level, and ends the program."""
     depth = 0
-    for event in yaml.parse(text, LOADER):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deep")
+    try:
+        for event in yaml.parse(text, LOADER):
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > MAX_DEPTH:
+                raise ValueError("nested too deep")
+    except yaml.MarkedYAMLError as error:
+        # PyYAML 6.0.4 has a limit of its own, which it meets while it looks ahead.
+        if "maximum nesting depth" in str(error.problem):
+            raise ValueError("nested too deep") from error
+        raise

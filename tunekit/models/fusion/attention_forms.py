@@ -34,6 +34,7 @@ class Attention:
         output: Name of the module behind the attention.
         options: What the attention function is told: names and keys of `OPTIONS`.
         attend: The function that attends where the configuration names none that is registered.
+        cache_takes_options: Whether the cache is handed what the attention function is told besides.
     """
 
     projections: tuple[str, ...]
@@ -44,6 +45,7 @@ class Attention:
     output: str
     options: tuple[tuple[str, str], ...]
     attend: Callable[..., Any]
+    cache_takes_options: bool
 
 
 Part = dict[tuple[str, ...], str]
@@ -112,8 +114,15 @@ _CACHE: Part = {
     (
         "if past_key_values is not None:\n"
         "    key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)",
-    ): ""
+    ): "",
+    # Since transformers 5.24.
+    (
+        "if cache is not None:\n"
+        "    key_states, value_states = cache.update(key_states, value_states, self.layer_idx, kwargs=kwargs)",
+    ): "with options",
 }
+CACHES = ("past_key_values", "cache")
+"""Names of the cache of keys and values, the second one since transformers 5.24."""
 _LOOK_UP: Part = {
     (
         "attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
@@ -188,21 +197,15 @@ def read_attention(module: Module) -> Attention:
         Unreadable: It computes something else as well, which this names.
     """
     forward = inspect.unwrap(type(module).forward)
-    if list(inspect.signature(forward).parameters) != [
-        "self",
-        "hidden_states",
-        "position_embeddings",
-        "attention_mask",
-        "past_key_values",
-        "kwargs",
-    ]:
+    parameters = ["self", "hidden_states", "position_embeddings", "attention_mask"]
+    if list(inspect.signature(forward).parameters) not in [[*parameters, cache, "kwargs"] for cache in CACHES]:
         raise _unknown(f"forward{inspect.signature(forward)}")
     lines = _statements(forward)
     _take(lines, _SHAPES)
     projections = _take(lines, _PROJECTIONS)
     norms = _take(lines, _NORMS)
     rotation = _take(lines, _ROTATION)
-    _take(lines, _CACHE)
+    caching = _take(lines, _CACHE)
     _take(lines, _LOOK_UP)
     options = _options(lines.pop(0))
     _take(lines, _ROWS)
@@ -225,6 +228,7 @@ def read_attention(module: Module) -> Attention:
         output=output[1],
         options=options,
         attend=forward.__globals__["eager_attention_forward"],
+        cache_takes_options=caching == "with options",
     )
 
 

@@ -46,6 +46,7 @@ def forward(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output of a self-attention, and its weights where the attention function returns them.
@@ -56,14 +57,17 @@ def forward(
         position_embeddings: cos and sin of the positions, each (batch or 1, seq, rotary_dim).
         attention_mask: For the attention function.
         past_key_values: Cache of keys and values, to be updated.
+        cache: The same by the name that it has since transformers 5.24.
         kwargs: For the attention function.
     """
     attention: Attention = self.fused_as
     query, key, value = _heads(self, attention, hidden_states)
     query, key = _rotated(self, attention, query, key, position_embeddings)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, self.layer_idx)
+    cache = past_key_values if cache is None else cache
+    if cache is not None:
+        options = {"kwargs": kwargs} if attention.cache_takes_options else {}
+        key, value = cache.update(key, value, self.layer_idx, **options)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention.attend)
     options = {name: OPTIONS[option](self) for name, option in attention.options}
     attended, weights = attend(self, query, key, value, attention_mask, **options, **kwargs)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunekit.models.fusion.attention_forms import CACHES
 from tunekit.models.fusion.norm_forms import norm_rule
 from tunekit.models.fusion.proof import Trial, random_rows, stand_in
 from tunekit.models.fusion.rules import Fusion, Kept, is_fused
@@ -149,11 +150,11 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tens
     arguments = {**dict(how.defaults), **dict(zip(how.parameters, args, strict=False)), **kwargs}
     for name in how.dropped:
         arguments.pop(name, None)
-    if how.checkpoints and self.gradient_checkpointing and self.training:
+    if how.checkpoints and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
         # As transformers does: the pass that computes it again must not write to a cache.
         arguments["use_cache"] = False
         if not self._can_checkpoint_with_cache:
-            arguments["past_key_values"] = None
+            arguments |= dict.fromkeys(arguments.keys() & {*CACHES}, None)
         return cast(
             Tensor, self._gradient_checkpointing_func(functools.partial(_compute, self, **arguments), hidden_states)
         )

@@ -42,6 +42,7 @@ FORMER_LINEARS: dict[str, dict[str, str]] = {
             "olmoe",
             "qwen3_moe",
             "qwen3_next",
+            "sarvam_mla",
             "solar_open",
         ),
         _LIKE_QWEN2_MOE,

@@ -98,6 +98,7 @@ ROUTER_AUX_LOSS_COEF: Mapping[str, float] = {
             "granitemoeshared",
             "jamba",
             "laguna",
+            "lara_mini",
             "llama4_text",
             "mellum",
             "minimax",
