@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -197,9 +197,9 @@ def attempt(folder: str, cut: Cut | None) -> None:
     def within(self: Watch, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         end_there(state.global_step, "in")
 
-    def saving(self: Carried, folder: str) -> None:
+    def saving(self: Carried, save_random: Callable[..., Any], folder: str) -> None:
         end_there(self.trainer.state.global_step, "saving")
-        save(self, folder)
+        save(self, save_random, folder)
 
     Watch.on_step_begin = at_begin  # type: ignore[method-assign]
     Watch.on_substep_end = within  # type: ignore[method-assign]

@@ -44,6 +44,7 @@ from trl.models.utils import prepare_fsdp
 from tests.planner.oracle import LiveBytes, Step, Trace, as_on_cuda, built, drawn_deep, facts_of, watch
 from tests.planner.oracle_shards import ShardedStep, fake_accelerator, fake_processes, local
 from tunekit.methods.distillation import compute_under_autocast
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.planner.layout import Layout
 from tunekit.planner.memory.memory import MemoryEstimate, estimate
 from tunekit.planner.passes import passes_of
@@ -424,7 +425,8 @@ def _rloo_trainer(method: RLOOMethod) -> RLOOTrainer:
 
 def _distillation_trainer(method: DistillationMethod) -> DistillationTrainer:
     """A trainer with what its loss looks at, as its constructor sets it."""
-    trainer = DistillationTrainer.__new__(DistillationTrainer)
+    kind = run_trainer(DistillationTrainer)
+    trainer: DistillationTrainer = kind.__new__(kind)
     trainer.args = DistillationConfig(output_dir="unused", use_cpu=True, bf16=False, beta=method.beta)
     trainer.beta, trainer.temperature, trainer._is_vlm = method.beta, 1.0, False
     trainer.model_kwarg_keys, trainer._metrics = (), {"train": defaultdict(list)}

@@ -1,15 +1,19 @@
 """On-policy distillation through TRL's DistillationTrainer: a teacher says how likely each token of an answer is."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tunekit.errors import ModelError
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import end_at_stop_texts, generation_arguments
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.distillation import DistillationMethod
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from trl import DistillationTrainer
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase", path: str) -> None:
@@ -34,19 +38,18 @@ def check_tokens(tokenizer: "PreTrainedTokenizerBase", teacher: "PreTrainedToken
         )
 
 
-def compute_under_autocast(trainer: "DistillationTrainer") -> None:
+def compute_under_autocast(trainer: "RunTrainer") -> None:
     """Let a trainer compute its loss in the type of the products.
 
     Accelerate puts autocast around a model's `forward`, and TRL puts its loss in the place of that: all products of
     float32 weights would be float32, without a word (trl 1.16, `_ForwardRedirection`).
     """
-    compute = trainer._compute_loss
 
-    def computed(*given: Any) -> Any:
+    def compute_under_autocast(compute: Callable[..., Any], *given: Any) -> Any:
         with trainer.accelerator.autocast():
             return compute(*given)
 
-    trainer._compute_loss = computed
+    trainer.wrap("compute_loss_of_answers", compute_under_autocast)
 
 
 def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
@@ -61,7 +64,7 @@ def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":
 
     from tunekit.methods.order import GroupOrder
 
-    trainer = DistillationTrainer(
+    trainer = run_trainer(DistillationTrainer)(
         teacher_model=parts.load_teacher(method.teacher),
         args=DistillationConfig(
             **parts.arguments(),

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.dpo import DPOMethod
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def build(method: DPOMethod, parts: Parts) -> "DPOTrainer":
     from tunekit.methods.order import fill_last_step
     from tunekit.methods.precomputed import RememberingDPOTrainer
 
-    trainer = RememberingDPOTrainer(
+    trainer = run_trainer(RememberingDPOTrainer)(
         ref_model=parts.reference(),
         args=DPOConfig(
             **parts.arguments(mean_over_rows=True),

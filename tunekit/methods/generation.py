@@ -8,7 +8,7 @@ mends both on a trainer.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.sections.data import DataSection
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, Trainer
+    from transformers import PreTrainedTokenizerBase
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) -> dict[str, Any]:
@@ -85,15 +87,15 @@ class Stopped(list[int]):
         return self.end_token if place == -1 else super().__getitem__(place)
 
 
-def end_at_stop_texts(trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
+def end_at_stop_texts(trainer: "RunTrainer", tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
     """Let a trainer's answers end with their stop texts, and count as finished; without such texts do nothing."""
     if not stop:
         return
     # transformers looks for texts in tokens by their letters, and TRL gives it no tokenizer.
     trainer.model.generate = partial(trainer.model.generate, tokenizer=tokenizer)
-    generate, end_token = trainer._generate_single_turn, trainer.eos_token_ids[0]
+    end_token = trainer.eos_token_ids[0]
 
-    def generate_to_the_stop(prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+    def generate_to_the_stop(generate: Callable[..., Any], prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         generated = generate(prompts, *args, **kwargs)
         # GRPO's answers come with the log-probabilities that vLLM drew them with.
         answers, *extra = generated if isinstance(generated, tuple) else (generated,)
@@ -109,7 +111,7 @@ def end_at_stop_texts(trainer: "Trainer", tokenizer: "PreTrainedTokenizerBase", 
             values[: len(answer)] for values, answer in zip(log_probs, cut, strict=True)
         ]
 
-    trainer._generate_single_turn = generate_to_the_stop
+    trainer.wrap("generate", generate_to_the_stop)
 
 
 def _end(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
 from tunekit.methods.reference import loading_arguments
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.gmpo import GMPOMethod
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def build(method: GMPOMethod, parts: Parts) -> "GMPOTrainer":
     from tunekit.methods.order import GroupOrder
     from tunekit.methods.rewards.load import load_rewards
 
-    trainer = GMPOTrainer(
+    trainer = run_trainer(GMPOTrainer)(
         reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
         args=GMPOConfig(
             **arguments_in_groups(method, parts),

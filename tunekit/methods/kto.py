@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.reference import loading_arguments
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.kto import KTOMethod
 from tunekit.recipe.sections.train import TrainSection
 
@@ -37,7 +38,7 @@ def build(method: KTOMethod, parts: Parts) -> "KTOTrainer":
     if is_ordered:
         train_dataset = _in_fixed_order(train_dataset, parts.train, shuffle=parts.data.shuffle)
     eval_dataset = None if parts.eval_dataset is None else _with_labels(parts.eval_dataset)
-    trainer = RememberingKTOTrainer(
+    trainer = run_trainer(RememberingKTOTrainer)(
         ref_model=parts.reference(),
         args=KTOConfig(
             **parts.arguments(mean_over_rows=True),

@@ -6,7 +6,7 @@ trained token fill them instead: a loss that is a mean over tokens does not see 
 the last step is filled with pairs of the epoch's beginning, in one process too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,9 @@ from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 
 class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
@@ -61,13 +63,13 @@ class Order(Sampler[int], TrainerCallback):  # type: ignore[misc]
         self.epoch = int(state.epoch or 0)
 
 
-def keep_order(trainer: "Trainer", order: Order) -> None:
+def keep_order(trainer: "RunTrainer", order: Order) -> None:
     """Make a trainer take its training rows in an order of ours."""
-    trainer._get_train_sampler = lambda train_dataset=None: order
+    trainer.wrap("train_sampler", lambda make, rows: order)
     trainer.add_callback(order)
 
 
-def fill_last_step(trainer: "Trainer", global_batch_size: int, *, shuffle: bool, seed: int) -> None:
+def fill_last_step(trainer: "RunTrainer", global_batch_size: int, *, shuffle: bool, seed: int) -> None:
     """Make a trainer whose loss is a mean over rows fill the last step of an epoch with its first rows."""
     num_rows = len(trainer.train_dataset)
     order = Order(num_rows, num_missing(num_rows, global_batch_size), repeats=True, shuffle=shuffle, seed=seed)
@@ -86,22 +88,21 @@ class GroupOrder(TrainerCallback):  # type: ignore[misc]
         seed: Seed of the order.
     """
 
-    def __init__(self, trainer: "Trainer", seed: int) -> None:
+    def __init__(self, trainer: "RunTrainer", seed: int) -> None:
         self.trainer = trainer
         self.seed = seed
-        self._make = trainer._get_train_sampler
-        trainer._get_train_sampler = self._made
+        trainer.wrap("train_sampler", self._keep_sampler)
         trainer.add_callback(self)
 
-    def _made(self, *args: Any) -> Any:
-        self._sampler = self._make(*args)
+    def _keep_sampler(self, make: Callable[..., Any], rows: Any) -> Any:
+        self._sampler = make(rows)
         return self._sampler
 
     def on_train_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
     ) -> None:
         """Count the micro-batches of the steps that were taken before."""
-        self.trainer._step = state.global_step * args.gradient_accumulation_steps
+        self.trainer.micro_step = state.global_step * args.gradient_accumulation_steps
 
     def on_epoch_begin(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.orpo import ORPOMethod
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def build(method: ORPOMethod, parts: Parts) -> "ORPOTrainer":
     from tunekit.methods.order import fill_last_step
     from tunekit.methods.pair_trainers import TokenisedORPOTrainer, with_tokens
 
-    trainer = TokenisedORPOTrainer(
+    trainer = run_trainer(TokenisedORPOTrainer)(
         args=ORPOConfig(
             **parts.arguments(mean_over_rows=True),
             max_length=parts.data.max_length,

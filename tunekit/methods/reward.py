@@ -6,6 +6,7 @@ The score is read at the last token that is no padding (transformers' models for
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.reward import RewardMethod
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def build(method: RewardMethod, parts: Parts) -> "RewardTrainer":
 
     from tunekit.methods.order import fill_last_step
 
-    trainer = RewardTrainer(
+    trainer = run_trainer(RewardTrainer)(
         args=RewardConfig(
             **parts.arguments(mean_over_rows=True),
             max_length=parts.data.max_length,

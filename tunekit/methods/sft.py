@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.sft import SFTMethod
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def build(method: SFTMethod, parts: Parts) -> "SFTTrainer":
         train_dataset = filled_stream(train_dataset, parts.train.global_batch_size, pad)
     if eval_dataset is not None:
         eval_dataset = filled(eval_dataset, at_once, pad)
-    trainer = TokenMeanSFTTrainer(
+    trainer = run_trainer(TokenMeanSFTTrainer)(
         args=SFTConfig(
             **parts.arguments(),
             packing=parts.data.packing,

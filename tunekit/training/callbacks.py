@@ -106,7 +106,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.context_bytes = resident_bytes() - sum(self.held.values())
         method = self.plan.recipe.method
         if is_rewarded(method):
-            self._answers = Answers(self.trainer._logs, method.num_generations)
+            self._answers = Answers(self.trainer.answer_logs, method.num_generations)
         self.before_training()
         self.guard = Guard(self.trainer, self.plan, self.record)
         self.record.enter("training")

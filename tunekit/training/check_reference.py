@@ -122,14 +122,14 @@ def _as_it_was(trainer: Any) -> Iterator[None]:
     import torch
 
     model = trainer.model
-    was_training, saved_state = model.training, (deepcopy(trainer._metrics), trainer._total_train_tokens)
+    was_training, saved_state = model.training, (deepcopy(trainer.metrics), trainer.num_trained_tokens)
     model.train()
     try:
         with torch.no_grad():
             yield
     finally:
         model.train(was_training)
-        trainer._metrics, trainer._total_train_tokens = saved_state
+        trainer.metrics, trainer.num_trained_tokens = saved_state
 
 
 def _of_rows(trainer: Any) -> _Found:
@@ -141,9 +141,9 @@ def _of_rows(trainer: Any) -> _Found:
     for number in range(NUM_ROWS):
         row = rows[(accelerator.process_index * NUM_ROWS + number) % len(rows)]
         batch = send_to_device(trainer.data_collator([row]), accelerator.device)
-        trainer._metrics["train"].clear()
+        trainer.metrics["train"].clear()
         losses.append(trainer.compute_loss(trainer.model, batch).detach().float())
-        logged = trainer._metrics["train"]
+        logged = trainer.metrics["train"]
         length = accelerator.gather(batch["completion_mask"].sum().reshape(1)).max().item()
         for answer in ("chosen", "rejected"):
             if f"rewards/{answer}" in logged:
@@ -179,7 +179,7 @@ def _scores(trainer: Any, model: "Module", ids: "torch.Tensor") -> "torch.Tensor
     """Log-probabilities of the last tokens of probes: `(rows, tokens)`."""
     import torch
 
-    scores, *_ = trainer._get_per_token_logps_and_entropies(model, ids, torch.ones_like(ids), PROBE_SCORED)
+    scores, *_ = trainer.token_scores(model, ids, torch.ones_like(ids), PROBE_SCORED)
     logits: torch.Tensor = scores
     return logits
 

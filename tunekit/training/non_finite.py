@@ -17,7 +17,7 @@ which has the norm on the processor by then, for the losses alone.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ from tunekit.training.batch_rows import Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import Trainer
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 LEFT_OUT = "left_out.json"
 """File of a run folder with the steps that are left out: of each its number, what was wrong, and its rows."""
@@ -50,7 +51,7 @@ class Guard:
         record: Where it is told.
     """
 
-    def __init__(self, trainer: "Trainer", plan: Plan, record: Record) -> None:
+    def __init__(self, trainer: "RunTrainer", plan: Plan, record: Record) -> None:
         self.trainer = trainer
         self.train = plan.recipe.train
         usual = plan.recipe.method.default_learning_rate(plan.recipe.adapter.type)
@@ -61,8 +62,7 @@ class Guard:
         """True if the current step changes nothing."""
         self._left_out = same_everywhere(left_out(record.run.path), record.place)
         self._scales = plan.autocast and plan.dtype == "float16"
-        experimental = plan.recipe.method.spec.stores_metrics
-        self._measures = trainer._stored_metrics if experimental else trainer._metrics
+        self._measures = trainer.metrics
         self._batches: list[Any] = []
         self._losses: list[Tensor] = []
         self._loss_before: Tensor | None = None
@@ -71,22 +71,20 @@ class Guard:
     def _watch(self) -> None:
         """Stand behind what the trainer does in a step."""
         trainer = self.trainer
-        compute, backward = trainer.training_step, trainer.accelerator.backward
-        take_norm = trainer._get_grad_norm
 
-        def training_step(model: Any, inputs: Any, *given: Any) -> "Tensor":
+        def training_step(compute: Callable[..., Any], model: Any, inputs: Any, *given: Any) -> "Tensor":
             if not self._batches:
-                self._loss_before = trainer._tr_loss.clone()
+                self._loss_before = trainer.summed_loss.clone()
                 self.leaves_out = False
             self._batches.append(inputs)
             loss: Tensor = compute(model, inputs, *given)
             return loss
 
-        def noted_backward(loss: "Tensor", **given: Any) -> None:
+        def noted_backward(backward: Callable[..., Any], loss: "Tensor", **given: Any) -> None:
             self._losses.append(loss.detach())
             backward(loss, **given)
 
-        def get_grad_norm(*given: Any, **named: Any) -> Any:
+        def get_grad_norm(take_norm: Callable[..., Any], *given: Any, **named: Any) -> Any:
             norm = take_norm(*given, **named)
             if not trainer.is_deepspeed_enabled:
                 self._look(norm)
@@ -95,9 +93,9 @@ class Guard:
                     trainer.optimizer.zero_grad()
             return self._settled(norm)
 
-        trainer.training_step = training_step
-        trainer.accelerator.backward = noted_backward
-        trainer._get_grad_norm = get_grad_norm
+        trainer.wrap("training_step", training_step)
+        trainer.wrap("backward", noted_backward)
+        trainer.wrap("grad_norm", get_grad_norm)
         if trainer.is_deepspeed_enabled:
             self._watch_deepspeed(trainer.model_wrapped.optimizer)
 
@@ -193,8 +191,8 @@ class Guard:
             return norm
         # What is logged is a mean over the steps that were taken.
         assert self._loss_before is not None
-        trainer._tr_loss.copy_(self._loss_before)
-        trainer._globalstep_last_logged += 1
+        trainer.summed_loss.copy_(self._loss_before)
+        trainer.logged_step += 1
         measures = self._measures["train"]
         for name, values in list(measures.items()):
             measures[name] = [value for value in values if math.isfinite(value)]

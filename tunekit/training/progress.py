@@ -6,17 +6,16 @@ taken for one that stands still; that takes some ten microseconds for each layer
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from tunekit.process.heartbeat import Heart
-from tunekit.recipe.methods import generates, is_rewarded
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.hooks import RemovableHandle
-    from transformers import Trainer
 
-    from tunekit.recipe.methods.spec import MethodSection
+    from tunekit.methods.run_trainer import RunTrainer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,63 +40,49 @@ def follow_layers(model: "Module", heart: Heart) -> "list[RemovableHandle]":
     return [layer.register_forward_hook(on_layer) for layer in layers]
 
 
-def follow(trainer: "Trainer", method: "MethodSection", heart: Heart, layers: "list[RemovableHandle]") -> None:
+def follow(trainer: "RunTrainer", heart: Heart, layers: "list[RemovableHandle]") -> None:
     """Have a trainer tell what it is at, from here on.
 
     Args:
         trainer: The trainer, before its model is wrapped.
-        method: Its method.
         heart: Which is told.
         layers: The hooks of its model's layers, which would split what is compiled.
     """
     if trainer.args.torch_compile:
         for hook in layers:
             hook.remove()
-    take = trainer.get_batch_samples
 
-    def rows_of_step(rows: Iterator[Any], *args: Any) -> Any:
+    def take_batches(take: Callable[..., Any], rows: Iterator[Any], *args: Any) -> Any:
         heart.mark("data", trainer.state.global_step + 1)
         return take(_moving(rows, heart), *args)
 
-    trainer.get_batch_samples = rows_of_step
-    trainer.training_step = _begins(trainer.training_step, heart, "forward")
-    trainer.accelerator.backward = _begins(trainer.accelerator.backward, heart, "backward")
-    trainer._save_checkpoint = _begins(trainer._save_checkpoint, heart, "saving")
-    trainer.evaluate = _is(trainer.evaluate, heart, "evaluation")
-    predict = trainer.prediction_step
-
-    def batch_of_evaluation(*args: Any, **kwargs: Any) -> Any:
+    def evaluate_batch(predict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         heart.move()
         return predict(*args, **kwargs)
 
-    trainer.prediction_step = batch_of_evaluation
-    if generates(method):
-        trainer._generate_single_turn = _is(trainer._generate_single_turn, heart, "generation")
-    if is_rewarded(method):
-        trainer._calculate_rewards = _is(trainer._calculate_rewards, heart, "rewards")
+    trainer.wrap("batches_of_step", take_batches)
+    trainer.wrap("prediction_step", evaluate_batch)
+    trainer.wrap("training_step", partial(_begin, heart, "forward"))
+    trainer.wrap("backward", partial(_begin, heart, "backward"))
+    trainer.wrap("save_checkpoint", partial(_begin, heart, "saving"))
+    trainer.wrap("evaluate", partial(_do, heart, "evaluation"))
+    trainer.wrap("generate", partial(_do, heart, "generation"))
+    trainer.wrap("calculate_rewards", partial(_do, heart, "rewards"))
 
 
-def _begins(call: Callable[P, T], heart: Heart, at: str) -> Callable[P, T]:
-    """A call with which something begins that goes on until something else does."""
-
-    def told(*args: P.args, **kwargs: P.kwargs) -> T:
-        heart.mark(at)
-        return call(*args, **kwargs)
-
-    return told
+def _begin(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call with which something begins that goes on until something else does."""
+    heart.mark(at)
+    return call(*args, **kwargs)
 
 
-def _is(call: Callable[P, T], heart: Heart, at: str) -> Callable[P, T]:
-    """A call that is something, at whose end what was before goes on."""
-
-    def told(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = heart.at
-        heart.mark(at)
-        answer = call(*args, **kwargs)
-        heart.mark(before)
-        return answer
-
-    return told
+def _do(heart: Heart, at: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call that is something, at whose end what was before goes on."""
+    before = heart.at
+    heart.mark(at)
+    answer = call(*args, **kwargs)
+    heart.mark(before)
+    return answer
 
 
 def _moving(rows: Iterator[Any], heart: Heart) -> Iterator[Any]:

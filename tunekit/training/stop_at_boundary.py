@@ -7,7 +7,7 @@ the same figures all decide the same.
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -26,7 +26,9 @@ from tunekit.runs.stop_request import COMMAND
 from tunekit.training.checkpointing.save import Saver
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 LONG_SECONDS = 1e9
 """Stand-in for an end that is not in sight, where infinity could not be told from NaN."""
@@ -60,36 +62,43 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
         planned = plan.num_trainable_params * BYTES_PER_TRAINED / STORAGE_BYTES_PER_SECOND
         self._planned_save_seconds = planned
 
-    def attach(self, trainer: "Trainer") -> None:
+    def attach(self, trainer: "RunTrainer") -> None:
         """Mind this trainer, whose checkpoints are those of the saver."""
-        finish_step, save, evaluate = trainer._maybe_log_save_evaluate, trainer._save_checkpoint, trainer.evaluate
 
-        def evaluate_aside(*args: Any, **kwargs: Any) -> Any:
+        def evaluate_aside(evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with _same_random_numbers_after():
                 try:
                     return evaluate(*args, **kwargs)
                 except EvaluationLeft:
-                    self._measured(trainer)["eval"].clear()
+                    trainer.metrics["eval"].clear()
                     raise
 
-        def finish_or_leave(tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        def finish_or_leave(
+            finish_step: Callable[..., Any],
+            tr_loss: Any,
+            grad_norm: Any,
+            model: Any,
+            trial: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
             try:
                 finish_step(tr_loss, grad_norm, model, trial, *args, **kwargs)
             except EvaluationLeft:
                 # What comes behind an evaluation.
                 if trainer.control.should_save:
-                    trainer._save_checkpoint(model, trial)
+                    trainer.save_checkpoint(model, trial)
                     trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-        def save_in_time(model: Any, trial: Any) -> None:
+        def save_in_time(save: Callable[..., Any], model: Any, trial: Any) -> None:
             self._wishes.is_saving = True
             save(model, trial)
             # One that goes on in the background is waited for at the end.
             self._wishes.is_saving = self.has_stopped
 
-        trainer.evaluate = evaluate_aside
-        trainer._maybe_log_save_evaluate = finish_or_leave
-        trainer._save_checkpoint = save_in_time
+        trainer.wrap("evaluate", evaluate_aside)
+        trainer.wrap("finish_step", finish_or_leave)
+        trainer.wrap("save_checkpoint", save_in_time)
         trainer.add_callback(self)
 
     def on_step_begin(
@@ -141,11 +150,6 @@ class Boundary(TrainerCallback):  # type: ignore[misc]
             self.has_stopped = True
             self._wishes.learn(WHO[round(source)])
         return self.has_stopped
-
-    def _measured(self, trainer: Any) -> Any:
-        """Return TRL's metrics measured since the last log, by mode."""
-        is_stored = self._plan.recipe.method.spec.stores_metrics
-        return trainer._stored_metrics if is_stored else trainer._metrics
 
     def _decide(self, state: "TrainerState", control: "TrainerControl") -> bool:
         """End the training here if it is to end; whether it is."""

@@ -31,7 +31,8 @@ from tunekit.training.measured_memory import Peaks, peaks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import Trainer
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 WINDOW_STEPS = 20
 """Steps after which processes are compared, by their median step: no single long row, checkpoint or hiccup tells in it.
@@ -89,12 +90,10 @@ class Timing:
         self._begun: dict[Module, Any] = {}
         self._passed: list[tuple[Any, Any]] = []
 
-    def attach(self, trainer: "Trainer", optimizer: "Optimizer") -> None:
+    def attach(self, trainer: "RunTrainer", optimizer: "Optimizer") -> None:
         """Put clocks into a trainer whose model is wrapped: on its layers, its optimizer, and on how it gets rows."""
-        take = trainer.get_batch_samples
-        trainer.get_batch_samples = lambda rows, *args: take(self._timed(rows), *args)
-        if self.generates:
-            trainer._generate_single_turn = self._generation(trainer._generate_single_turn)
+        trainer.wrap("batches_of_step", lambda take, rows, *args: take(self._timed(rows), *args))
+        trainer.wrap("generate", self._generate)
         inner = _torch_optimizer(optimizer)
         inner.register_step_pre_hook(self._on_update)
         inner.register_step_post_hook(self._on_updated)
@@ -146,15 +145,12 @@ class Timing:
             self._row_seconds += time.perf_counter() - began
             yield batch
 
-    def _generation(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            answers = generate(*args, **kwargs)
-            if self.is_in_step:
-                self.generation_seconds += time.perf_counter() - began
-            return answers
-
-        return timed
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        answers = generate(*args, **kwargs)
+        if self.is_in_step:
+            self.generation_seconds += time.perf_counter() - began
+        return answers
 
     def _now(self) -> Any:
         if self.plan.device.kind == "cpu":

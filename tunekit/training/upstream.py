@@ -19,6 +19,8 @@ from tunekit.recipe.methods import METHODS
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 
 TRAINER = {
+    "create_accelerator_and_postprocess": "",
+    "create_optimizer": "model",
     "_get_train_sampler": "train_dataset",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "checkpoint",

@@ -338,7 +338,7 @@ def _build(
     keep_trained_in_float32(trainer.model)
     settle_reference(trainer.model, plan.reference, continued_folder(plan, device))
     before_wrapping(trainer, plan)
-    follow(trainer, recipe.method, watch.heart, layers)
+    follow(trainer, watch.heart, layers)
     watch.trainer = trainer
     if num_trained(trainer.model) != plan.num_trainable_params:
         record.write(

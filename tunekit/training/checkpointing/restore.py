@@ -104,13 +104,13 @@ def _take_checkpoint_of_others(trainer: "Trainer", plan: Plan, newest: Newest, p
     saved = manifest_of(newest.path)
     if saved.num_processes != plan.layout.num_processes:
         seed = plan.recipe.train.seed
-        trainer._load_rng_state = lambda checkpoint: _draw_afresh(seed, newest.step, place.rank)
+        trainer.wrap("load_random_state", lambda load, folder: _draw_afresh(seed, newest.step, place.rank))
     if saved.strategy == "fsdp2" and plan.layout.strategy in WHOLE:
-        trainer._load_from_checkpoint = lambda folder, model=None: _weights_of_parts(trainer.model, Path(folder))
-        trainer._load_optimizer_and_scheduler = lambda folder: _states_of_parts(trainer, Path(folder))
+        trainer.wrap("load_weights", lambda load, folder, model=None: _weights_of_parts(trainer.model, Path(folder)))
+        trainer.wrap("load_optimizer", lambda load, folder: _states_of_parts(trainer, Path(folder)))
     if saved.strategy in WHOLE and plan.layout.strategy == "fsdp2":
-        trainer._load_from_checkpoint = lambda folder, model=None: _parts_of_weights(trainer.model, Path(folder))
-        trainer._load_optimizer_and_scheduler = lambda folder: _parts_of_states(trainer, Path(folder))
+        trainer.wrap("load_weights", lambda load, folder, model=None: _parts_of_weights(trainer.model, Path(folder)))
+        trainer.wrap("load_optimizer", lambda load, folder: _parts_of_states(trainer, Path(folder)))
 
 
 def _follow_plan(trainer: "Trainer") -> None:
@@ -140,7 +140,7 @@ def _load_weights(trainer: "Trainer", plan: Plan, folder: Path) -> None:
     elif plan.layout.strategy == "fsdp2" and not in_parts:
         _parts_of_weights(trainer.model, folder)
     else:
-        trainer._load_from_checkpoint(str(folder), trainer.model_wrapped)
+        trainer.load_weights(str(folder), trainer.model_wrapped)
 
 
 def _draw_afresh(seed: int, step: int, rank: int) -> None:

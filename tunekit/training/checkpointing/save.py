@@ -58,7 +58,9 @@ from tunekit.runs.versions import versions
 from tunekit.training.engines import deepspeed, fsdp2
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from tunekit.methods.run_trainer import RunTrainer
 
 T = TypeVar("T")
 
@@ -139,7 +141,7 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         self._saving: _Save | None = None
         self._num_steps = 0
 
-    def attach(self, trainer: "Trainer") -> None:
+    def attach(self, trainer: "RunTrainer") -> None:
         """Save what this trainer saves. Called by all processes together, before its model is wrapped."""
         self.trainer = trainer
         self._group: distributed.ProcessGroup | None = None
@@ -147,14 +149,12 @@ class Saver(TrainerCallback):  # type: ignore[misc]
             # Of its own, since exchanges of a thread would come between those of the training.
             waits = timedelta(seconds=self.plan.timeout_seconds)
             self._group = distributed.new_group(backend="gloo", timeout=waits)
-        self._save_pieces = trainer._save_checkpoint
-        self._save_weights = trainer._save
-        trainer._save_checkpoint = self._save
-        trainer._save = self._save_main_files
-        # TRL's card of each checkpoint would be written beside them all.
-        trainer.create_model_card = lambda *args, **kwargs: None
+        self._target: Path | None = None
+        trainer.wrap("save_checkpoint", self._save)
+        trainer.wrap("save_weights", self._save_main_files)
+        trainer.wrap("checkpoint_folder", self._folder_of)
         if self.plan.layout.strategy == "fsdp2":
-            trainer._save_optimizer_and_scheduler = self._save_divided
+            trainer.wrap("save_optimizer", self._save_divided)
         trainer.add_callback(self)
 
     def __enter__(self) -> Self:
@@ -239,8 +239,12 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         """Wait for the last checkpoint."""
         self._finish()
 
-    def _save(self, model: Any, trial: Any) -> None:
-        """Make a checkpoint of the step that was taken, in place of `Trainer._save_checkpoint`."""
+    def _folder_of(self, find: Callable[..., Any], trial: Any) -> Any:
+        """Return the folder in which the trainer lays the folder of its checkpoint: the draft, once there is one."""
+        return find(trial) if self._target is None else str(self._target)
+
+    def _save(self, save_pieces: Callable[..., Any], model: Any, trial: Any) -> None:
+        """Make a checkpoint of the step that was taken, around the trainer's own."""
         self.heart.mark("saving")
         self._finish()
         step = int(self.trainer.state.global_step)
@@ -248,8 +252,8 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.record.place.is_main:
             self._keep(saving, lambda: self._begin(saving))
         self._agree(saving)
-        self.trainer._get_output_dir = lambda trial: str(draft_of(self.run.path, step))
-        self._keep(saving, lambda: self._save_pieces(model, trial))
+        self._target = draft_of(self.run.path, step)
+        self._keep(saving, lambda: save_pieces(model, trial))
         if self.record.place.is_main:
             self._keep(saving, lambda: self._add_own(saving))
         self._agree(saving)
@@ -282,15 +286,17 @@ class Saver(TrainerCallback):  # type: ignore[misc]
         if self.plan.layout.strategy.startswith("zero"):
             deepspeed.write_latest(self.trainer, target)
 
-    def _save_main_files(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the weights and the tokenizer, in place of `Trainer._save`: what goes wrong is told later."""
+    def _save_main_files(
+        self, save_weights: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Write the weights and the tokenizer: what goes wrong is told later."""
         if self._saving is None:
-            self._save_weights(output_dir, state_dict)
+            save_weights(output_dir, state_dict)
         else:
-            self._keep(self._saving, lambda: self._save_weights(output_dir, state_dict))
+            self._keep(self._saving, lambda: save_weights(output_dir, state_dict))
 
-    def _save_divided(self, output_dir: str) -> None:
-        """Write what FSDP2 divides, and the scheduler, in place of `Trainer._save_optimizer_and_scheduler`."""
+    def _save_divided(self, save_optimizer: Callable[..., Any], output_dir: str) -> None:
+        """Write what FSDP2 divides, and the scheduler, in place of the trainer's own way."""
         assert self._saving is not None
         for name, states in self._copied(fsdp2.states(self.trainer)).items():
             self._saving.writes.append(partial(fsdp2.write_states, states, Path(output_dir) / name, self._group))

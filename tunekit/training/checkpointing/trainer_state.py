@@ -8,6 +8,7 @@ here, by each process into its own file, and looked for before anything is loade
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,12 @@ class Carried:
         self.method = plan.recipe.method
         self.place = place
         self.state: dict[str, Any] = {}
-        self._save_random = trainer._save_rng_state
-        self._begin = trainer._init_training_state
-        trainer._save_rng_state = self._save
+        trainer.wrap("save_random_state", self._save)
         if source is None:
             return
         self.source = source
         self.state = self._read(source)
-        trainer._init_training_state = self._begin_where_it_was
+        trainer.wrap("begin_training", self._begin_where_it_was)
         # It was evaluated before the first step, and wherever else it was due.
         trainer.args.eval_on_start = False
 
@@ -82,36 +81,29 @@ class Carried:
         """Tokens that were trained on so far by all processes."""
         if generates(self.method):
             return int(self.trainer.state.num_input_tokens_seen)
-        if self.method.spec.stores_metrics:
-            return int(self.trainer._num_tokens)
-        return int(self.trainer._total_train_tokens)
+        return int(self.trainer.num_trained_tokens)
 
-    def _measured(self) -> Any:
-        """Return the metrics measured since the last log, by mode and name."""
-        is_stored = self.method.spec.stores_metrics
-        return self.trainer._stored_metrics if is_stored else self.trainer._metrics
-
-    def _save(self, folder: str) -> None:
+    def _save(self, save_random: Callable[..., Any], folder: str) -> None:
         """Write random numbers, and what else is carried, into a checkpoint. Called in every process."""
         import torch
 
-        self._save_random(folder)
+        save_random(folder)
         trainer, state = self.trainer, self.trainer.state
         # A step is behind it, so that an epoch which is at its end is not the next one yet.
         epoch = math.ceil(state.epoch) - 1
         carried = {
             "epoch": epoch,
             "steps_of_epoch": round((state.epoch - epoch) * state.max_steps),
-            "loss": trainer._tr_loss,
-            "logged_step": trainer._globalstep_last_logged,
+            "loss": trainer.summed_loss,
+            "logged_step": trainer.logged_step,
             "num_tokens": self.num_tokens,
             "measured": {
                 mode: {name: [_plain(value) for value in values] for name, values in metrics.items()}
-                for mode, metrics in self._measured().items()
+                for mode, metrics in trainer.metrics.items()
             },
         }
         if is_rewarded(self.method) and state.global_step % self.method.num_iterations:
-            carried["answers"] = trainer._buffered_inputs
+            carried["answers"] = trainer.buffered_answers
         torch.save(carried, Path(folder) / carried_name(self.place))
         if self._reference_follows() and self.place.is_main:
             from safetensors.torch import save_model
@@ -123,35 +115,33 @@ class Carried:
         if not self.state:
             return
         trainer, carried = self.trainer, self.state
-        trainer._tr_loss = carried["loss"].to(trainer.args.device)
-        trainer._globalstep_last_logged = carried["logged_step"]
+        trainer.summed_loss = carried["loss"].to(trainer.args.device)
+        trainer.logged_step = carried["logged_step"]
         for mode, metrics in carried["measured"].items():
-            self._measured()[mode].clear()
-            self._measured()[mode].update(metrics)
-        if self.method.spec.stores_metrics:
-            trainer._num_tokens = carried["num_tokens"]
-        elif not generates(self.method):
-            trainer._total_train_tokens = carried["num_tokens"]
+            trainer.metrics[mode].clear()
+            trainer.metrics[mode].update(metrics)
+        if not generates(self.method):
+            trainer.num_trained_tokens = carried["num_tokens"]
         # Of micro-batches of another size they are generated anew.
         if len(carried.get("answers", ())) == trainer.args.gradient_accumulation_steps:
-            trainer._buffered_inputs = carried["answers"]
+            trainer.buffered_answers = carried["answers"]
         if trainer.state.global_step >= trainer.state.max_steps:
             # transformers does it within the first epoch, of which nothing is left.
-            trainer._load_rng_state(str(self.source))
+            trainer.load_random_state(str(self.source))
         if self._reference_follows():
             from safetensors.torch import load_model
 
             load_model(trainer.ref_model, self.source / REFERENCE)
 
     def _begin_where_it_was(
-        self, num_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any
+        self, begin: Callable[..., Any], num_steps: int, steps_per_epoch: int, num_epochs: int, *others: Any
     ) -> tuple[int, int]:
         """The epoch to begin with, and its micro-batches that were trained on.
 
         By itself transformers goes on after the last step with another one, and takes everything that was read from a
         stream for its first passage (transformers 5.23).
         """
-        epoch, num_batches = self._begin(num_steps, steps_per_epoch, num_epochs, *others)
+        epoch, num_batches = begin(num_steps, steps_per_epoch, num_epochs, *others)
         if self.trainer.state.global_step >= num_steps:
             return num_epochs, 0
         if self.plan.recipe.data.streaming:
