@@ -269,7 +269,7 @@ def generate(step: Step, num_completion_tokens: int) -> Generated:
     caches: list[int] = []
 
     def look(_module, _inputs, options, _output):
-        layers = options["past_key_values"].layers
+        layers = options["cache"].layers
         caches.append(sum(kept.untyped_storage().nbytes() for layer in layers for kept in (layer.keys, layer.values)))
 
     base.model.register_forward_hook(look, with_kwargs=True)

@@ -117,7 +117,7 @@ def spend(recipe) -> Spent:
     spent.num_steps = trainer.state.global_step
 
     def look(_module, _inputs, options, _output):
-        layers = options["past_key_values"].layers
+        layers = options["cache"].layers
         spent.num_forwards += 1
         spent.cache_bytes = sum(kept.untyped_storage().nbytes() for one in layers for kept in (one.keys, one.values))
 

@@ -213,12 +213,16 @@ def kv_cache_bytes(
 
     Layers of sliding attention keep those of their window alone, but for the first token behind the prompt, when
     `windows` are views of all. Where weights are float32 under autocast, so are keys, since rotating them is no
-    product; the cache has one type for both.
+    product; values are in the type of the products (transformers 5.24).
     """
-    e = 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
+    pair_bytes = _key_bytes(model, adapter, dtype, layout) + BYTES[dtype]
     sliding = model.num_sliding_layers if windows else 0
     tokens = (model.num_layers - sliding) * num_tokens + sliding * min(num_tokens, model.sliding_window or num_tokens)
-    return 2 * e * model.num_kv_heads * model.head_dim * tokens * num_sequences
+    return pair_bytes * model.num_kv_heads * model.head_dim * tokens * num_sequences
+
+
+def _key_bytes(model: ModelFacts, adapter: FullAdapter | LoraAdapter, dtype: Dtype, layout: Layout) -> int:
+    return 4 if _casts_bytes(model, adapter, dtype, layout) else BYTES[dtype]
 
 
 def _generation(
@@ -236,9 +240,10 @@ def _generation(
     cache = kv_cache_bytes(model, adapter, dtype, **how, num_tokens=length)
     logits = 12 * model.vocab_size * num_sequences
     # A layer's keys are laid out anew with those of the new token; later the head's weights are cast.
+    key_bytes = _key_bytes(model, adapter, dtype, layout)
+    keys = cache // model.num_layers * key_bytes // (key_bytes + BYTES[dtype])
     last = Need(
-        activations=casts
-        + max(2 * model.vocab_size * model.hidden_size if casts else 0, cache // model.num_layers // 2),
+        activations=casts + max(2 * model.vocab_size * model.hidden_size if casts else 0, keys),
         logits=logits,
         gathered=_gathered_for_generation(model, dtype, layout),
         kv_cache=cache,
