@@ -174,6 +174,7 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
 
     from tunekit.methods.head import experts_of_layer
     from tunekit.models.fusion.proof import ROUNDING
+    from tunekit.training.engines.engine import between_checks
 
     model = _language_model(trainer, wrapped)
     why = _why_unknown(model)
@@ -186,6 +187,8 @@ def _why_not_fused(trainer: Any, wrapped: Any, bound: Mapping[str, Any], plan: P
         logits = output.logits
         if routed and not _are_mixtrals(output.router_logits, experts_of_layer(model, bound["text_config"])):
             return "has routers whose loss is not that of Mixtral's, which a fused head computes"
+        # It gathers the weights of the head in another place, which ZeRO-3 would have fetched where it did before.
+        between_checks(trainer, plan)
         try:
             with _hidden_states_checked(model):
                 scored = wrapped(**batch, **routed, labels=labels, use_cache=False, fused_lm_head=True)
