@@ -19,6 +19,7 @@ from tests.tiny import make_tokenizer, plain_accelerator, save_chats
 from tests.training.engines import made, work_in
 from tunekit.errors import RunError
 from tunekit.methods.head import fused_heads, replace_heads
+from tunekit.planner.layout import Layout
 from tunekit.runs.prepared_data import FILES
 from tunekit.runs.run import Run
 from tunekit.training import check_head
@@ -71,7 +72,9 @@ OTHERS = {
 WITH_TRLS = ["tunekit", "trl"]
 
 METHOD = SimpleNamespace(trainer_args={})
-PLAN = SimpleNamespace(dtype="float32", recipe=SimpleNamespace(data=SimpleNamespace(max_length=64), method=METHOD))
+PLAN = SimpleNamespace(
+    dtype="float32", layout=Layout(), recipe=SimpleNamespace(data=SimpleNamespace(max_length=64), method=METHOD)
+)
 
 
 def tiny(kind, dtype=torch.float32, **fields):
@@ -99,7 +102,9 @@ def with_head(model, scorer="tunekit", outputs=("log_probs", "entropy", "is_top1
 
 def why(trainer, dtype="float32"):
     (head,) = fused_heads(trainer)
-    return check_head._why_not_fused(trainer, trainer.model, head.bound, SimpleNamespace(dtype=dtype), 71)
+    return check_head._why_not_fused(
+        trainer, trainer.model, head.bound, SimpleNamespace(dtype=dtype, layout=Layout()), 71
+    )
 
 
 @pytest.mark.parametrize("scorer", WITH_TRLS)
