@@ -131,19 +131,28 @@ def test_families_of_arguments_are_refused_whole(name: str) -> None:
     assert faults(**{name: None}) == {name: "tunekit sets this itself"}
 
 
+def keys_returned(file: str, name: str) -> set[str]:
+    """Return the keys of the dict that a function in a file of the builders returns."""
+    tree = ast.parse((BUILDERS / file).read_text())
+    (function,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    (returned,) = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+    assert isinstance(returned, ast.Dict)
+    return {str(key.value) for key in returned.keys if isinstance(key, ast.Constant)}
+
+
 def test_everything_that_a_method_sets_is_refused_from_a_recipe() -> None:
     """Else the argument would be given twice, and the run would end in a traceback."""
-    shared = ast.parse((BUILDERS / "arguments.py").read_text())
-    (arguments,) = (node for node in ast.walk(shared) if isinstance(node, ast.FunctionDef) and node.name == "arguments")
-    (returned,) = (node.value for node in ast.walk(arguments) if isinstance(node, ast.Return))
-    assert isinstance(returned, ast.Dict)
-    to_all = {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+    to_all = keys_returned("arguments.py", "arguments")
+    to_groups = keys_returned("generation.py", "arguments_in_groups")
     assert len(to_all) > 20
+    assert len(to_groups) == 10
     for method, (_, _, config) in trainer_args.CONFIGS.items():
         tree = ast.parse((BUILDERS / f"{method}.py").read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == config]
         given = {keyword.arg for call in calls for keyword in call.keywords if keyword.arg is not None}
         assert calls, method
+        if "arguments_in_groups" in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+            given |= to_groups
         assert {name for name in to_all | given if owner_hint(method, str(name)) is None} == set()
 
 

@@ -45,11 +45,11 @@ def compute_under_autocast(trainer: "RunTrainer") -> None:
     float32 weights would be float32, without a word (trl 1.16, `_ForwardRedirection`).
     """
 
-    def compute_under_autocast(compute: Callable[..., Any], *given: Any) -> Any:
+    def compute_cast(compute: Callable[..., Any], *given: Any) -> Any:
         with trainer.accelerator.autocast():
             return compute(*given)
 
-    trainer.wrap("compute_loss_of_answers", compute_under_autocast)
+    trainer.wrap("compute_loss_of_answers", compute_cast)
 
 
 def build(method: DistillationMethod, parts: Parts) -> "DistillationTrainer":

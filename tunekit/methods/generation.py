@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunekit.methods.arguments import Parts
+from tunekit.methods.reference import loading_arguments
 from tunekit.planner.plan import Plan
 from tunekit.recipe.methods.on_policy import OnPolicyMethod, RewardedMethod
 from tunekit.recipe.sections.data import DataSection
@@ -58,11 +59,25 @@ def generation_arguments(method: OnPolicyMethod, data: DataSection, plan: Plan) 
 
 
 def arguments_in_groups(method: RewardedMethod, parts: Parts) -> dict[str, Any]:
-    """Arguments of every config of TRL's, for evaluations of whole groups."""
+    """Arguments of a TRL config for rewarded groups of answers, and for evaluations of whole ones."""
     num_generations = method.trainer_args.get("num_generations_eval") or method.num_generations
     plan = parts.plan
     size = whole_groups(plan.micro_batch_size, num_generations, num_batches=plan.layout.num_batches)
-    return {**parts.arguments(), "per_device_eval_batch_size": size}
+    return {
+        **parts.arguments(),
+        "per_device_eval_batch_size": size,
+        "num_generations": method.num_generations,
+        # All answers of a step at once, and so many steps on them.
+        "steps_per_generation": plan.gradient_accumulation_steps,
+        "num_iterations": method.num_iterations,
+        "beta": method.beta,
+        "epsilon": method.epsilon,
+        "epsilon_high": method.epsilon_high,
+        "mask_truncated_completions": method.mask_truncated_completions,
+        "reward_weights": [reward.weight for reward in method.rewards],
+        # Of a second model, which TRL loads from where the first came from.
+        "model_init_kwargs": loading_arguments(plan.base) if method.beta else None,
+    }
 
 
 def whole_groups(micro_batch_size: int, num_generations: int, *, num_batches: int) -> int:

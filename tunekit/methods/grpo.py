@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from tunekit.methods.arguments import Parts
 from tunekit.methods.generation import arguments_in_groups, end_at_stop_texts, generation_arguments
-from tunekit.methods.reference import loading_arguments
 from tunekit.methods.run_trainer import run_trainer
 from tunekit.recipe.methods.grpo import GRPOMethod
 
@@ -30,20 +29,9 @@ def build(method: GRPOMethod, parts: Parts) -> "GRPOTrainer":
         reward_funcs=load_rewards(method.rewards, device=parts.plan.device.kind),
         args=GRPOConfig(
             **arguments_in_groups(method, parts),
-            num_generations=method.num_generations,
-            # All answers of a step at once, and so many steps on them.
-            steps_per_generation=parts.plan.gradient_accumulation_steps,
-            num_iterations=method.num_iterations,
-            beta=method.beta,
             loss_type=method.loss_type,
             importance_sampling_level=method.importance_sampling_level,
             scale_rewards=method.scale_rewards,
-            epsilon=method.epsilon,
-            epsilon_high=method.epsilon_high,
-            mask_truncated_completions=method.mask_truncated_completions,
-            reward_weights=[reward.weight for reward in method.rewards],
-            # Of a second model, which TRL loads from where the first came from.
-            model_init_kwargs=loading_arguments(parts.plan.base) if method.beta else None,
             **{**method.trainer_args, **generation_arguments(method, parts.data, parts.plan)},
         ),
         **parts.given(),

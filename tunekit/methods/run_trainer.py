@@ -110,7 +110,7 @@ class RunTrainer(Base):  # type: ignore[misc]
 
     @property
     def metrics(self) -> Any:
-        """What was measured since the last log, by mode and name."""
+        """Metrics measured since the last log, by mode and name."""
         return vars(self)["_stored_metrics" if "_stored_metrics" in vars(self) else "_metrics"]
 
     @metrics.setter
